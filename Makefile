@@ -1,0 +1,46 @@
+# `make` lists what there is. Everything runs in .venv, which is made from constraints.txt when it is missing.
+SHELL := bash
+VENV ?= .venv
+PYTHON ?= python3
+INSTALLED := $(VENV)/.installed
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo lab test test-all check fix notebooks clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## the virtual environment, with everything that development needs
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "axon_nb needs Python 3.11 or newer: make PYTHON=python3.12 install")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/
+	$(VENV)/bin/python scripts/run_notebook.py examples/01_quickstart.py --out out
+
+lab: $(INSTALLED)  ## open the examples in JupyterLab
+	$(VENV)/bin/jupyter lab examples
+
+test: check  ## the checks, then the tests
+	scripts/test
+
+test-all: check  ## the checks, then all tests, the slow ones too
+	scripts/test all
+
+check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks
+	scripts/check
+
+fix: $(INSTALLED)  ## mend what `check` can mend by itself
+	scripts/check --fix
+
+notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
+	$(VENV)/bin/python scripts/pair_notebooks.py
+
+clean:  ## remove the environment, caches and results
+	rm -rf $(VENV) out build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

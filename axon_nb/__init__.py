@@ -1,0 +1,98 @@
+"""Distributed PyTorch in a notebook: `%load_ext axon_nb`, then `%%distributed` cells run on persistent ranks.
+
+Importing this package loads nothing else: each public name is fetched from its module on first use, so that a
+notebook does not wait for torch and a rank never loads the widgets.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from axon_nb._version import __version__
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.result import CellResult
+    from axon_nb.cluster.startup import attach, start
+    from axon_nb.errors import (
+        AxonError,
+        CellError,
+        CellInterrupt,
+        CellTimeout,
+        ClusterGone,
+        NoCluster,
+        StartError,
+        UsageError,
+    )
+
+__all__ = [
+    "AxonError",
+    "CellError",
+    "CellInterrupt",
+    "CellResult",
+    "CellTimeout",
+    "Cluster",
+    "ClusterGone",
+    "NoCluster",
+    "StartError",
+    "UsageError",
+    "__version__",
+    "attach",
+    "current_cluster",
+    "load_ipython_extension",
+    "start",
+    "unload_ipython_extension",
+]
+
+_HOME = {
+    "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
+    "axon_nb.errors": (
+        "AxonError",
+        "CellError",
+        "CellInterrupt",
+        "CellTimeout",
+        "ClusterGone",
+        "NoCluster",
+        "StartError",
+        "UsageError",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Fetch a public name from its module on first use, and keep it."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not fetched yet among them."""
+    return sorted(__all__)
+
+
+def current_cluster() -> Cluster:
+    """The cluster that this process's cells run on.
+
+    Raises:
+        NoCluster: none is running.
+    """
+    cluster: Cluster = import_module("axon_nb.cluster.current").require("axon_nb.current_cluster()")
+    return cluster
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Make `%distributed`, `%%distributed` and their companions available: `%load_ext axon_nb`."""
+    import_module("axon_nb.magics").load_ipython_extension(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Take the magics away again: `%unload_ext axon_nb`."""
+    import_module("axon_nb.magics").unload_ipython_extension(ipython)

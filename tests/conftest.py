@@ -1,0 +1,104 @@
+"""What all tests share: private folders for Jupyter's files, reasons to skip, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN_VARIABLE = "AXON_NB_TEST_RUN"
+"""Set in the environment of this run and so of every process that it starts, however deep."""
+
+LEFTOVER_LIMIT = 15.0
+"""Seconds that processes have to end after the last test."""
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+_private_folder = pytest.StashKey[Path]()
+_leftovers = pytest.StashKey[list[str]]()
+
+
+def is_xdist_worker(config: pytest.Config) -> bool:
+    """Whether this is one of pytest-xdist's workers, rather than the run itself."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it."""
+    if is_xdist_worker(config):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="axt-"))
+    config.stash[_private_folder] = folder
+    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    for variable in (
+        "AXON_NB_RUNTIME_DIR",
+        "IPYTHONDIR",
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTER_DATA_DIR",
+        "JUPYTER_RUNTIME_DIR",
+    ):
+        path = folder / variable.lower().removesuffix("_dir").replace("_", "-")
+        path.mkdir(mode=0o700)
+        os.environ[variable] = str(path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why; where CI runs, a missing browser is a failure instead."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    no_browser = pytest.mark.skip(reason=f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
+    has_gpu = Path("/dev/nvidiactl").exists()
+    has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("browser") and not has_browser:
+            item.add_marker(no_browser)
+
+
+def processes_of_this_run() -> list[psutil.Process]:
+    """The processes that the tests started, directly or not, and that still run."""
+    marker = os.environ[RUN_VARIABLE]
+    mine = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(RUN_VARIABLE) == marker:
+                mine.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return mine
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run, and end the process, when a process of the tests outlives them."""
+    if is_xdist_worker(session.config):
+        return
+    limit = time.monotonic() + LEFTOVER_LIMIT
+    while (left := processes_of_this_run()) and time.monotonic() < limit:
+        psutil.wait_procs(left, timeout=0.2)
+    session.config.stash[_leftovers] = lines = []
+    for process in left:
+        try:
+            lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    if lines:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    shutil.rmtree(session.config.stash[_private_folder], ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """List the processes that the tests left running."""
+    if lines := config.stash.get(_leftovers, []):
+        terminalreporter.section("processes left running by the tests (now killed): the run fails", red=True)
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -1,0 +1,55 @@
+"""The files and modules of the project: `source_file`, `package_file`, `module_name` in turn, or all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "axon_nb"
+SOURCE_FOLDERS = ("axon_nb", "benchmarks", "examples", "magics", "scripts", "tests")
+
+
+def package_files() -> list[Path]:
+    """Every module of the package; those of the magics by the name that they are imported by."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "magics").rglob("*.py")]
+    return sorted({path for path in files if "__pycache__" not in path.parts})
+
+
+def source_files() -> list[Path]:
+    """Every Python file of the project, each once."""
+    files = {path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    return sorted(path for path in files if "axon_nb/magics" not in path.as_posix())
+
+
+def module_name(path: Path) -> str:
+    """The dotted name that a file of the package is imported by."""
+    dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return re.sub(r"\.__init__$", "", dotted)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that asks for one of the three names each of its values in turn."""
+    values: dict[str, list[Path] | list[str]] = {
+        "source_file": source_files(),
+        "package_file": package_files(),
+        "module_name": [module_name(path) for path in package_files() if path.name != "__main__.py"],
+    }
+    for name, choices in values.items():
+        if name in metafunc.fixturenames:
+            ids = [str(c.relative_to(ROOT)) if isinstance(c, Path) else c for c in choices]
+            metafunc.parametrize(name, choices, ids=ids)
+
+
+@pytest.fixture(scope="session", name="package_files")
+def all_package_files() -> list[Path]:
+    """Every module of the package."""
+    return package_files()
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder of the project."""
+    return ROOT

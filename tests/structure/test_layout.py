@@ -1,0 +1,83 @@
+"""Where files are and how long: the rules of CONTRIBUTING.md that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_LINES = 300
+
+LONG_FILES: dict[str, str] = {}
+"""Files that may be longer than `MAX_LINES`, each with the reason why it is one file."""
+
+
+def test_magics_are_the_same_files_under_both_paths(root: Path) -> None:
+    link = root / "axon_nb" / "magics"
+    assert link.is_symlink()
+    assert link.samefile(root / "magics")
+    assert not Path(link.readlink()).is_absolute()
+
+
+def test_magics_import_as_part_of_the_package(root: Path) -> None:
+    import axon_nb.magics
+
+    assert Path(axon_nb.magics.__file__).samefile(root / "magics" / "__init__.py")
+    assert "magics" not in sys.modules
+
+
+def test_linter_refuses_magics_under_its_folder_name(root: Path) -> None:
+    for line in ("import magics", "from magics import distributed", "from magics.distributed import DistributedMagics"):
+        found = subprocess.run(
+            [sys.executable, "-m", "ruff", "check", "--select=TID251", "--stdin-filename=axon_nb/sample.py", "-"],
+            input=f"{line}\n",
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 1, line
+        assert "import axon_nb.magics" in found.stdout
+
+
+def test_file_is_short_or_listed(source_file: Path, root: Path) -> None:
+    name = source_file.relative_to(root).as_posix()
+    lines = len(source_file.read_text(encoding="utf-8").splitlines())
+    if name in LONG_FILES:
+        assert lines > MAX_LINES, f"{name} is short again: take it off LONG_FILES"
+    else:
+        assert lines <= MAX_LINES, f"{name} has {lines} lines, at most {MAX_LINES}: split it by role, or list it"
+
+
+def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The public functions and classes of a module, and the public methods of those classes."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            found.append(node)
+            found.extend(
+                method
+                for method in getattr(node, "body", [])
+                if isinstance(node, ast.ClassDef)
+                and isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+                and not method.name.startswith("_")
+            )
+    return found
+
+
+def repeats_an_explained_name(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether a decorator says that the documentation is elsewhere: an override, an overload, a property's setter."""
+    names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    return bool(names & {"override", "overload", "setter", "deleter"})
+
+
+def test_public_definitions_have_docstrings(package_file: Path) -> None:
+    tree = ast.parse(package_file.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), "the module has no docstring"
+    bare = [
+        f"{node.name} (line {node.lineno})"
+        for node in public_definitions(tree)
+        if not ast.get_docstring(node) and not repeats_an_explained_name(node)
+    ]
+    assert not bare, f"without a docstring: {', '.join(bare)}"

@@ -1,0 +1,116 @@
+"""What is built and installed: real files behind the link, declared dependencies, pins that fit them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import entry_points, packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import axon_nb
+
+OPTIONAL_IMPORTS = {"cupy": "cupy-cuda13x", "pynvml": "nvidia-ml-py"}
+"""Imported names of extras that need not be installed here, and the distributions that bring them."""
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    """The `[project]` table."""
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def archives(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source archive of the project, and the wheel built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(root)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (source,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return source, wheel
+
+
+def test_wheel_holds_every_file_of_the_package(
+    archives: tuple[Path, Path], root: Path, package_files: list[Path]
+) -> None:
+    with zipfile.ZipFile(archives[1]) as wheel:
+        inside = {name: wheel.getinfo(name) for name in wheel.namelist()}
+    expected = {path.relative_to(root).as_posix() for path in package_files}
+    assert "axon_nb/magics/__init__.py" in expected
+    assert expected <= inside.keys()
+    assert all(inside[name].file_size == (root / name).stat().st_size for name in expected)
+    assert "axon_nb/py.typed" in inside
+    assert {name.partition("/")[0] for name in inside} == {"axon_nb", f"axon_nb-{axon_nb.__version__}.dist-info"}
+
+
+def test_wheel_holds_the_assets(archives: tuple[Path, Path], root: Path) -> None:
+    assets = {
+        path.relative_to(root).as_posix()
+        for path in (root / "axon_nb").rglob("static/*")
+        if path.suffix in {".css", ".js"}
+    }
+    with zipfile.ZipFile(archives[1]) as wheel:
+        assert assets <= set(wheel.namelist())
+
+
+def test_source_archive_holds_no_links(archives: tuple[Path, Path]) -> None:
+    with tarfile.open(archives[0]) as source:
+        assert not [member.name for member in source if member.issym() or member.islnk()]
+
+
+def test_installed_version_is_the_source_version() -> None:
+    assert version("axon_nb") == axon_nb.__version__
+
+
+@pytest.mark.parametrize("group", ["ipyparallel.controller_launchers", "ipyparallel.engine_launchers"])
+def test_launcher_is_registered(group: str) -> None:
+    (launcher,) = entry_points(group=group, name="axon")
+    assert isinstance(launcher.load(), type)
+
+
+def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> None:
+    lines = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in requirements}
+    assert len(pins) == len(requirements)
+    extras = project["optional-dependencies"]
+    for text in (*project["dependencies"], *extras["demo"], *extras["dev"]):
+        wanted = Requirement(text)
+        if wanted.name == project["name"]:
+            continue
+        pinned = pins.get(canonicalize_name(wanted.name))
+        assert pinned is not None, f"{wanted.name} is not pinned in constraints.txt"
+        assert wanted.specifier.contains(pinned), f"{text}, but constraints.txt has {pinned}"
+
+
+def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]) -> None:
+    extras = project["optional-dependencies"]
+    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"])
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    providers = {name: {canonicalize_name(dist) for dist in dists} for name, dists in packages_distributions().items()}
+    missing: dict[str, list[str]] = {}
+    for path in package_files:
+        for name in top_level_imports(path) - {"axon_nb"} - sys.stdlib_module_names:
+            known = providers.get(name, {OPTIONAL_IMPORTS.get(name, name)})
+            if not known & declared:
+                missing.setdefault(name, []).append(path.name)
+    assert not missing, f"imported, but not in pyproject.toml: {missing}"
+
+
+def top_level_imports(path: Path) -> set[str]:
+    """The first parts of all names that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
