@@ -1,0 +1,32 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+__all__ = ["format_bytes", "format_seconds"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes in binary units to 3 significant digits: ``512 B``, ``1.50 KiB``, ``23.4 GiB``; a difference keeps its sign."""
+    sign, value, unit = ("-" if num_bytes < 0 else ""), float(abs(num_bytes)), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    if unit == 0:
+        return f"{sign}{int(value)} B"
+    digits = 3 if value < 0.9995 else 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{sign}{value:.{digits}f} {_UNITS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: ``0.25 s``, ``2.1 s``, ``3 min 12 s``, ``2 h 05 min``."""
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

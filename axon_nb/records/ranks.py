@@ -1,0 +1,60 @@
+"""Sets of ranks as text: ``0,2-3``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from axon_nb.errors import UsageError
+
+__all__ = ["format_ranks", "parse_ranks"]
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as compact text, such as ``0,2-3``."""
+    pieces: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if pieces and rank == pieces[-1][-1] + 1:
+            pieces[-1][1:] = [rank]
+        else:
+            pieces.append([rank])
+    return ",".join("-".join(map(str, piece)) for piece in pieces)
+
+
+def parse_ranks(spec: str, world_size: int) -> list[int]:
+    """The ranks that `spec` names, sorted, without doubles.
+
+    Args:
+        spec: Parts with commas between: ``2``, ``2-3``, ``-1`` (the last), ``1:`` or ``:2`` (as Python slices),
+            ``all``, ``even``, ``odd``.
+        world_size: Number of ranks.
+
+    Raises:
+        UsageError: a part that means nothing, or a rank that does not exist.
+    """
+    chosen: set[int] = set()
+    for part in spec.replace(" ", "").split(","):
+        chosen.update(_parse_part(part, spec, world_size))
+    return sorted(chosen)
+
+
+def _parse_part(part: str, spec: str, world_size: int) -> Iterable[int]:
+    words = {"all": range(world_size), "even": range(0, world_size, 2), "odd": range(1, world_size, 2)}
+    if part in words:
+        return words[part]
+    try:
+        if ":" in part:
+            return range(world_size)[slice(*(int(end) if end else None for end in part.split(":")))]
+        first, dash, last = part[1:].partition("-")
+        low = int(part[0] + first) if dash else int(part)
+        high = int(last) if dash else low
+    except (ValueError, IndexError, TypeError):
+        raise UsageError(f"ranks {spec!r}: {part!r} is no rank; write ranks as in 0,2-3.") from None
+    if low < 0 and not dash:
+        low = high = low + world_size
+    for rank in (low, high):
+        if not 0 <= rank < world_size:
+            wanted = part if low < 0 or low == high else str(rank)
+            raise UsageError(f"rank {wanted} of {world_size} does not exist: ranks are 0 to {world_size - 1}.")
+    if low > high:
+        raise UsageError(f"ranks {spec!r}: {part!r} runs backwards; write {high}-{low}.")
+    return range(low, high + 1)

@@ -1,0 +1,31 @@
+"""A stretch of time that a rank spent on one thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One finished action of one rank: a forward, a collective, a pipeline step, a cell."""
+
+    rank: int
+    """Rank in the default group."""
+    kind: str
+    """Family of the action: ``cell``, ``forward``, ``backward``, ``optimizer``, ``collective``, ``p2p``, ``wait``."""
+    name: str
+    """The action itself, such as ``all_reduce``."""
+    start_ns: int
+    """Start, nanoseconds of the host's monotonic clock."""
+    end_ns: int
+    """End, same clock; never before the start."""
+    group: str = ""
+    """Name of the process group, empty when no group takes part."""
+    bytes: int = 0
+    """Payload in bytes on this rank, 0 when nothing is moved."""
+    stage: int = -1
+    """Pipeline stage, -1 outside a pipeline."""
+    microbatch: int = -1
+    """Microbatch, -1 outside a pipeline."""

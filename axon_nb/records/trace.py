@@ -1,0 +1,50 @@
+"""The span ring: what this process has done lately. Always on, bounded, cheap; read by whoever looks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+
+from axon_nb.records.span import Span
+
+__all__ = ["SpanRing", "emit", "ring"]
+
+
+class SpanRing:
+    """Keeps the last spans; readers follow it by a running number, and learn how many they missed."""
+
+    def __init__(self, capacity: int = 16384) -> None:
+        self._spans: deque[tuple[int, Span]] = deque(maxlen=capacity)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def emit(self, span: Span) -> None:
+        """Add one span; the oldest goes when the ring is full."""
+        with self._lock:
+            number = next(self._numbers)
+            self._spans.append((number, span))
+            self._next = number + 1
+
+    @property
+    def position(self) -> int:
+        """The number the next span will get."""
+        return self._next
+
+    def since(self, position: int, limit: int = 4096) -> tuple[list[Span], int, int]:
+        """The spans from number `position` on: (spans, next position, how many were lost), at most the last `limit`."""
+        with self._lock:
+            end = self._next
+            fresh = [span for number, span in self._spans if number >= position] if end > position else []
+        fresh = fresh[-limit:]
+        return fresh, end, max(0, end - position) - len(fresh)
+
+
+ring = SpanRing()
+"""The ring of this process."""
+
+
+def emit(span: Span) -> None:
+    """Add one span to this process's ring."""
+    ring.emit(span)
