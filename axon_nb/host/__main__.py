@@ -1,0 +1,29 @@
+"""`python -m axon_nb.host --run-dir DIR`: the host agent. Started by the notebook, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from axon_nb.host.agent import Agent, AgentOptions
+from axon_nb.host.rundir import RunDir
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Parse the command line and serve until stopped."""
+    parser = argparse.ArgumentParser(prog="python -m axon_nb.host", description=__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path, help="the cluster's private folder")
+    parser.add_argument("--controller", type=json.loads, default=[], help="command line of the controller, as JSON")
+    parser.add_argument("--entry", default="", help="what forked ranks run, as module:function")
+    args = parser.parse_args()
+    os.umask(0o077)
+    options = AgentOptions(controller=args.controller, entry=args.entry, preload=bool(args.entry))
+    Agent(RunDir(args.run_dir), options).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The agent's event loop: takes commands, forks ranks, tells their death, serves the store, ends when not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from axon_nb.host.children import Children, Death
+from axon_nb.host.forking import ForkRequest, become_rank
+from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
+from axon_nb.host.preload import Preload
+from axon_nb.host.rundir import RunDir
+from axon_nb.host.store import StoreTable
+
+__all__ = ["Agent", "AgentOptions"]
+
+_FIRST_CONTACT_S = 60.0
+_TERM_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How an agent was asked to run."""
+
+    controller: list[str]
+    """Command line of the ipyparallel controller; empty: none."""
+    entry: str
+    """What forked ranks run, `module:function`."""
+    preload: bool
+    """Whether to import torch and the engine, so that ranks can be forked."""
+
+
+class Agent:
+    """One event loop, one thread, no torch operation ever: a process that has run one cannot be forked safely."""
+
+    def __init__(self, run_dir: RunDir, options: AgentOptions) -> None:
+        self.run_dir = run_dir
+        self.options = options
+        self.children = Children()
+        self.info: dict[str, Any] = {}
+        self.keep_alive_s = 300.0
+        self._store = StoreTable()
+        self._selector = selectors.DefaultSelector()
+        self._peers: set[Peer] = set()
+        self._preload = Preload(enabled=options.preload)
+        self._waiting_forks: list[tuple[CommandPeer, dict[str, Any]]] = []
+        self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_S
+        self._starter: int | None = os.getppid()
+        """pid of the notebook until it connects; if it ends before that, nobody will."""
+        self._stopping: float | None = None
+        self._commands: dict[str, Callable[[CommandPeer, dict[str, Any]], dict[str, Any] | None]] = {
+            "hello": self._hello,
+            "fork": self._fork,
+            "signal": self._signal,
+            "set_info": self._set_info,
+            "get_info": self._get_info,
+            "stop": self._stop,
+        }
+
+    def run(self) -> None:
+        """Serve until stopped; at the end no child and no file is left."""
+        with self._signals():
+            self._listeners = [
+                Listener(self.run_dir.store_socket, self._selector, self._accept_store),
+                Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
+            ]
+            try:
+                if self.options.controller:
+                    self.children.spawn_controller(
+                        self.options.controller, self.run_dir.path / "log" / "controller.log"
+                    )
+                self._publish()
+                self._loop()
+            finally:
+                self.children.kill()
+                self.run_dir.remove()
+
+    def _loop(self) -> None:
+        while True:
+            now = time.monotonic()
+            due = self._store.expire(now)
+            if self._stopping is not None:
+                if not self.children.any_left:
+                    return
+                # The controller has nothing to save; ranks get a moment for their own clean-up.
+                if now >= self._stopping or not self.children.ranks:
+                    self.children.kill()
+                    self._stopping = now + _TERM_GRACE_S
+            elif (self._deadline is not None and now >= self._deadline) or self._orphaned:
+                self._begin_stop()
+            idle = not self._preload.step(busy=bool(self._waiting_forks or self.children.ranks))
+            if self._preload.ready and self._waiting_forks:
+                self._fork_waiting()
+            look_again = None if self._starter is None else now + 1.0
+            limits = [at for at in (due, self._deadline, self._stopping, look_again) if at is not None]
+            wait = max(0.0, min(limits) - time.monotonic()) if limits else None
+            for key, mask in self._selector.select(wait if idle else 0):
+                key.data(mask)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._wakeup = (reader, writer)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._begin_stop())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._selector.register(reader, selectors.EVENT_READ, self._on_signal)
+        yield
+
+    def _on_signal(self, mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup[0].recv(4096)
+        for death in self.children.reap():
+            self._announce(death)
+
+    def _announce(self, death: Death) -> None:
+        event = "exit" if death.rank is not None else "controller_exit"
+        self._broadcast(
+            {"event": event, "rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
+        )
+        if death.rank is None and self._stopping is None:
+            self._begin_stop()
+
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for peer in list(self._peers):
+            if isinstance(peer, CommandPeer) and peer.owner:
+                peer.tell(message)
+
+    def _accept_command(self, sock: socket.socket) -> None:
+        self._peers.add(CommandPeer(sock, self._selector, self._closed, self._command))
+
+    def _accept_store(self, sock: socket.socket) -> None:
+        self._peers.add(StorePeer(sock, self._selector, self._closed, self._store.handle))
+
+    def _closed(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        if isinstance(peer, CommandPeer) and peer.owner and not self._owned:
+            # The kernel is gone without a word: restarted or killed. Ranks wait for it; a mere warm-up does not.
+            started = bool(self.info.get("world_size"))
+            self._deadline = time.monotonic() + (self.keep_alive_s if started else 0.0)
+
+    @property
+    def _orphaned(self) -> bool:
+        return self._starter is not None and os.getppid() != self._starter
+
+    @property
+    def _owned(self) -> bool:
+        return any(isinstance(peer, CommandPeer) and peer.owner for peer in self._peers)
+
+    def _command(self, peer: CommandPeer, message: dict[str, Any]) -> None:
+        handler = self._commands.get(message.get("cmd", ""))
+        reply: dict[str, Any] | None
+        if handler is None:
+            reply = {"error": f"no command {message.get('cmd')!r}"}
+        else:
+            try:
+                reply = handler(peer, message)
+            except (KeyError, TypeError, ValueError, OSError) as error:
+                reply = {"error": f"{type(error).__name__}: {error}"}
+        if reply is not None:
+            peer.tell({"id": message.get("id"), **reply})
+
+    def _hello(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        peer.owner = str(message["owner"])
+        if peer.owner:
+            self._deadline = self._starter = None
+            self.info["owner"] = peer.owner
+            self._publish()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "ready": self._preload.ready,
+            "idle": self._preload.done,
+            "ranks": {str(rank): pid for rank, pid in self.children.ranks.items()},
+            "controller": self.children.controller,
+            "info": self.info,
+        }
+
+    def _fork(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any] | None:
+        if not self.options.preload:
+            return {"error": "this agent does not fork ranks"}
+        self._waiting_forks.append((peer, message))
+        return None
+
+    def _fork_waiting(self) -> None:
+        waiting, self._waiting_forks = self._waiting_forks, []
+        gc.freeze()
+        for peer, message in waiting:
+            try:
+                request = ForkRequest.from_json({**message, "entry": self.options.entry})
+                agent_pid = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    become_rank(request, agent_pid, [self._selector, *self._sockets()])
+            except (KeyError, TypeError, OSError) as error:
+                peer.tell({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
+                continue
+            self.children.add_rank(request.rank, pid)
+            peer.tell({"id": message.get("id"), "pid": pid})
+
+    def _sockets(self) -> list[socket.socket]:
+        return [*self._wakeup, *(listener.sock for listener in self._listeners), *(peer.sock for peer in self._peers)]
+
+    def _signal(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        return {"sent": self.children.signal_rank(int(message["rank"]), int(message["signal"]))}
+
+    def _set_info(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        self.info.update(message["info"])
+        self.keep_alive_s = float(self.info.get("keep_alive_s", self.keep_alive_s))
+        self._publish()
+        return {}
+
+    def _get_info(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        return {**self._state(), "attached": self._owned}
+
+    def _publish(self) -> None:
+        self.run_dir.write_info({"pid": os.getpid(), **self.info})
+
+    def _stop(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        self._begin_stop()
+        return {}
+
+    def _begin_stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = time.monotonic() + _TERM_GRACE_S
+            self._deadline = None
+            self.children.terminate_ranks()

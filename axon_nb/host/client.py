@@ -1,0 +1,169 @@
+"""The notebook's end of the agent's socket: commands with replies, and the events that the agent pushes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from axon_nb.errors import ClusterGone, StartError
+from axon_nb.host.rundir import RunDir
+
+__all__ = ["AgentClient", "spawn_agent"]
+
+_CONNECT_S = 20.0
+_REPLY_S = 30.0
+
+
+def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
+    """Start a host agent for `run_dir`, outside of this process's session; returns its pid at once, before it serves.
+
+    A thread reaps it, so that no zombie stays behind in a long-lived kernel.
+    """
+    package_parent = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package_parent]))}
+    argv = [sys.executable, "-P", "-m", "axon_nb.host", f"--run-dir={run_dir.path}", f"--entry={entry}"]
+    if controller:
+        argv.append(f"--controller={json.dumps(controller)}")
+    log = os.open(run_dir.path / "log" / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        process = subprocess.Popen(
+            argv, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    finally:
+        os.close(log)
+    threading.Thread(target=process.wait, name="axon_nb-agent-reaper", daemon=True).start()
+    return process.pid
+
+
+class AgentClient:
+    """One connection to one agent. A reader thread completes replies and hands events on.
+
+    A client with an `owner` keeps the cluster alive while it is connected; one with an empty owner only looks.
+    """
+
+    def __init__(self, run_dir: RunDir, *, owner: str, agent_pid: int | None = None) -> None:
+        self.run_dir = run_dir
+        self.name = run_dir.path.name
+        """What messages call the cluster."""
+        self._sock = _connect(run_dir, agent_pid)
+        self._ids = itertools.count(1)
+        self._replies: dict[int, Future[dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._handlers: list[Callable[[dict[str, Any]], None]] = []
+        self.closed = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
+        self._reader.start()
+        self.greeting = self.call("hello", owner=owner)
+
+    def on_event(self, handler: Callable[[dict[str, Any]], None]) -> None:
+        """Have `handler` called, on the reader's thread, with each event; `{"event": "closed"}` is the last."""
+        self._handlers.append(handler)
+
+    def send(self, cmd: str, **content: Any) -> Future[dict[str, Any]]:
+        """Send a command; the future gets the reply, or `ClusterGone`."""
+        number = next(self._ids)
+        future: Future[dict[str, Any]] = Future()
+        line = json.dumps({"id": number, "cmd": cmd, **content}).encode() + b"\n"
+        with self._lock:
+            if self.closed.is_set():
+                raise ClusterGone(f"The cluster {self.name!r} is gone: start one with `%distributed start`.")
+            self._replies[number] = future
+            try:
+                self._sock.sendall(line)
+            except OSError:
+                self._replies.pop(number, None)
+                raise ClusterGone(
+                    f"The host agent of {self.name!r} is gone: `%distributed start` starts a new cluster."
+                ) from None
+        return future
+
+    def call(self, cmd: str, **content: Any) -> dict[str, Any]:
+        """Send a command and wait for the reply.
+
+        Raises:
+            ClusterGone: the agent is gone or does not answer.
+            StartError: the agent refuses; the message says why.
+        """
+        try:
+            reply = self.send(cmd, **content).result(_REPLY_S)
+        except TimeoutError:
+            raise ClusterGone(
+                f"The host agent of {self.name!r} has not answered {cmd!r} in {_REPLY_S:.0f} s."
+            ) from None
+        if "error" in reply:
+            raise StartError(f"The host agent could not {cmd}: {reply['error']}")
+        return reply
+
+    def _read(self) -> None:
+        try:
+            with self._sock.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if "event" in message:
+                        self._emit(message)
+                    elif (future := self._replies.pop(message.get("id"), None)) is not None:
+                        future.set_result(message)
+        except (OSError, ValueError):
+            pass
+        finally:
+            with self._lock:
+                self.closed.set()
+                replies, self._replies = self._replies, {}
+            for future in replies.values():
+                future.set_exception(ClusterGone(f"The host agent of {self.name!r} is gone."))
+            self._emit({"event": "closed"})
+
+    def _emit(self, message: dict[str, Any]) -> None:
+        for handler in list(self._handlers):
+            handler(message)
+
+    def close(self) -> None:
+        """Leave; without a `stop` before it the agent keeps the ranks for the keep-alive time."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(2.0)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Have the agent end everything; True when it is gone within `timeout_s` seconds."""
+        with contextlib.suppress(ClusterGone):
+            self.send("stop")
+        gone = self.closed.wait(timeout_s)
+        self.close()
+        return gone
+
+
+def _connect(run_dir: RunDir, agent_pid: int | None) -> socket.socket:
+    end = time.monotonic() + _CONNECT_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(str(run_dir.agent_socket))
+            return sock
+        except OSError as error:
+            sock.close()
+            started = agent_pid is None or not Path("/proc").is_dir() or Path(f"/proc/{agent_pid}").exists()
+            if not started or agent_pid is None or time.monotonic() > end:
+                reason = _last_lines(run_dir.path / "log" / "agent.log") or str(error)
+                raise StartError(f"The host agent in {run_dir.path} did not come up: {reason}") from None
+        time.sleep(0.003)
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return " | ".join(lines[-3:])

@@ -1,0 +1,76 @@
+"""The store's messages on the wire: a list of byte strings, each with its length before it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+__all__ = ["MAX_MESSAGE", "Decoder", "encode", "receive"]
+
+_HEAD = struct.Struct("<II")
+_ITEM = struct.Struct("<I")
+MAX_MESSAGE = 1 << 30
+"""A message above this many bytes is refused: the peer does not speak our protocol."""
+
+
+def encode(parts: list[bytes]) -> bytes:
+    """One message as bytes: total length and count, then each part behind its length."""
+    body = b"".join(_ITEM.pack(len(part)) + part for part in parts)
+    return _HEAD.pack(len(body), len(parts)) + body
+
+
+def _decode_body(body: bytes | memoryview, count: int) -> list[bytes]:
+    parts, at = [], 0
+    for _ in range(count):
+        (size,) = _ITEM.unpack_from(body, at)
+        at += _ITEM.size
+        parts.append(bytes(body[at : at + size]))
+        at += size
+    return parts
+
+
+class Decoder:
+    """Cuts a byte stream that arrives in pieces into messages."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[list[bytes]]:
+        """The messages that `data` completes, in order.
+
+        Raises:
+            ValueError: a length that no message of ours has.
+        """
+        self._pending += data
+        messages = []
+        while len(self._pending) >= _HEAD.size:
+            size, count = _HEAD.unpack_from(self._pending)
+            if size > MAX_MESSAGE:
+                raise ValueError(f"a store message of {size} bytes: the limit is {MAX_MESSAGE}")
+            end = _HEAD.size + size
+            if len(self._pending) < end:
+                break
+            messages.append(_decode_body(bytes(self._pending[_HEAD.size : end]), count))
+            del self._pending[:end]
+        return messages
+
+
+def receive(sock: socket.socket) -> list[bytes]:
+    """Read one message from a blocking socket.
+
+    Raises:
+        EOFError: the peer closed the connection.
+    """
+    size, count = _HEAD.unpack(_exactly(sock, _HEAD.size))
+    return _decode_body(_exactly(sock, size), count)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    chunks, left = [], size
+    while left:
+        chunk = sock.recv(min(left, 1 << 20))
+        if not chunk:
+            raise EOFError("the rendezvous store closed the connection")
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)

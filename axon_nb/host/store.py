@@ -1,0 +1,106 @@
+"""The rendezvous store's keys and values, served from the agent's event loop: no thread, no torch, no TCP port."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Reply", "StoreTable"]
+
+
+class Reply(Protocol):
+    """Sends one answer to the client that asked."""
+
+    def __call__(self, parts: list[bytes], /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Waiter:
+    keys: list[bytes]
+    deadline: float
+    reply: Reply
+
+
+class StoreTable:
+    """What `torch.distributed.Store` needs of a server: set, add, compare-and-set, append, delete, wait.
+
+    A wait names a time limit in milliseconds and gets the values, or nothing when the time is over; clients wait in
+    slices, so that an interrupt lands between two of them.
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[bytes, bytes] = {}
+        self._waiters: list[_Waiter] = []
+
+    def handle(self, message: list[bytes], reply: Reply) -> None:
+        """Carry out one request and answer it, at once or when what it waits for is there."""
+        command, args = message[0], message[1:]
+        if command == b"wait":
+            self._wait(args, reply)
+            return
+        changed, answer = self._apply(command, args)
+        reply(answer)
+        if changed:
+            self._wake()
+
+    def _apply(self, command: bytes, args: list[bytes]) -> tuple[bool, list[bytes]]:
+        table = self._table
+        match command:
+            case b"set":
+                for key, value in zip(args[::2], args[1::2], strict=True):
+                    table[key] = value
+                return True, [b""]
+            case b"add":
+                total = b"%d" % (int(table.get(args[0], b"0")) + int(args[1]))
+                table[args[0]] = total
+                return True, [total]
+            case b"compare_set":
+                key, expected, desired = args
+                current = table.get(key)
+                if current == expected or (current is None and not expected):
+                    table[key] = desired
+                    return True, [desired]
+                return False, [expected if current is None else current]
+            case b"append":
+                table[args[0]] = table.get(args[0], b"") + args[1]
+                return True, [b""]
+            case b"delete":
+                return False, [b"1" if table.pop(args[0], None) is not None else b"0"]
+            case b"delete_prefix":
+                doomed = [key for key in table if key.startswith(args[0])]
+                for key in doomed:
+                    del table[key]
+                return False, [b"%d" % len(doomed)]
+            case b"check":
+                return False, [b"1" if all(key in table for key in args) else b"0"]
+            case b"count":
+                return False, [b"%d" % len(table)]
+        return False, []
+
+    def _wait(self, args: list[bytes], reply: Reply) -> None:
+        keys = args[1:]
+        if all(key in self._table for key in keys):
+            reply([self._table[key] for key in keys])
+        else:
+            self._waiters.append(_Waiter(keys, time.monotonic() + int(args[0]) / 1000, reply))
+
+    def _wake(self) -> None:
+        waiting = []
+        for waiter in self._waiters:
+            if all(key in self._table for key in waiter.keys):
+                waiter.reply([self._table[key] for key in waiter.keys])
+            else:
+                waiting.append(waiter)
+        self._waiters = waiting
+
+    def expire(self, now: float) -> float | None:
+        """Answer the waits whose time is over; returns when the next one is due, in `time.monotonic` seconds."""
+        waiting = []
+        for waiter in self._waiters:
+            if waiter.deadline <= now:
+                waiter.reply([])
+            else:
+                waiting.append(waiter)
+        self._waiters = waiting
+        return min((waiter.deadline for waiter in waiting), default=None)
