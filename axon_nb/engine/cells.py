@@ -1,0 +1,79 @@
+"""Around each cell on a rank: its number, its span, its value, and a reply of bounded size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.session import RankSession
+from axon_nb.engine.stdio import OutputBudget
+from axon_nb.records.span import Span
+from axon_nb.records.trace import emit
+
+__all__ = ["CellRunner"]
+
+_MAX_EVALUE = 16_000
+_MAX_TRACEBACK = 200_000
+
+
+class CellRunner:
+    """Runs one cell after the other; knows which one runs."""
+
+    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget) -> None:
+        self._session = session
+        self._interrupts = interrupts
+        self._budget = budget
+
+    async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Run one request; the reply tells whether there is a value to fetch, and how long it took in seconds."""
+        session, shell = self._session, self._session.kernel.shell
+        cell = metadata.get("axon_nb", {}).get("cell")
+        if cell is not None:
+            # Tracebacks then name the notebook's own prompt: "Cell In[12], line 3".
+            shell.execution_count = cell
+        # IPython looks here for the semicolon that keeps a value from being shown.
+        shell.history_manager.input_hist_parsed[-1:] = [session.kernel.get_parent("shell")["content"]["code"]]
+        self._budget.begin()
+        session.cell = cell if cell is not None else 0
+        session.cell_started_ns = start = time.monotonic_ns()
+        self._interrupts.running = True
+        try:
+            reply = await execute()
+        finally:
+            self._interrupts.running = False
+            end = time.monotonic_ns()
+            session.cell = None
+            self._budget.end()
+            emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
+        result = getattr(shell, "last_execution_result", None)
+        reply["axon_nb"] = {
+            "seconds": (end - start) / 1e9,
+            "has_value": reply["status"] == "ok" and getattr(result, "result", None) is not None,
+        }
+        return _bounded(reply)
+
+    def value(self) -> Any:
+        """The value of the last cell's last expression."""
+        return getattr(self._session.kernel.shell.last_execution_result, "result", None)
+
+
+def _bounded(reply: dict[str, Any]) -> dict[str, Any]:
+    if reply["status"] != "error":
+        return reply
+    reply["evalue"] = _cut(reply.get("evalue", ""), _MAX_EVALUE)
+    lines, room = [], _MAX_TRACEBACK
+    for line in reply.get("traceback", []):
+        lines.append(_cut(line, max(room, 200)))
+        room -= len(line)
+    reply["traceback"] = lines
+    return reply
+
+
+def _cut(text: str, limit: int) -> str:
+    return (
+        text
+        if len(text) <= limit
+        else f"{text[: limit // 2]} … {len(text) - limit:,} characters … {text[-limit // 2 :]}"
+    )

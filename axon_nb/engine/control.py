@@ -1,0 +1,29 @@
+"""What a rank answers at any time, even while its main thread is stuck: status, interrupt, watch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.kernel_hooks import ControlHandler
+from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.telemetry import Telemetry
+
+__all__ = ["control_handlers"]
+
+
+def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry) -> dict[str, ControlHandler]:
+    """The requests of the control channel, by message type."""
+
+    def status(content: dict[str, Any]) -> dict[str, Any]:
+        return dataclasses.asdict(sampler.sample())
+
+    def interrupt(content: dict[str, Any]) -> dict[str, Any]:
+        return {"interrupted": interrupts.interrupt()}
+
+    def watch(content: dict[str, Any]) -> dict[str, Any]:
+        telemetry.watch(hz=float(content["hz"]), seconds=float(content["seconds"]))
+        return {}
+
+    return {"axon_status": status, "axon_interrupt": interrupt, "axon_watch": watch}

@@ -1,0 +1,7 @@
+"""The process groups of a rank: formed, owned and told apart here alone."""
+
+from __future__ import annotations
+
+from axon_nb.engine.groups.default import form_default_group
+
+__all__ = ["form_default_group"]

@@ -1,0 +1,36 @@
+"""The default process group: formed once, when the rank joins its world."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.engine.store import AgentStore
+
+__all__ = ["form_default_group"]
+
+
+def form_default_group(
+    backend: str, *, store: AgentStore, rank: int, world_size: int, device: torch.device, timeout_s: float
+) -> None:
+    """Join the default group and pass one barrier; collective over all ranks.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        store: Rendezvous store that all ranks reach.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
+        timeout_s: Limit of every collective, in seconds.
+    """
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    dist.barrier()

@@ -1,0 +1,64 @@
+"""SIGINT on a rank: it ends the user's code and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from axon_nb.engine.kernel_hooks import RUN_CODE
+
+__all__ = ["Interrupts", "user_frame"]
+
+_IPYTHON = f"{os.sep}IPython{os.sep}"
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the cell itself on this stack: the one that IPython's `run_code` called; None outside a cell."""
+    while frame is not None:
+        caller = frame.f_back
+        if caller is not None and caller.f_code is RUN_CODE and _IPYTHON not in frame.f_code.co_filename:
+            return frame
+        frame = caller
+    return None
+
+
+class Interrupts:
+    """The SIGINT handler that stays installed for the life of the rank."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._task: Any = None
+        self.running = False
+        """Whether a cell runs; outside of cells an interrupt is dropped."""
+
+    def install(self) -> None:
+        """Take over SIGINT; call it on the main thread."""
+        signal.signal(signal.SIGINT, self._on_sigint)
+
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        if not self.running:
+            return
+        if user_frame(frame) is not None:
+            raise KeyboardInterrupt
+        if self._task is not None and not self._task.done():
+            self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self._task.cancel)
+
+    @contextlib.contextmanager
+    def hold_async(self, task: Any) -> Iterator[None]:
+        """While an async cell runs: an interrupt cancels its task."""
+        self._task = task
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def interrupt(self) -> bool:
+        """From any thread: interrupt the cell; False when none runs."""
+        if self.running:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return self.running

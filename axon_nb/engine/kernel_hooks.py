@@ -1,0 +1,110 @@
+"""Private hooks into ipykernel, all of them, for engines of ipykernel 7.
+
+Each is guarded by `missing()`, which names what a newer ipykernel no longer has; a test fails when that list is not
+empty for the tested versions. A missing hook is skipped: cells still run, with the loss that its comment names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["RUN_CODE", "ControlHandler", "add_control_handlers", "install", "missing", "wrap_do_execute"]
+
+ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""Takes a request's content and returns the reply's; runs on the kernel's control thread."""
+
+RUN_CODE: CodeType = InteractiveShell.run_code.__code__
+"""The code object under which a cell's own frames run."""
+
+_NEEDED = (
+    "_cancel_on_sigint",
+    "_publish_execute_input",
+    "_publish_status",
+    "_supports_kernel_subshells",
+    "control_handlers",
+    "do_execute",
+    "post_handler_hook",
+    "pre_handler_hook",
+    "shell_channel_thread",
+)
+
+
+def missing(kernel: Any) -> list[str]:
+    """Names of the hooks that this ipykernel does not have."""
+    return [name for name in _NEEDED if not hasattr(kernel, name)]
+
+
+def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Make `kernel` a good host for cells.
+
+    Args:
+        kernel: The engine's kernel.
+        hold_async: Context manager that is entered with the task of an async cell while it runs, so that an interrupt
+            can cancel it.
+    """
+    # Without it a top-level await never replies: ipykernel asks a thread that an engine does not have for its parent.
+    kernel.shell_channel_thread = SimpleNamespace(parent_thread=threading.main_thread())
+    type(kernel)._supports_kernel_subshells = False
+    # ipykernel swaps the SIGINT handler around every request; an interrupt that lands between is lost.
+    kernel.pre_handler_hook = lambda: None
+    kernel.post_handler_hook = lambda: None
+    if hasattr(kernel, "_cancel_on_sigint"):
+
+        @contextlib.contextmanager
+        def cancel_on_sigint(task: Any) -> Iterator[None]:
+            with hold_async(task):
+                yield
+
+        kernel._cancel_on_sigint = cancel_on_sigint
+    _quieten(kernel)
+
+
+def _quieten(kernel: Any) -> None:
+    # The notebook knows the code it sent, and only asks when a rank is idle again: two of three messages saved.
+    kernel._publish_execute_input = lambda *args, **kwargs: None
+    publish = getattr(kernel, "_publish_status", None)
+    if publish is not None:
+
+        def publish_idle(status: str, *args: Any, **kwargs: Any) -> None:
+            if status != "busy":
+                publish(status, *args, **kwargs)
+
+        kernel._publish_status = publish_idle
+
+
+def add_control_handlers(kernel: Any, handlers: dict[str, ControlHandler]) -> None:
+    """Serve `handlers` on the control channel, which answers while the main thread is busy or stuck."""
+
+    def serve(handler: ControlHandler) -> Callable[[Any, Any, dict[str, Any]], None]:
+        def reply(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+            try:
+                content = handler(parent["content"]) or {}
+            except Exception as error:
+                content = {"error": f"{type(error).__name__}: {error}"}
+            kernel.session.send(stream, "axon_reply", content, parent=parent, ident=ident)
+
+        return reply
+
+    for name, handler in handlers.items():
+        kernel.control_handlers[name] = serve(handler)
+
+
+def wrap_do_execute(
+    kernel: Any, wrapper: Callable[[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
+) -> None:
+    """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` gives the reply."""
+    original = kernel.do_execute
+
+    async def do_execute(code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if silent:
+            return await original(code, silent, *args, **kwargs)  # type: ignore[no-any-return]
+        metadata = kernel.get_parent("shell").get("metadata") or {}
+        return await wrapper(metadata, lambda: original(code, silent, *args, **kwargs))
+
+    kernel.do_execute = do_execute

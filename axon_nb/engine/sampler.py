@@ -1,0 +1,85 @@
+"""What the main thread of this rank does right now, read from its stack by another thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.engine.interrupts import user_frame
+from axon_nb.engine.session import RankSession
+from axon_nb.records.state import Activity, RankState
+
+__all__ = ["Sampler"]
+
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_WAITING_AFTER_NS = 250_000_000
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
+
+
+class Sampler:
+    """Takes samples; remembers since when the rank is in the same call."""
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._key: tuple[object, ...] = ()
+        self._since_ns = 0
+
+    def sample(self) -> RankState:
+        """One sample, some 20 us."""
+        session, now = self._session, time.monotonic_ns()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        cell = session.cell
+        line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
+        key = (cell, call, serial)
+        if key != self._key:
+            self._key, self._since_ns = key, now
+        if cell is None:
+            activity = Activity.IDLE
+        elif not call:
+            activity = Activity.RUNNING
+        else:
+            activity = Activity.WAITING if now - self._since_ns > _WAITING_AFTER_NS else Activity.COLLECTIVE
+        return RankState(
+            rank=session.config.rank,
+            activity=activity,
+            time_ns=now,
+            cell=cell,
+            line=line,
+            call=call,
+            since_ns=self._since_ns,
+            rss_bytes=_resident_bytes(),
+            device_bytes=_device_bytes(session.device),
+        )
+
+    def _look(self, frame: FrameType | None) -> tuple[int | None, str, int]:
+        """(line of the cell, communication call, identity of that call's frame)."""
+        user = user_frame(frame)
+        call, serial = "", 0
+        while frame is not None and frame is not user:
+            code = frame.f_code
+            if code.co_name in _CALLS and code.co_filename.endswith(_C10D):
+                call, serial = code.co_name, id(frame)  # the outermost counts: it is what the user called
+            frame = frame.f_back
+        return (user.f_lineno if user else None), call, serial
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 0
+
+
+def _device_bytes(device: torch.device) -> int:
+    # Asking before the first allocation would initialise CUDA on a rank that may never use it.
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_allocated(device))

@@ -1,0 +1,116 @@
+"""The rendezvous store as ranks see it: a `torch.distributed.Store` over the host agent's Unix socket.
+
+torch's own TCPStore listens on all interfaces and has no authentication; this one is a 0600 socket in a 0700 folder.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from axon_nb.host.framing import encode, receive
+
+__all__ = ["AgentStore"]
+
+_SLICE_MS = b"50"
+
+
+def _bytes(value: str | bytes | Sequence[int]) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class AgentStore(Store):
+    """A client of the agent's store. Waits are cut into 50 ms slices, so that an interrupt lands between two."""
+
+    def __init__(self, path: str, timeout: timedelta = timedelta(minutes=5)) -> None:
+        super().__init__()
+        self._path = path
+        self._timeout = timeout
+        self._lock = threading.RLock()
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.connect(path)
+
+    def _call(self, *parts: bytes) -> list[bytes]:
+        with self._lock:
+            self._sock.sendall(encode(list(parts)))
+            return receive(self._sock)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set one key."""
+        self._call(b"set", _bytes(key), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, waited for up to the store's timeout."""
+        return self._wait_for([key], self._timeout)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        return int(self._call(b"add", _bytes(key), b"%d" % amount)[0])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set `key` to `desired` if it holds `expected`; returns what it then holds."""
+        return self._call(b"compare_set", _bytes(key), _bytes(expected), _bytes(desired))[0]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete one key; whether it was there."""
+        return self._call(b"delete", _bytes(key))[0] == b"1"
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return int(self._call(b"count")[0])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of `key`."""
+        self._call(b"append", _bytes(key), _bytes(value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._call(b"check", *map(_bytes, keys)) == [b"1"]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        self._wait_for(keys, timeout or self._timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of several keys, waited for."""
+        return self._wait_for(keys, self._timeout)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Set several keys at once."""
+        pairs = [_bytes(item) for pair in zip(keys, values, strict=True) for item in pair]
+        self._call(b"set", *pairs)
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set exist."""
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of waits."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of waits."""
+        return self._timeout
+
+    def clone(self) -> AgentStore:
+        """A client of its own connection to the same store."""
+        return AgentStore(self._path, self._timeout)
+
+    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        if not keys:
+            return []
+        end = time.monotonic() + timeout.total_seconds()
+        wanted = [_bytes(key) for key in keys]
+        while True:
+            values = self._call(b"wait", _SLICE_MS, *wanted)
+            if values:
+                return values
+            if time.monotonic() > end:
+                raise DistStoreError(f"waited {timeout} in the rendezvous store for {list(keys)[:4]}")

@@ -1,0 +1,59 @@
+"""Sends samples and spans to the notebook while it watches, in one batched message a tick; nothing otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.session import RankSession
+from axon_nb.records.trace import ring
+
+__all__ = ["Telemetry"]
+
+_MAX_HZ = 20.0
+
+
+class Telemetry:
+    """A thread that lives while somebody watches; each watch has a time limit and is renewed by the watcher."""
+
+    def __init__(self, session: RankSession, sampler: Sampler) -> None:
+        self._session = session
+        self._sampler = sampler
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._period = 0.1
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+
+    def watch(self, *, hz: float, seconds: float) -> None:
+        """Send at `hz` ticks a second for the next `seconds`; zero seconds ends the watch."""
+        with self._lock:
+            self._period = 1.0 / min(max(hz, 0.1), _MAX_HZ)
+            self._until = time.monotonic() + seconds
+            self._wake.set()
+            if seconds > 0 and (self._thread is None or not self._thread.is_alive()):
+                self._wake.clear()
+                self._thread = threading.Thread(target=self._run, name="axon_nb-telemetry", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        position = ring.position
+        while True:
+            with self._lock:
+                if time.monotonic() >= self._until:
+                    self._thread = None
+                    return
+                period = self._period
+            spans, position, lost = ring.since(position)
+            self._send([dataclasses.asdict(self._sampler.sample())], [dataclasses.asdict(span) for span in spans], lost)
+            self._wake.wait(period)
+            self._wake.clear()
+
+    def _send(self, states: list[dict[str, Any]], spans: list[dict[str, Any]], lost: int) -> None:
+        kernel = self._session.kernel
+        content = {"rank": self._session.config.rank, "states": states, "spans": spans, "lost": lost}
+        topic = f"engine.{kernel.engine_id}.axon_telemetry".encode()
+        kernel.session.send(kernel.iopub_socket, "axon_telemetry", content, ident=topic)
