@@ -1,0 +1,282 @@
+"""A running cluster as the notebook sees it: run cells on its ranks, move data, ask, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster import code as cell_code
+from axon_nb.cluster import transfer
+from axon_nb.cluster.cell import CellRun, LiveView
+from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.drive import drive, drive_blocking
+from axon_nb.cluster.failures import cell_error
+from axon_nb.cluster.handle import CellHandle
+from axon_nb.cluster.health import RESTART, Health
+from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
+from axon_nb.cluster.ranks import resolve_ranks
+from axon_nb.cluster.result import CellResult
+from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.status import cluster_info, status_frame
+from axon_nb.errors import CellInterrupt, ClusterGone, UsageError
+from axon_nb.records.ranks import format_ranks
+from axon_nb.records.state import RankState
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from axon_nb.records.cluster_info import ClusterInfo
+
+__all__ = ["Cluster"]
+
+
+class Cluster:
+    """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        layout: Layout,
+        settings: Settings,
+        *,
+        name: str,
+        engines: str,
+        places: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.name = name
+        self.world_size = layout.num_ranks
+        self.backend = layout.backend
+        self.engines = engines
+        """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
+        self.layout = layout
+        self._connection = connection
+        self._settings = settings
+        self._places = list(places)
+        self._numbers = itertools.count(1)
+        self._runs: list[CellRun] = []
+        self._lock = threading.Lock()
+        self.health = Health(name, lambda: list(self._runs))
+        connection.agent.on_event(self.health.on_event)
+        connection.client.on_registration(self.health.on_registration)
+
+    def __repr__(self) -> str:
+        state = self.health.gone or "running"
+        return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {state})"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        from axon_nb.cluster.card import cluster_card
+
+        return cluster_card(self.info())
+
+    @property
+    def client(self) -> Any:
+        """The ipyparallel client; engine ids are ranks."""
+        return self._connection.client
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks of the world."""
+        return list(range(self.world_size))
+
+    @property
+    def running(self) -> bool:
+        """Whether cells can be sent."""
+        return not self.health.gone
+
+    def run(
+        self,
+        code: str,
+        *,
+        ranks: str | Iterable[int] | None = None,
+        quiet: bool = False,
+        timeout: float | None = None,
+        check: bool = True,
+        cell: int | None = None,
+        view: LiveView | None = None,
+        values: bool = True,
+    ) -> CellResult:
+        """Run `code` on ranks and wait for it.
+
+        Args:
+            code: Python as in a cell; `await`, `!cmd` and `%magic` lines work.
+            ranks: Which ranks, such as ``"0,2-3"`` or ``[0, 2]``; None: all.
+            quiet: Show nothing; what ranks print is in the result's `text`.
+            timeout: Limit in seconds.
+            check: Raise when a rank fails; otherwise the failures are in the result's `errors`.
+            cell: Number that tracebacks name the code by; None: a running number.
+            view: A live view to flush while the cell runs.
+            values: Whether to fetch the values of the last expression.
+
+        Raises:
+            CellError: a rank failed.
+            ClusterGone: the cluster ended.
+        """
+        cell_code.check(code)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view)
+        drive_blocking(run)
+        return self._end(run, check=check, values=values)
+
+    async def run_async(
+        self,
+        code: str,
+        *,
+        ranks: str | Iterable[int] | None = None,
+        quiet: bool = False,
+        timeout: float | None = None,
+        check: bool = True,
+        cell: int | None = None,
+        view: LiveView | None = None,
+        values: bool = True,
+    ) -> CellResult:
+        """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
+        cell_code.check(code)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view)
+        await drive(run)
+        return self._end(run, check=check, values=values)
+
+    def run_noblock(
+        self,
+        code: str,
+        *,
+        ranks: str | Iterable[int] | None = None,
+        quiet: bool = False,
+        timeout: float | None = None,
+        cell: int | None = None,
+        values: bool = True,
+    ) -> CellHandle:
+        """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
+        cell_code.check(code)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell)
+        return CellHandle(run, lambda: self._end(run, check=True, values=values))
+
+    def _begin(
+        self,
+        code: str,
+        ranks: str | Iterable[int] | None,
+        *,
+        quiet: bool,
+        timeout: float | None,
+        cell: int | None,
+        view: LiveView | None = None,
+    ) -> CellRun:
+        chosen = resolve_ranks(ranks, self.world_size)
+        self.health.refuse(chosen)
+        if timeout is not None and timeout <= 0:
+            raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
+        sink = RecordingSink() if quiet else NotebookSink()
+        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self._settings.output_limit)
+        run = CellRun(self._connection.client, chosen, output, timeout_s=timeout, view=view)
+        with self._lock:
+            ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
+            self._runs.append(run)
+        if ahead and not quiet:
+            print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
+        run.send(code, cell if cell is not None else next(self._numbers))
+        for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
+            run.on_death(rank, reason)
+        if self.health.gone:
+            run.on_lost(self.health.gone)
+        return run
+
+    def _end(self, run: CellRun, *, check: bool, values: bool) -> CellResult:
+        run.finish()
+        with self._lock, contextlib.suppress(ValueError):
+            self._runs.remove(run)
+        if run.lost:
+            raise ClusterGone(
+                f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
+            )
+        self.health.follow_stuck(run)
+        if run.interrupted_at is not None and check:
+            raise self._interrupted(run)
+        if run.errors and check:
+            raise cell_error(
+                run.errors,
+                first=run.failed_order,
+                hint=_hint(run),
+                timeout_s=run.timeout_s if run.timed_out else None,
+            )
+        fetched = transfer.last_values(self._connection.client, run.ranks_with_value) if values else {}
+        text = {rank: run.output.text(rank) for rank in run.ranks}
+        return CellResult(fetched, run.errors, run.seconds, text)
+
+    def _interrupted(self, run: CellRun) -> CellInterrupt:
+        states = self.sample(run.unfinished) if run.unfinished else {}
+        for rank in run.unfinished:
+            state = states.get(rank)
+            where = f" in {state.call}" if state and state.call else ""
+            line = f" at line {state.line}" if state and state.line else ""
+            print(f"[rank {rank}] still busy{where}{line}: `%distributed restart` starts all ranks afresh.")
+        ranks = format_ranks(rank for rank in run.ranks if rank not in run.unfinished)
+        return CellInterrupt(f"ranks {ranks} have stopped." if ranks else "no rank has stopped.")
+
+    def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
+        """Put variables into the namespace of ranks.
+
+        Args:
+            variables: Names and values: tensors, arrays, anything that pickles.
+            ranks: As for `run`.
+        """
+        chosen = resolve_ranks(ranks, self.world_size)
+        self.health.refuse(chosen)
+        transfer.push(self._connection.client, chosen, variables)
+
+    def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
+        """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
+
+        Raises:
+            UsageError: a rank does not have it, or it does not pickle.
+        """
+        single = isinstance(ranks, int)
+        chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
+        self.health.refuse(chosen)
+        values = transfer.pull(self._connection.client, chosen, name)
+        return values[chosen[0]] if single else values
+
+    def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
+        """What each rank does right now; ranks that do not answer within a second are left out."""
+        chosen = self.ranks if ranks is None else list(ranks)
+        return transfer.sample(self._connection.client, [rank for rank in chosen if rank not in self.health.dead])
+
+    def info(self) -> ClusterInfo:
+        """Everything about the cluster in one record, asked of the ranks now."""
+        return cluster_info(self, self._places, self.health.dead)
+
+    def status(self) -> pd.DataFrame:
+        """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
+        return status_frame(self.info())
+
+    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal to one rank's process (forked ranks only)."""
+        resolve_ranks([rank], self.world_size)
+        self._connection.agent.call("signal", rank=rank, signal=int(number))
+
+    def stop(self) -> None:
+        """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""
+        if self.health.gone:
+            return
+        self.health.gone = "was stopped"
+        transfer.shut_down_foreign(self)
+        self._connection.stop()
+        for run in list(self._runs):
+            run.on_lost("was stopped")
+
+    def detach(self) -> None:
+        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back."""
+        self.health.gone = "was left running"
+        self._connection.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def _hint(run: CellRun) -> str:
+    return RESTART if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

@@ -1,0 +1,49 @@
+"""The code of a cell, looked at in the notebook before any rank sees it."""
+
+from __future__ import annotations
+
+import ast
+import traceback
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from axon_nb.errors import UsageError
+
+__all__ = ["CellSyntaxError", "check", "is_empty", "with_head"]
+
+
+class CellSyntaxError(UsageError):
+    """The cell does not parse; no rank has run it."""
+
+    def __init__(self, error: SyntaxError) -> None:
+        super().__init__(f"line {error.lineno}: {error.msg}")
+        self._report = "".join(traceback.format_exception_only(error)).splitlines()
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self._report, "No rank has run the cell."]
+
+
+def with_head(body: str, head: str) -> str:
+    """The cell as ranks compile it: the magic's line stays as a comment, so that line numbers are the user's own."""
+    return f"# {head.rstrip()}\n{body}"
+
+
+def check(code: str, *, name: str = "cell") -> None:
+    """Parse `code` as IPython would, with `await`, `!cmd` and `%magic` allowed.
+
+    Raises:
+        CellSyntaxError: it does not parse.
+    """
+    try:
+        python = TransformerManager().transform_cell(code)
+        compile(python, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+    except SyntaxError as error:
+        error.filename = name
+        raise CellSyntaxError(error) from None
+    except ValueError as error:  # such as null bytes
+        raise CellSyntaxError(SyntaxError(str(error))) from None
+
+
+def is_empty(body: str) -> bool:
+    """Whether there is nothing to run: only blank lines and comments."""
+    return all(not line.strip() or line.lstrip().startswith("#") for line in body.splitlines())

@@ -1,0 +1,71 @@
+"""The ends that a notebook holds of one cluster: its folder, the host agent, the ipyparallel client."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from axon_nb.cluster.client import RankClient, connect
+from axon_nb.cluster.launcher import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.owner import owner_id
+from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.rundir import RunDir
+
+__all__ = ["Connection", "open_existing", "open_new"]
+
+_CONTROLLER_S = 30.0
+
+# ipyparallel and tornado log what happens at a stop; the notebook is not their place.
+logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
+
+
+@dataclass
+class Connection:
+    """Agent and client of one cluster, open."""
+
+    run_dir: RunDir
+    agent: AgentClient
+    client: RankClient
+
+    def close(self) -> None:
+        """Leave the cluster as it is."""
+        with contextlib.suppress(Exception):
+            self.client.close(linger=0)
+        self.agent.close()
+
+    def stop(self) -> bool:
+        """End everything; True when the agent is gone."""
+        with contextlib.suppress(Exception):
+            self.client.close(linger=0)
+        return self.agent.stop()
+
+
+def open_new(*, ip: str = "127.0.0.1") -> Connection:
+    """Start a host agent and a controller, and connect to both; the agent goes on importing meanwhile.
+
+    Raises:
+        StartError: one of them did not come up.
+    """
+    run_dir = RunDir.create()
+    try:
+        pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
+        agent = AgentClient(run_dir, owner=owner_id(), agent_pid=pid)
+    except BaseException:
+        run_dir.remove()
+        raise
+    return _with_client(run_dir, agent)
+
+
+def open_existing(run_dir: RunDir) -> Connection:
+    """Connect to a cluster that runs already, and become its owner."""
+    return _with_client(run_dir, AgentClient(run_dir, owner=owner_id()))
+
+
+def _with_client(run_dir: RunDir, agent: AgentClient) -> Connection:
+    try:
+        client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
+    except BaseException:
+        agent.stop()
+        raise
+    return Connection(run_dir, agent, client)

@@ -1,0 +1,67 @@
+"""Which rank's failure is the cause, and how the cell's failure reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from axon_nb.cluster.result import RankError
+from axon_nb.errors import CellError, CellTimeout
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["cell_error", "root_cause"]
+
+# A rank that died took the others with it; an error of its own comes before what it caused elsewhere.
+_ORDER = {"died": 0, "raised": 1, "stuck": 2, "interrupted": 3}
+
+
+def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:
+    """The failure to show first.
+
+    Args:
+        errors: Failures by rank, not empty.
+        first: Ranks in the order in which they failed.
+    """
+    arrival = {rank: position for position, rank in enumerate(first)}
+    return min(errors.values(), key=lambda e: (_ORDER[e.kind], arrival.get(e.rank, len(arrival)), e.rank))
+
+
+def cell_error(
+    errors: Mapping[int, RankError], *, first: Sequence[int], hint: str = "", timeout_s: float | None = None
+) -> CellError:
+    """The exception of a failed cell: the root cause's traceback, then each other failure in one line.
+
+    Args:
+        errors: Failures by rank, not empty.
+        first: Ranks in the order in which they failed.
+        hint: What the user can do now; one sentence, may be empty.
+        timeout_s: The cell's time limit in seconds when it was the limit that ended it.
+    """
+    cause = root_cause(errors, first)
+    alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
+    who = f"rank {cause.rank}" if len(alike) == 1 else f"ranks {format_ranks(alike)}"
+    message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {cause.evalue}"
+    report = []
+    if timeout_s is not None:
+        message = f"not ended within --timeout {timeout_s:g} s; {message}"
+    if cause.traceback:
+        report += [f"[{who}]", *cause.traceback]
+    else:
+        report += [f"CellError: {message}"]
+    report += _others(errors, set(alike))
+    if timeout_s is not None:
+        report.append(f"The cell had not ended within its --timeout of {timeout_s:g} s.")
+    if hint:
+        report.append(hint)
+    kind = CellError if timeout_s is None else CellTimeout
+    return kind(message, report)
+
+
+def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for error in errors.values():
+        if error.rank not in shown:
+            text = str(error) if error.kind == "raised" else error.evalue
+            groups.setdefault(text.splitlines()[0][:200] if text else error.kind, []).append(error.rank)
+    return [
+        f"[{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}] {text}" for text, ranks in groups.items()
+    ]

@@ -1,0 +1,57 @@
+"""A cell that runs in the background."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.drive import drive_blocking
+from axon_nb.cluster.result import CellResult
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["CellHandle"]
+
+
+class CellHandle:
+    """What `--noblock` returns: the result when it is there."""
+
+    def __init__(self, run: CellRun, end: Callable[[], CellResult]) -> None:
+        self._run = run
+        self._future: Future[CellResult] = Future()
+        # The context carries which notebook cell output belongs to.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._drive, end), name="axon_nb-cell", daemon=True)
+        self._thread.start()
+
+    def _drive(self, end: Callable[[], CellResult]) -> None:
+        try:
+            drive_blocking(self._run)
+            self._future.set_result(end())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> CellResult:
+        """Wait for the cell, at most `timeout` seconds.
+
+        Raises:
+            CellError: a rank failed.
+            KeyboardInterrupt: the cell was cancelled.
+            TimeoutError: it still runs.
+        """
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether the cell is over."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """Interrupt the cell on its ranks; `result` then raises KeyboardInterrupt."""
+        if not self.done():
+            self._run.interrupt()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else f"running on ranks {format_ranks(self._run.unfinished)}"
+        return f"CellHandle({state})"

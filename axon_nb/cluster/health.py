@@ -1,0 +1,91 @@
+"""Which ranks are there: who died and how, who is stuck, whether the cluster still is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from axon_nb.cluster.cell import CellRun
+from axon_nb.errors import ClusterGone
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["RESTART", "Health"]
+
+RESTART = "`%distributed restart` starts all ranks afresh; their variables are lost."
+
+
+class Health:
+    """Fed by the host agent's events and by ipyparallel's registrations, from any thread; told to the running cells."""
+
+    def __init__(self, name: str, runs: Callable[[], list[CellRun]]) -> None:
+        self._name = name
+        self._runs = runs
+        self.dead: dict[int, str] = {}
+        """Why each dead rank died; reads after its name."""
+        self.stuck: set[int] = set()
+        """Ranks that an earlier cell was given up on, and that have not come back."""
+        self.gone = ""
+        """Why there is no cluster any more; reads after its name. Empty while there is."""
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Take in one event of the host agent."""
+        if self.gone:
+            return
+        if event["event"] == "exit" and event["rank"] is not None:
+            self.die(event["rank"], _how(event["code"]))
+        elif event["event"] == "controller_exit":
+            self.lose(f"lost its ipyparallel controller, which {_how(event['code'])},")
+        elif event["event"] == "closed":
+            self.lose("lost its host agent")
+
+    def on_registration(self, event: dict[str, Any]) -> None:
+        """Take in one registration event of ipyparallel; how engines of other launchers are seen to die."""
+        if event["event"] == "unregister" and not self.gone:
+            self.die(int(event["id"]), "is gone: its engine has left")
+
+    def die(self, rank: int, reason: str) -> None:
+        """A rank is dead."""
+        self.dead.setdefault(rank, reason)
+        self.stuck.discard(rank)
+        for run in self._runs():
+            run.on_death(rank, self.dead[rank])
+
+    def lose(self, reason: str) -> None:
+        """The cluster is gone."""
+        self.gone = reason
+        for run in self._runs():
+            run.on_lost(reason)
+
+    def refuse(self, ranks: Sequence[int]) -> None:
+        """Say why a cell cannot run on these ranks.
+
+        Raises:
+            ClusterGone: the cluster is gone, or one of the ranks is dead or stuck.
+        """
+        if self.gone:
+            raise ClusterGone(f"The cluster {self._name!r} {self.gone}: `%distributed start` starts a new one.")
+        dead = [rank for rank in ranks if rank in self.dead]
+        if dead:
+            reasons = "; ".join(f"rank {rank} {self.dead[rank]}" for rank in dead)
+            raise ClusterGone(f"{reasons}. {RESTART} `--ranks` runs on those that are left.")
+        stuck = [rank for rank in ranks if rank in self.stuck]
+        if stuck:
+            raise ClusterGone(
+                f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
+                f"{RESTART}"
+            )
+
+    def follow_stuck(self, run: CellRun) -> None:
+        """Remember the ranks on which `run` was given up; a late answer frees them."""
+        stuck = {error.rank for error in run.errors.values() if error.kind == "stuck"}
+        if stuck:
+            self.stuck |= stuck
+            run.on_late_reply = self.stuck.discard
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

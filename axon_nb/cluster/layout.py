@@ -1,0 +1,85 @@
+"""Which rank computes where: number of ranks, backend, device and threads of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axon_nb.errors import UsageError
+from axon_nb.host.cores import usable_cores
+from axon_nb.host.devices import Gpu, list_gpus
+
+__all__ = ["BACKENDS", "Layout", "plan_layout"]
+
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the ranks of one host compute."""
+
+    num_ranks: int
+    backend: str
+    """``gloo`` or ``nccl``."""
+    devices: tuple[str, ...]
+    """torch device of each rank: ``cpu`` or ``cuda:<index into visible>``."""
+    visible: str | None
+    """Value of CUDA_VISIBLE_DEVICES on ranks; None: as it is."""
+    threads: int
+    """Intra-op threads of torch on each rank."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, a sentence each."""
+
+
+def plan_layout(n: int | None, *, devices: str = "auto", backend: str = "auto", threads: int = 0) -> Layout:
+    """Choose devices and backend.
+
+    Args:
+        n: Number of ranks; None: one a free GPU, without GPUs min(4, max(2, cores)).
+        devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
+        backend: ``auto``, ``gloo`` or ``nccl``.
+        threads: Intra-op threads a rank; 0: usable cores / ranks, at least 1.
+
+    Raises:
+        UsageError: the wish cannot be met; the message says what can.
+    """
+    if n is not None and n < 1:
+        raise UsageError(f"-n {n}: a cluster has at least 1 rank.")
+    if backend not in BACKENDS:
+        raise UsageError(f"--backend {backend}: it is one of {', '.join(BACKENDS)}.")
+    notes: list[str] = []
+    gpus = [] if devices == "cpu" else _choose(devices, list_gpus(), notes)
+    cores = usable_cores()
+    num_ranks = n if n is not None else (len(gpus) or min(4, max(2, cores)))
+    if backend == "nccl" and num_ranks > len(gpus):
+        raise UsageError(
+            f"NCCL needs a GPU of its own for each rank: {num_ranks} ranks, {len(gpus)} free GPUs. "
+            f"Use `-n {len(gpus)}`, or `--backend gloo`."
+            if gpus
+            else f"--backend nccl with {num_ranks} ranks: NCCL needs GPUs and none is free here. Use gloo."
+        )
+    if backend == "auto":
+        backend = "nccl" if gpus and len(gpus) >= num_ranks else "gloo"
+    if gpus and len(gpus) < num_ranks:
+        notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} (Gloo).")
+    placed = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
+    visible = ",".join(str(gpu.index) for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
+    return Layout(num_ranks, backend, placed, visible, threads or max(1, cores // num_ranks), tuple(notes))
+
+
+def _choose(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
+    if devices == "auto":
+        busy = [gpu for gpu in gpus if gpu.busy]
+        if busy:
+            numbers = ", ".join(str(gpu.index) for gpu in busy)
+            notes.append(f"GPU {numbers} skipped: in use. `--devices {busy[0].index}` takes it all the same.")
+        return [gpu for gpu in gpus if not gpu.busy]
+    by_index = {gpu.index: gpu for gpu in gpus}
+    chosen = []
+    for item in devices.split(","):
+        if not item.strip().isdigit():
+            raise UsageError(f"--devices {devices}: it is `auto`, `cpu` or GPU numbers such as `0,2`.")
+        if int(item) not in by_index:
+            there = ", ".join(map(str, by_index)) or "none"
+            raise UsageError(f"--devices {devices}: GPU {item.strip()} is not visible here; visible: {there}.")
+        chosen.append(by_index[int(item)])
+    return chosen

@@ -1,0 +1,51 @@
+"""What becomes of the cluster when the kernel ends: shut down means the end, restarted means wait for the next kernel.
+
+Private hook into ipykernel: `Kernel.do_shutdown(restart)` is the only place that says which of the two it is. Where it
+is missing a restart counts as a shutdown.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster import warmup
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.cluster import Cluster
+
+__all__ = ["at_exit", "install", "restarting"]
+
+_state = {"restart": False, "installed": False}
+
+
+def restarting() -> bool:
+    """Whether the kernel ends in order to come back."""
+    return _state["restart"]
+
+
+def install() -> None:
+    """Watch for the kernel's shutdown request; safe to call again, and without a kernel."""
+    app = sys.modules.get("ipykernel.kernelapp")
+    if _state["installed"] or app is None or not app.IPKernelApp.initialized():
+        return
+    kernel = app.IPKernelApp.instance().kernel
+    original = kernel.do_shutdown
+
+    def do_shutdown(restart: bool) -> Any:
+        _state["restart"] = bool(restart)
+        return original(restart)
+
+    kernel.do_shutdown = do_shutdown
+    _state["installed"] = True
+
+
+def at_exit(cluster: Cluster) -> None:
+    """At the end of this process: leave the cluster to the next kernel, or end it."""
+    warmup.discard()
+    if not cluster.running:
+        return
+    if restarting():
+        cluster.detach()
+    else:
+        cluster.stop()

@@ -1,0 +1,65 @@
+"""What one cell gave back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["CellResult", "RankError"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """How a cell failed on one rank."""
+
+    rank: int
+    kind: str
+    """``raised``, ``interrupted``, ``died`` or ``stuck``."""
+    ename: str
+    """Name of the exception's type; empty when none was raised."""
+    evalue: str
+    """The exception's message, or what happened."""
+    traceback: tuple[str, ...] = ()
+    """The rank's own traceback, with terminal colours."""
+
+    def __str__(self) -> str:
+        return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """Values, errors, times and text of one cell, by rank."""
+
+    values: Mapping[int, Any] = field(default_factory=dict)
+    """Value of the last expression on each rank that has one."""
+    errors: Mapping[int, RankError] = field(default_factory=dict)
+    """The ranks on which the cell failed."""
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """How long the cell ran on each rank, in seconds."""
+    text: Mapping[int, str] = field(default_factory=dict)
+    """What each rank printed (bounded)."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell failed on no rank."""
+        return not self.errors
+
+    def __getitem__(self, rank: int) -> Any:
+        """The value of one rank.
+
+        Raises:
+            KeyError: that rank has no value.
+        """
+        if rank not in self.values:
+            raise KeyError(f"rank {rank} has no value; ranks with one: {format_ranks(self.values) or 'none'}")
+        return self.values[rank]
+
+    def __repr__(self) -> str:
+        lines = [f"rank {rank}: {value!r}" for rank, value in self.values.items()]
+        lines += [f"rank {rank} failed: {error}" for rank, error in self.errors.items()]
+        ranks = format_ranks(self.seconds)
+        longest = max(self.seconds.values(), default=0.0)
+        return "\n".join([f"CellResult of ranks {ranks}, {longest:.3g} s", *lines])

@@ -1,0 +1,24 @@
+"""The IPython extension: `%load_ext axon_nb`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Register the magics and start warming up in the background."""
+    from axon_nb.magics import extension
+
+    extension.load(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Take the magics back; a running cluster is left alone."""
+    from axon_nb.magics import extension
+
+    extension.unload(ipython)

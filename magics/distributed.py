@@ -1,0 +1,102 @@
+"""`%distributed`: the cluster's commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.display import display
+
+from axon_nb.cluster import current, startup
+from axon_nb.cluster.settings import settings
+from axon_nb.errors import UsageError
+from axon_nb.magics.arguments import LineParser, parse
+
+__all__ = ["DistributedMagics"]
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: it is a whole number of ranks") from None
+
+
+def _start_parser() -> LineParser:
+    parser = LineParser("%distributed start", "Start a cluster.")
+    parser.add_argument("-n", type=_number, default=None, help="number of ranks")
+    parser.add_argument("--devices", default="auto", help="auto, cpu, or GPU numbers such as 2,5")
+    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
+    parser.add_argument("--name", default=None, help="what the cluster is called")
+    return parser
+
+
+def _attach_parser() -> LineParser:
+    parser = LineParser("%distributed attach", "Take up a cluster that is still running.")
+    parser.add_argument("name", nargs="?", default=None, metavar="NAME")
+    return parser
+
+
+def _config_parser() -> LineParser:
+    parser = LineParser("%distributed config", "Show or change settings.")
+    parser.add_argument("assignments", nargs="*", metavar="key=value")
+    return parser
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """Start, attach, status, stop, restart, config."""
+
+    @line_magic
+    def distributed(self, line: str) -> Any:
+        """The cluster: `%distributed start | status | stop | restart | attach [NAME] | config [key=value …]`.
+
+        start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+        """
+        commands: dict[str, Callable[[list[str]], Any]] = {
+            "start": self._start,
+            "status": self._status,
+            "stop": self._stop,
+            "restart": self._restart,
+            "attach": self._attach,
+            "config": self._config,
+        }
+        word, *rest = line.split() or [""]
+        if word not in commands:
+            got = f"has no command {word!r}" if word else "takes a command"
+            raise UsageError(f"%distributed {got}: it is one of {', '.join(commands)}.")
+        return commands[word](rest)
+
+    def _start(self, words: list[str]) -> None:
+        options = parse(_start_parser(), words)
+        cluster = startup.start(
+            options.n, devices=options.devices, backend=options.backend, engines=options.engines, name=options.name
+        )
+        display(cluster)
+
+    def _status(self, words: list[str]) -> Any:
+        parse(LineParser("%distributed status", "Show the ranks."), words)
+        return current.require("%distributed status").status()
+
+    def _stop(self, words: list[str]) -> None:
+        parse(LineParser("%distributed stop", "End the cluster."), words)
+        cluster = current.require("%distributed stop")
+        cluster.stop()
+        current.drop(cluster)
+        print(f"Stopped the cluster {cluster.name!r}: {cluster.world_size} ranks ended.")
+
+    def _restart(self, words: list[str]) -> None:
+        parse(LineParser("%distributed restart", "Start all ranks afresh."), words)
+        display(startup.restart())
+
+    def _attach(self, words: list[str]) -> None:
+        options = parse(_attach_parser(), words)
+        display(startup.attach(options.name))
+
+    def _config(self, words: list[str]) -> None:
+        options = parse(_config_parser(), words)
+        lines = [settings.set(item) for item in options.assignments] if options.assignments else settings.lines()
+        print("\n".join(lines))
