@@ -1,0 +1,172 @@
+"""Starting a cluster and running cells on it, against stock ipyparallel with `%%px`, in real kernels.
+
+`python -m benchmarks.main_job [--quick]`, from the project's folder, on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+from nbclient import NotebookClient
+
+from benchmarks import stock
+from benchmarks.report import Row, median, percentile, write
+from tests.kernel.driver import Kernel
+
+ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
+NO_WARM_UP = {"AXON_NB_WARM_UP": "0"}
+
+
+def import_seconds() -> float:
+    """One `python -c "import torch, ipyparallel"`."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch, ipyparallel"], check=True)
+    return time.perf_counter() - began
+
+
+def cold_seconds(n: int) -> float:
+    """From `%load_ext` to the first all_reduce."""
+    with Kernel() as kernel:
+        began = time.perf_counter()
+        for code in ("%load_ext axon_nb", f"%distributed start -n {n}", ALL_REDUCE):
+            kernel.ok(code, timeout=120)
+        seconds = time.perf_counter() - began
+        kernel.ok("%distributed stop")
+    return seconds
+
+
+def stock_seconds(n: int) -> float:
+    """The same with stock ipyparallel."""
+    with Kernel() as kernel:
+        began = time.perf_counter()
+        for code in (stock.START.format(n=n), stock.ALL_REDUCE):
+            kernel.ok(code, timeout=180)
+        seconds = time.perf_counter() - began
+        kernel.run(stock.STOP, timeout=120)
+    return seconds
+
+
+def warm_seconds(n: int) -> float:
+    """`%distributed start` when the agent has imported all that it wants to."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("from axon_nb.cluster import warmup\nwarmup.wait_until_idle(60)", timeout=90)
+        began = time.perf_counter()
+        kernel.ok(f"%distributed start -n {n}", timeout=60)
+        seconds = time.perf_counter() - began
+        kernel.ok("%distributed stop")
+    return seconds
+
+
+def starts(rounds: int) -> list[Row]:
+    """Cold and warm starts with 4 and 8 ranks; ours and the peers' take turns."""
+    rows = []
+    for n, import_limit, warm_limit in ((4, 1.6, 0.6), (8, 2.0, 1.0)):
+        imports, cold, warm, peer = [], [], [], []
+        for _ in range(rounds):
+            imports.append(import_seconds())
+            cold.append(cold_seconds(n))
+            peer.append(stock_seconds(n))
+            warm.append(warm_seconds(n))
+        ours = median(cold)
+        rows += [
+            Row(f"cold start to the first all_reduce, {n} ranks", ours, "s", "stock ipyparallel", median(peer), 0.35),
+            Row(f"against one import, {n} ranks", ours, "s", "import torch, ipyparallel", median(imports), import_limit),
+            Row(f"warm start, {n} ranks", median(warm), "s", limit=warm_limit,
+                note=f"{median(warm) / median(peer):.3f} of stock ipyparallel"),
+        ]  # fmt: skip
+    return rows
+
+
+def cells(n: int, count: int) -> list[Row]:
+    """Empty cells, one with ours and one with `%%px` in turn; and the memory of both clusters."""
+    with Kernel() as ours, Kernel() as peer:
+        ours.ok(f"%load_ext axon_nb\n%distributed start -n {n}", timeout=120)
+        ours.ok(ALL_REDUCE)
+        peer.ok(stock.START.format(n=n), timeout=180)
+        peer.ok(stock.ALL_REDUCE, timeout=120)
+        memory = (pss_mib(ours.pid), pss_mib(peer.pid))
+        mine, theirs = [], []
+        for _ in range(count + 5):
+            mine.append(ours.ok("%%distributed\npass").seconds * 1e3)
+            theirs.append(peer.ok("%%px\npass").seconds * 1e3)
+        ours.ok("%distributed stop")
+        peer.run(stock.STOP, timeout=120)
+    mine, theirs = mine[5:], theirs[5:]
+    rows = [
+        Row(f"empty cell, {n} ranks, median", median(mine), "ms", "%%px", median(theirs), 0.85),
+        Row(f"empty cell, {n} ranks, p95", percentile(mine, 95), "ms", "own median", median(mine), 2.0,
+            note=f"%%px p95 {percentile(theirs, 95):.3g} ms"),
+    ]  # fmt: skip
+    if n == 8:
+        rows.append(
+            Row("memory of 8 ranks, all processes but the kernel (PSS)", memory[0], "MiB", "stock", memory[1], 0.4)
+        )
+    return rows
+
+
+def pss_mib(kernel_pid: int) -> float:
+    """Proportional set size of everything that the kernel started, however far away its parent is."""
+    session = {p.pid for p in psutil.Process(kernel_pid).children(recursive=True)}
+    session |= {p.pid for pid in list(session) for p in psutil.Process(pid).children(recursive=True)}
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in session) / 2**20
+
+
+def notebook_sizes() -> list[Row]:
+    """What saved notebooks weigh."""
+    empty = saved_bytes(["%%distributed\npass"] * 100)
+    lines = "for i in range(1000): print(f'step {i} loss {i / 7:.4f} rank {rank}')"
+    text = sum(len(f"step {i} loss {i / 7:.4f} rank {r}\n") for i in range(1000) for r in range(2))
+    logs = saved_bytes([f"%%distributed --ranks 0-1\n{lines}"])
+    return [
+        Row("notebook after 100 empty cells", empty / 1e3, "kB", limit=50),
+        Row("notebook after 2 x 1000 log lines", logs / 1e3, "kB", "the text itself", text / 1e3, 3.0),
+    ]
+
+
+def saved_bytes(codes: list[str]) -> int:
+    """Size of the notebook file with these cells run."""
+    sources = ["%load_ext axon_nb\n%distributed start -n 2", *codes, "%distributed stop"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.ipynb"
+        nbformat.write(notebook, path)
+        return path.stat().st_size
+
+
+def first_lines(count: int) -> list[Row]:
+    """From `print` on a rank to the message in the front end."""
+    delays = []
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4", timeout=120)
+        kernel.ok(ALL_REDUCE)
+        for _ in range(count):
+            reply = kernel.ok("%%distributed\nimport time\nprint('at', time.time(), flush=True)\ntime.sleep(0.3)")
+            arrival, text = next((at, text) for at, kind, text in reply.arrivals if kind == "stream" and "at " in text)
+            delays.append((arrival - min(map(float, re.findall(r"at ([0-9.]+)", text)))) * 1e3)
+        kernel.ok("%distributed stop")
+    return [Row("first line of output seen after it is printed, median", median(delays), "ms", limit=30.0)]
+
+
+def main() -> None:
+    """Measure all, print the table, write it to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    rounds, count = (1, 10) if options.quick else (5, 100)
+    rows = [*starts(rounds), *cells(4, count), *cells(8, count), *notebook_sizes(), *first_lines(max(5, count // 4))]
+    print(write("main_job", rows, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Kernels for the tests: one with a cluster of 4 ranks for all that leave it as it was, fresh ones for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+
+@pytest.fixture(scope="session")
+def shared_kernel() -> Iterator[Kernel]:
+    """A kernel with 4 ranks, for all tests of the session."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("%distributed start -n 4 --name shared")
+        yield kernel
+
+
+@pytest.fixture
+def kernel(shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, with 4 ranks that answer."""
+    reply = shared_kernel.run("%%distributed\n1")
+    if not reply.ok:
+        shared_kernel.ok("%distributed restart")
+    return shared_kernel
+
+
+@pytest.fixture
+def new_kernel(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
+    """Makes kernels of the test's own, without a cluster."""
+    made: list[Kernel] = []
+
+    def make(**env: str) -> Kernel:
+        fresh = Kernel(cwd=tmp_path, env=env)
+        made.append(fresh)
+        return fresh
+
+    yield make
+    for fresh in made:
+        fresh.__exit__(None, None, None)

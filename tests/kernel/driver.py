@@ -1,0 +1,189 @@
+"""A real IPython kernel, driven as a front end drives it: execute, collect, interrupt, restart, kill."""
+
+from __future__ import annotations
+
+import ast
+import os
+import queue
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+
+__all__ = ["Kernel", "Reply"]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Reply:
+    """Everything that one execute request gave back."""
+
+    status: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    """text/plain of the Out[] value."""
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    """As shown, without colours."""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    """Mime bundles in order; an update replaces what it updates."""
+    arrivals: list[tuple[float, str, str]] = field(default_factory=list)
+    """(time, message type, text) of each message."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell succeeded."""
+        return self.status == "ok"
+
+    def lines(self) -> list[str]:
+        """The lines of stdout."""
+        return self.stdout.splitlines()
+
+    def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
+        """Add one output message."""
+        kind, content = message["msg_type"], message["content"]
+        text = str(content.get("text", ""))
+        self.arrivals.append((time.time(), kind, text))
+        if kind == "stream":
+            setattr(self, content["name"], getattr(self, content["name"]) + text)
+        elif kind == "execute_result":
+            self.result = content["data"].get("text/plain", "")
+        elif kind in ("display_data", "update_display_data"):
+            identity = content.get("transient", {}).get("display_id")
+            if kind == "update_display_data" and identity in ids:
+                self.displays[ids[identity]] = content["data"]
+            else:
+                if identity:
+                    ids[identity] = len(self.displays)
+                self.displays.append(content["data"])
+        elif kind == "error":
+            self.ename, self.evalue = content["ename"], content["evalue"]
+            self.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+
+
+class Kernel:
+    """One kernel process and a client of it."""
+
+    def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+        self.manager = KernelManager()
+        argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager._kernel_spec = KernelSpec(argv=argv, display_name="test", language="python")
+        self.manager.start_kernel(env={**os.environ, **(env or {})}, cwd=str(cwd or Path.cwd()))
+        self._early: list[dict[str, Any]] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        """Of the kernel's process."""
+        return int(self.manager.provisioner.pid)
+
+    def submit(self, code: str) -> str:
+        """Send a cell; returns the request's id for `collect`."""
+        return str(self.client.execute(code))
+
+    def collect(self, request: str, *, timeout: float = 60.0) -> Reply:
+        """Everything that belongs to the request, until the kernel is idle and has replied.
+
+        Raises:
+            TimeoutError: it was not over in `timeout` seconds.
+        """
+        reply, ids, end, began = Reply(), dict[str, int](), time.monotonic() + timeout, time.monotonic()
+        early, self._early = self._early, []
+        for message in early:
+            reply.take(message, ids)
+        idle = False
+        while not (idle and reply.status):
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"the cell is not over after {timeout} s; so far:\n{reply.stdout}\n{reply.traceback}"
+                )
+            if not idle and (message := self._get(self.client.get_iopub_msg)):
+                if message["parent_header"].get("msg_id") != request:
+                    continue
+                reply.take(message, ids)
+                idle = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
+            answer = self._get(self.client.get_shell_msg) if idle else None
+            if answer and answer["parent_header"].get("msg_id") == request:
+                reply.status = answer["content"]["status"]
+        reply.seconds = time.monotonic() - began
+        return reply
+
+    @staticmethod
+    def _get(channel: Any) -> dict[str, Any] | None:
+        try:
+            return dict(channel(timeout=0.2))
+        except queue.Empty:
+            return None
+
+    def wait_for_output(self, request: str, text: str, *, timeout: float = 60.0) -> None:
+        """Return when the cell has printed `text`; what came so far is kept for `collect`."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            message = self._get(self.client.get_iopub_msg)
+            if message is None or message["parent_header"].get("msg_id") != request:
+                continue
+            self._early.append(message)
+            if text in str(message["content"].get("text", "")):
+                return
+        raise TimeoutError(f"no {text!r} after {timeout} s")
+
+    def run(self, code: str, *, timeout: float = 60.0) -> Reply:
+        """Run a cell to its end, whatever becomes of it."""
+        return self.collect(self.submit(code), timeout=timeout)
+
+    def ok(self, code: str, *, timeout: float = 60.0) -> Reply:
+        """Run a cell that must succeed."""
+        reply = self.run(code, timeout=timeout)
+        assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}"
+        return reply
+
+    def value(self, expression: str) -> Any:
+        """A plain value (what its repr says) of the notebook's namespace."""
+        return ast.literal_eval(self.ok(expression).result)
+
+    def interrupt(self) -> None:
+        """The stop button: SIGINT to the kernel's process group, as Jupyter sends it."""
+        self.manager.interrupt_kernel()
+
+    def restart(self, *, now: bool) -> None:
+        """Restart the kernel, politely or by force."""
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=now)
+        self._connect()
+
+    def kill(self) -> None:
+        """SIGKILL: the kernel gets no chance to say anything."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.manager.provisioner.process.wait(10)
+
+    def shutdown(self) -> None:
+        """The menu's "Shut Down Kernel"."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=False)
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=False)
+        self.manager.cleanup_resources()

@@ -1,0 +1,63 @@
+"""What a cluster consists of, seen from outside: its processes, folder and listening sockets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.kernel.driver import Kernel
+
+__all__ = ["Footprint", "footprint", "until"]
+
+
+def until(condition: Callable[[], object], *, timeout: float = 30.0) -> bool:
+    """Wait for a condition; whether it came true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """All that a running cluster has on this machine."""
+
+    folder: Path
+    agent: int
+    controller: int
+    ranks: tuple[int, ...]
+    processes: tuple[psutil.Process, ...]
+
+    def gone(self) -> bool:
+        """Whether nothing of it is left."""
+        return not self.folder.exists() and not any(process.is_running() for process in self.processes)
+
+
+def footprint(kernel: Kernel) -> Footprint:
+    """Of the kernel's current cluster."""
+    folder, agent, controller, ranks = kernel.value(
+        "(lambda c: (str(c.run_dir.path), *(lambda s: (s['pid'], s['controller'], list(s['ranks'].values())))"
+        "(c.agent.call('get_info'))))(__import__('axon_nb').cluster.current.get()._connection)"
+    )
+    tree = psutil.Process(agent)
+    return Footprint(Path(folder), agent, controller, tuple(ranks), (tree, *tree.children(recursive=True)))
+
+
+def listening(footprint: Footprint) -> list[psutil._common.sconn]:
+    """The TCP sockets on which the cluster's processes listen."""
+    sockets = []
+    for process in footprint.processes:
+        sockets += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return sockets
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Permission bits of everything below a folder."""
+    return {str(path.relative_to(folder)): os.lstat(path).st_mode & 0o777 for path in folder.rglob("*")}

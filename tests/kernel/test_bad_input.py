@@ -1,0 +1,72 @@
+"""Bad input gets one clear sentence with the fix, and no traceback of ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+CASES = [
+    ("%%distributed --rank 0\n1", "did you mean --ranks?"),
+    ("%%distributed --frobnicate\n1", "has no '--frobnicate'"),
+    ("%%distributed --ranks 7\n1", "rank 7 of 4 does not exist: ranks are 0 to 3."),
+    ("%%distributed --ranks x\n1", "ranks"),
+    ("%%rank\n1", "RANKS"),
+    ("%%rank 9\n1", "rank 9 of 4 does not exist: ranks are 0 to 3."),
+    ("%%distributed --timeout 0\n1", "no number of seconds above 0"),
+    ("%%distributed --timeout soon\n1", "--timeout"),
+    ("%%distributed --out 3x\n1", "it is no variable name"),
+    ("%%distributed --out 'a\n1", "No closing quotation"),
+    ("%distributed", "takes a command"),
+    ("%distributed begin", "has no command 'begin': it is one of start"),
+    ("%distributed start", "is running: `%distributed stop` ends it"),
+    ("%distributed status now", "has no 'now'"),
+    ("%distributed config colour=red", "config takes key=value with a key of keep_alive"),
+    ("%distributed config keep_alive=long", "keep_alive takes a number"),
+    ("%distributed config warm_up=maybe", "warm_up is on or off"),
+    ("%push nothing_of_that_name", "The notebook has no variable 'nothing_of_that_name'"),
+    ("%push", "NAME"),
+    ("%pull nothing_of_that_name", "Rank 0 cannot give 'nothing_of_that_name': NameError"),
+    ("%pull rank --as 1x", "is no variable name"),
+]
+
+
+@pytest.mark.parametrize(("code", "sentence"), CASES, ids=[code.splitlines()[0] for code, _ in CASES])
+def test_one_sentence(kernel: Kernel, code: str, sentence: str) -> None:
+    reply = kernel.run(code)
+    assert reply.status == "error"
+    assert sentence in reply.traceback
+    assert len(reply.traceback.splitlines()) == 1
+    assert reply.ename == "UsageError"
+
+
+START_CASES = [
+    ("%distributed start -n 0", "a cluster has at least 1 rank"),
+    ("%distributed start -n many", "it is a whole number of ranks"),
+    ("%distributed start -n 2 --backend nccl", "NCCL"),
+    ("%distributed start --backend mpi", "it is one of auto, gloo, nccl"),
+    ("%distributed start --devices left", "it is `auto`, `cpu` or GPU numbers"),
+    ("%distributed start --devices 99", "is not visible here"),
+    ("%distributed start --engines nowhere", "no ipyparallel launcher of that name"),
+    ("%distributed status", "`%distributed status` needs a cluster and none is running here"),
+    ("%distributed stop", "needs a cluster and none is running here"),
+    ("%distributed restart", "needs a cluster and none is running here"),
+    ("%distributed attach nobody", "No cluster 'nobody' is running"),
+    ("%push x", "%push"),
+]
+
+
+@pytest.fixture(scope="module")
+def bare_kernel() -> object:
+    """A kernel with the extension and no cluster."""
+    with Kernel(env={"AXON_NB_WARM_UP": "0"}) as kernel:
+        kernel.ok("%load_ext axon_nb\nx = 1")
+        yield kernel
+
+
+@pytest.mark.parametrize(("code", "sentence"), START_CASES, ids=[code for code, _ in START_CASES])
+def test_one_sentence_without_a_cluster(bare_kernel: Kernel, code: str, sentence: str) -> None:
+    reply = bare_kernel.run(code)
+    assert reply.status == "error"
+    assert sentence in reply.traceback
+    assert len(reply.traceback.splitlines()) == 1

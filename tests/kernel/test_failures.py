@@ -1,0 +1,96 @@
+"""Cells that fail: what is shown, and what still works."""
+
+from __future__ import annotations
+
+from tests.kernel.driver import Kernel
+
+
+def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nx = 1\nif rank == 2:\n    raise ValueError(f'bad value on {rank}')")
+    assert reply.status == "error"
+    assert reply.ename == "CellError"
+    assert reply.traceback.startswith("[rank 2]")
+    assert "----> 4     raise ValueError" in reply.traceback
+    assert "ValueError: bad value on 2" in reply.traceback
+    assert "site-packages" not in reply.traceback
+    assert "axon_nb/" not in reply.traceback
+
+
+def test_the_traceback_names_the_notebooks_prompt(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\n1 / 0")
+    prompt = kernel.value("get_ipython().execution_count") - 1
+    assert f"Cell In[{prompt}], line 2" in reply.traceback
+
+
+def test_the_same_failure_on_all_ranks_is_shown_once(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nundefined_name")
+    assert reply.traceback.startswith("[ranks 0-3]")
+    assert reply.traceback.count("NameError: name") == 1
+
+
+def test_other_failures_take_one_line_each(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nif rank == 1:\n    raise KeyError('a')\nif rank == 3:\n    raise TypeError('b')")
+    assert "[rank 3] TypeError: b" in reply.traceback or "[rank 1] KeyError: 'a'" in reply.traceback
+
+
+def test_ranks_that_sleep_are_released_when_one_fails(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nimport time\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "[ranks 0,2-3] was interrupted" in reply.traceback
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_sys_exit_fails_the_cell_and_keeps_the_rank(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nimport sys\nif rank == 0:\n    sys.exit(3)")
+    assert not reply.ok
+    assert "SystemExit" in reply.traceback
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_huge_and_odd_exceptions_end_normally(kernel: Kernel) -> None:
+    odd = (
+        "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no text')\n    __repr__ = __str__\n"
+        "if rank == 0: raise Odd()\n"
+        "if rank == 1: raise ValueError('x' * 5_000_000)\n"
+        "def down(n): return down(n + 1)\n"
+        "if rank == 2: down(0)"
+    )
+    reply = kernel.run(f"%%distributed\n{odd}")
+    assert reply.status == "error"
+    assert len(reply.traceback) < 500_000
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_output_before_a_failure_is_kept(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nprint('before')\nif rank == 3:\n    raise ValueError('x')")
+    assert reply.lines() == ["[ranks 0-3] before"]
+
+
+def test_interrupt_of_python_code(kernel: Kernel) -> None:
+    request = kernel.submit("%%distributed\nprint('go')\nimport time\nwhile True:\n    time.sleep(0.05)")
+    kernel.wait_for_output(request, "go")
+    kernel.interrupt()
+    reply = kernel.collect(request)
+    assert reply.ename == "CellInterrupt"
+    assert reply.traceback == "KeyboardInterrupt: ranks 0-3 have stopped."
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_interrupt_of_an_await(kernel: Kernel) -> None:
+    request = kernel.submit("%%distributed\nimport asyncio\nprint('go')\nawait asyncio.sleep(600)")
+    kernel.wait_for_output(request, "go")
+    kernel.interrupt()
+    assert kernel.collect(request).ename == "CellInterrupt"
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_a_rank_that_dies_is_named(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nimport os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)")
+    assert reply.ename == "CellError"
+    assert "rank 1 was killed by SIGKILL" in reply.traceback
+    assert "%distributed restart" in reply.traceback
+    later = kernel.run("%%distributed\n1")
+    assert "rank 1 was killed by SIGKILL" in later.traceback
+    assert kernel.ok("%%distributed --ranks 0,2-3\n'alive'").lines() == ["[ranks 0,2-3] 'alive'"]
+    kernel.ok("%distributed restart")
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]

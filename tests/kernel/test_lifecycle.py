@@ -1,0 +1,193 @@
+"""What becomes of ranks when the kernel is shut down, restarted or killed; nothing is ever left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import footprint, until
+
+MakeKernel = Callable[..., Kernel]
+
+
+def start(kernel: Kernel, n: int = 2) -> None:
+    kernel.ok("%load_ext axon_nb")
+    kernel.ok(f"%distributed start -n {n}")
+    kernel.ok("%%distributed\nkept = rank + 10")
+
+
+def test_stop_leaves_nothing_and_says_one_line(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    print_ = footprint(kernel)
+    reply = kernel.ok("%distributed stop")
+    assert reply.lines() == ["Stopped the cluster 'default': 2 ranks ended."]
+    assert (reply.stderr, reply.displays) == ("", [])
+    assert until(print_.gone)
+
+
+def test_a_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel(AXON_NB_WARM_UP="0")
+    kernel.ok("%load_ext axon_nb")
+    reply = kernel.ok("%%distributed\nworld_size")
+    size = kernel.value("__import__('axon_nb').cluster.current.get().world_size")
+    assert reply.lines()[0] == f"Started {size} ranks (gloo); `%distributed start -n N` chooses."
+    assert reply.lines()[1] == f"[ranks 0-{size - 1}] {size}"
+
+
+def test_a_cell_right_after_start_is_never_lost(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel(AXON_NB_WARM_UP="0")
+    kernel.ok("%load_ext axon_nb")
+    for _ in range(3):
+        requests = [kernel.submit("%distributed start -n 3"), kernel.submit("%%distributed\nprint('first')")]
+        assert kernel.collect(requests[0]).ok
+        assert kernel.collect(requests[1]).lines() == ["[ranks 0-2] first"]
+        kernel.ok("%distributed stop")
+
+
+def test_kernel_shutdown_ends_everything(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    left = footprint(kernel)
+    kernel.shutdown()
+    assert until(left.gone, timeout=10)
+
+
+def test_shutdown_while_warming_up_ends_everything(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb")
+    base = kernel.value("str(__import__('axon_nb.host.rundir', fromlist=['x']).base_dir())")
+    mine = kernel.value("__import__('os').getpid()")
+    assert mine == kernel.pid
+    kernel.shutdown()
+    assert until(lambda: not any(name for name in os.listdir(base) if _owned_by(base, name, mine)), timeout=20)
+
+
+def _owned_by(base: str, name: str, pid: int) -> bool:
+    try:
+        with open(os.path.join(base, name, "starter")) as file:
+            return int(file.read()) == pid
+    except OSError:
+        return False
+
+
+def test_polite_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    before = footprint(kernel)
+    kernel.restart(now=False)
+    assert "is still running: `%distributed attach` takes it up again" in kernel.ok("%load_ext axon_nb").stdout
+    kernel.ok("%distributed attach")
+    assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
+    assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-1] 2.0"]
+    assert footprint(kernel).ranks == before.ranks
+    kernel.ok("%distributed stop")
+    assert until(before.gone)
+
+
+def test_forced_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    kernel.restart(now=True)
+    kernel.ok("%load_ext axon_nb")
+    kernel.ok("%distributed attach")
+    assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
+
+
+def test_start_after_a_restart_ends_the_kept_cluster_and_says_so(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    before = footprint(kernel)
+    kernel.restart(now=True)
+    kernel.ok("%load_ext axon_nb")
+    reply = kernel.ok("%distributed start -n 2")
+    assert reply.lines() == ["Ended the cluster 'default' (2 ranks) that this notebook had left running."]
+    assert until(before.gone)
+    assert "kept" not in kernel.ok("%%distributed\nprint(sorted(n for n in globals() if n == 'kept'))").stdout
+
+
+def test_a_killed_kernels_ranks_are_gone_after_the_keep_alive(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=2")
+    kernel.ok("%distributed start -n 2")
+    left = footprint(kernel)
+    kernel.kill()
+    assert all(process.is_running() for process in left.processes)
+    assert until(left.gone, timeout=20)
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_start_works_again(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    before = footprint(kernel)
+    request = kernel.submit("%%distributed\nprint('go')\nimport time\ntime.sleep(600)")
+    kernel.wait_for_output(request, "go")
+    os.kill(before.agent, signal.SIGKILL)
+    reply = kernel.collect(request)
+    assert reply.ename == "ClusterGone"
+    assert "lost its host agent" in reply.traceback
+    assert until(lambda: not any(process.is_running() for process in before.processes))
+    kernel.ok("%distributed start -n 2")
+    assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
+    assert until(before.gone)
+
+
+def test_a_killed_controller_is_said_and_leaves_nothing(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    before = footprint(kernel)
+    request = kernel.submit("%%distributed\nprint('go')\nimport time\ntime.sleep(600)")
+    kernel.wait_for_output(request, "go")
+    os.kill(before.controller, signal.SIGKILL)
+    reply = kernel.collect(request)
+    assert reply.ename == "ClusterGone"
+    assert "controller" in reply.traceback
+    assert until(before.gone)
+    kernel.ok("%distributed start -n 2")
+
+
+def test_two_clusters_live_side_by_side(new_kernel: MakeKernel) -> None:
+    one, two = new_kernel(), new_kernel()
+    for kernel, name in ((one, "alpha"), (two, "beta")):
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok(f"%distributed start -n 2 --name {name}")
+    assert (
+        "is in use by another notebook"
+        in two.run("%distributed stop").traceback + two.run("%distributed attach alpha").traceback
+    )
+    assert one.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
+
+
+def test_the_stop_button_leaves_the_cluster_alone(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    request = kernel.submit("import time\nprint('go')\ntime.sleep(600)")
+    kernel.wait_for_output(request, "go")
+    kernel.interrupt()
+    assert kernel.collect(request).ename == "KeyboardInterrupt"
+    assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
+
+
+def test_restart_gives_fresh_ranks_of_the_same_shape(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    before = footprint(kernel)
+    kernel.ok("%distributed restart")
+    assert kernel.ok("%%distributed\n('kept' in globals(), world_size)").lines() == ["[ranks 0-1] (False, 2)"]
+    assert until(before.gone)
+
+
+def test_folder_environment_and_path_are_taken_at_start(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb")
+    kernel.ok(
+        "import os, sys, pathlib\npathlib.Path('sub').mkdir()\npathlib.Path('sub/only_here.py').write_text('x = 5')\n"
+        "os.chdir('sub')\nos.environ['LATE'] = 'yes'\nsys.path.insert(0, os.getcwd())"
+    )
+    kernel.ok("%distributed start -n 2")
+    reply = kernel.ok(
+        "%%distributed\nimport os, only_here\nprint(only_here.x, os.environ['LATE'], os.path.basename(os.getcwd()))"
+    )
+    assert reply.lines() == ["[ranks 0-1] 5 yes sub"]

@@ -1,0 +1,89 @@
+"""Output of ranks as a front end gets it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+
+def test_stderr_stays_stderr_and_is_labelled(kernel: Kernel) -> None:
+    reply = kernel.ok("%%distributed\nimport sys\nprint('out')\nprint('err', file=sys.stderr)")
+    assert reply.lines() == ["[ranks 0-3] out"]
+    assert reply.stderr.splitlines() == ["[ranks 0-3] err"]
+
+
+def test_warnings_and_logging_come_through(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 1\nimport logging, warnings\nwarnings.warn('careful')\nlogging.getLogger('x').error('bad')"
+    )
+    assert "careful" in reply.stderr
+    assert "bad" in reply.stderr
+
+
+def test_the_first_line_comes_while_the_cell_runs(kernel: Kernel) -> None:
+    request = kernel.submit("%%distributed\nprint('early')\nimport time\ntime.sleep(2)\nprint('late')")
+    kernel.wait_for_output(request, "early")
+    reply = kernel.collect(request)
+    texts = [(at, text) for at, kind, text in reply.arrivals if kind == "stream"]
+    assert [text for _, text in texts] == ["[ranks 0-3] early\n", "[ranks 0-3] late\n"]
+
+
+def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed\nimport time\nfrom tqdm import tqdm\nfor i in tqdm(range(20), desc='steps', ncols=60):\n    time.sleep(0.02)"
+    )
+    bars = [d for d in reply.displays if "steps" in d.get("text/plain", "")]
+    assert len(bars) == 1
+    lines = bars[0]["text/plain"].splitlines()
+    assert 1 <= len(lines) <= 4
+    assert all("100%" in line for line in lines)
+    assert "steps" not in reply.stderr
+
+
+def test_dataframes_keep_their_html(kernel: Kernel) -> None:
+    reply = kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd\npd.DataFrame({'a': [1, 2]})")
+    assert reply.lines() == ["[ranks 0,2]"]
+    assert len(reply.displays) == 1
+    assert "<table" in reply.displays[0]["text/html"]
+
+
+def test_figures_of_matplotlib_come_as_pictures(kernel: Kernel) -> None:
+    reply = kernel.ok("%%distributed --ranks 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.show()")
+    pictures = [d for d in reply.displays if "image/png" in d]
+    assert len(pictures) == 1
+    assert "[rank 1]" in reply.lines()
+
+
+def test_figures_of_plotly_come_as_plotly(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0\nimport plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 2])).show('plotly_mimetype')"
+    )
+    assert [d for d in reply.displays if "application/vnd.plotly.v1+json" in d]
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+def test_ten_megabytes_neither_hang_nor_flood(kernel: Kernel, where: str) -> None:
+    reply = kernel.ok(
+        f"%%distributed\nimport sys\nfor i in range(100_000):\n    print('x' * 90, i, file=sys.{where})\nprint('end of it')",
+        timeout=120,
+    )
+    shown = len(reply.stdout) + len(reply.stderr)
+    assert shown < 3_000_000
+    assert "not shown: a cell shows 1 MiB" in reply.stderr
+    assert "99999" in reply.stdout + reply.stderr
+    assert "end of it" in reply.stdout
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+def test_a_display_can_be_updated_by_its_rank(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0-1\nfrom IPython.display import display, HTML\n"
+        "h = display(HTML(f'<b>one {rank}</b>'), display_id=True)\nh.update(HTML(f'<b>two {rank}</b>'))"
+    )
+    assert sorted(d["text/html"] for d in reply.displays) == ["<b>two 0</b>", "<b>two 1</b>"]
+
+
+def test_an_empty_cell_writes_nothing(kernel: Kernel) -> None:
+    reply = kernel.ok("%%distributed\npass")
+    assert (reply.stdout, reply.stderr, reply.displays, reply.result) == ("", "", [], "")

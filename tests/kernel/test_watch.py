@@ -1,0 +1,45 @@
+"""`--watch` in a real kernel: states are sent while somebody looks, and only then."""
+
+from __future__ import annotations
+
+from tests.kernel.driver import Kernel
+
+
+def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --watch\nimport time\ntime.sleep(0.5)\nif rank:\n    time.sleep(1)\ndist.barrier()"
+    )
+    assert len(reply.displays) == 1
+    assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
+    assert "<table" in reply.displays[0]["text/html"]
+    assert "barrier" in reply.displays[0]["text/plain"] + reply.displays[0]["text/html"]
+
+
+def test_a_failing_cell_freezes_its_view_too(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed --watch\nimport time\ntime.sleep(0.3)\nif rank == 1:\n    raise ValueError('x')")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
+
+
+def test_nothing_is_sent_when_nobody_looks(kernel: Kernel) -> None:
+    kernel.ok(
+        "import axon_nb\nt_client = axon_nb.cluster.current.get().client\nt_seen = []\n"
+        "t_client.on_telemetry(lambda content: t_seen.append(content['rank']))"
+    )
+    kernel.ok("%%distributed\nimport time\ntime.sleep(0.5)")
+    assert kernel.value("t_seen") == []
+    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=30).result(5);")
+    kernel.ok("%%distributed\nimport time\ntime.sleep(0.5)")
+    assert kernel.value("sorted(set(t_seen))") == [2]
+    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=0).result(5);\nt_client.on_telemetry(None)")
+
+
+def test_status_says_where_a_stuck_rank_waits(kernel: Kernel) -> None:
+    kernel.ok("%%distributed --noblock --out t_handle\nimport time\nif rank == 0:\n    time.sleep(1.5)\ndist.barrier()")
+    kernel.ok(
+        "import time\nt_end = time.monotonic() + 20\n"
+        "while 'barrier' not in ' '.join(axon_nb.cluster.current.get().status()['state']) and time.monotonic() < t_end:\n"
+        "    time.sleep(0.02)\nt_states = list(axon_nb.cluster.current.get().status()['state'])"
+    )
+    assert "in barrier at line 5" in " ".join(kernel.value("t_states"))
+    kernel.ok("t_handle.result(30);")
