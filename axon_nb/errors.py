@@ -72,8 +72,12 @@ class CellError(AxonError, RuntimeError):
 class CellInterrupt(KeyboardInterrupt):
     """The user interrupted a cell. A KeyboardInterrupt, so that Run All stops and no `except Exception` keeps it."""
 
+    def __init__(self, message: str, report: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self._report = [f"KeyboardInterrupt: {message}", *report]
+
     def _render_traceback_(self) -> list[str]:
-        return [f"KeyboardInterrupt: {self}"]
+        return self._report
 
 
 class CellTimeout(CellError, TimeoutError):

@@ -136,6 +136,7 @@ class CellMagics(Magics):
                 "timeout": options.timeout,
                 "cell": number,
                 "values": options.out is not None,
+                "show_value": True,
             },
         )
 

@@ -12,17 +12,28 @@ from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.result import RankError
 
-__all__ = ["CellRun", "LiveView"]
+__all__ = ["CellRun", "LiveView", "Stepped"]
 
 _IDLE_WAIT_S = 0.5
 """After a rank's reply its last output is waited for at most this long."""
-_SETTLE_S = 0.05
-"""Failures within this time of the first count as one event, so that the cause is not mistaken for its effect."""
-_RELEASE_AFTER_S = 0.3
-"""When a rank has failed, the others are interrupted after this long: they would wait for it."""
-_GIVE_UP_S = 3.0
-"""Ranks that do not react to interrupts for this long are told as stuck, and the cell ends."""
+_BUSY_S = 0.005
+"""How often to look while something is being decided."""
+_ABORT_AFTER_S = 0.3
+"""When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
+_ASK_EVERY_S = 0.03
+_GIVE_UP_S = 10.0
+"""Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
 _REPEAT_S = 0.25
+
+
+_ENDED = ("Aborted",)
+
+
+class Stepped(Protocol):
+    """Something that goes on a little at each call, such as a recovery."""
+
+    def step(self) -> bool:
+        """Do what is due; True when it is over."""
 
 
 class LiveView(Protocol):
@@ -60,6 +71,8 @@ class CellRun:
         *,
         timeout_s: float | None = None,
         view: LiveView | None = None,
+        show_value: bool = True,
+        recover: Callable[[], Stepped] | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.output = output
@@ -73,17 +86,24 @@ class CellRun:
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
         self._client = client
+        self._recover = recover
         self._view = view
+        self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._parts = {rank: _Part() for rank in ranks}
         self._lock = threading.Lock()
         self._messages: list[str] = []
         self._started = time.monotonic()
         self.timeout_s = timeout_s
         self._first_failure: float | None = None
-        self._release_since: float | None = None
-        self._last_interrupt = 0.0
+        self._aborted_at: float | None = None
+        self._last_abort = 0.0
+        self._asked: dict[int, Any] = {}
+        self._asked_at = 0.0
+        self._recovery: Stepped | None = None
+        self._communicated = False
         self._view_due = 0.0
         self._given_up = False
+        self._finished = False
 
     def send(self, code: str, cell: int | None) -> None:
         """Send the cell to its ranks."""
@@ -99,7 +119,7 @@ class CellRun:
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""
-        if msg_type != "error" and self.output.feed(rank, msg_type, content, metadata):
+        if msg_type not in self._hidden and self.output.feed(rank, msg_type, content, metadata):
             self.wake()
 
     def on_idle(self, rank: int) -> None:
@@ -115,12 +135,15 @@ class CellRun:
         part = self._parts[rank]
         part.seconds = float(ours.get("seconds", 0.0))
         part.has_value = bool(ours.get("has_value"))
+        self._communicated = self._communicated or bool(ours.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
-            released = self.interrupted_at is not None or self._release_since is not None
-            kind = "interrupted" if released and ename in ("KeyboardInterrupt", "CancelledError") else "raised"
-            evalue = "was interrupted" if kind == "interrupted" else content.get("evalue", content["status"])
-            self._fail(rank, RankError(rank, kind, ename, evalue, tuple(content.get("traceback", ()))))
+            ended = ename in _ENDED or (
+                self._aborted_at is not None and ename in ("KeyboardInterrupt", "CancelledError")
+            )
+            evalue = _where(ours.get("ended_in", {})) if ended else content.get("evalue", content["status"])
+            traceback = () if ended else tuple(content.get("traceback", ()))
+            self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
         part.replied_at = time.monotonic()
         if self._given_up:
             self.on_late_reply(rank)
@@ -155,7 +178,7 @@ class CellRun:
         """The user wants the cell to end."""
         if self.interrupted_at is None:
             self.interrupted_at = time.monotonic()
-        self._last_interrupt = 0.0
+        self._last_abort = 0.0
         self.wake()
 
     @property
@@ -172,38 +195,60 @@ class CellRun:
         if self._view is not None and now >= self._view_due:
             self._view_due = now + 0.1
             self._view.flush()
-        if self.lost or self._over(now):
+        if self.lost:
             return True
-        if self.timeout_s is not None and now - self._started > self.timeout_s and not self.timed_out:
-            self.timed_out = True
-            self._release_since = now
-        self._release(now)
+        if self._recovery is not None:
+            return self._recovery.step()
+        if self._over(now):
+            return not self._begin_recovery()
+        self._decide(now)
         return False
 
     def _over(self, now: float) -> bool:
         if self.output.drained and all(part.over(now) for part in self._parts.values()):
             return True
-        begun = self._release_since if self.interrupted_at is None else self.interrupted_at
-        if begun is not None and now - begun > _GIVE_UP_S:
+        if self._aborted_at is not None and now - self._aborted_at > _GIVE_UP_S:
             self._given_up = True
             for rank in self.unfinished:
                 self._fail(rank, RankError(rank, "stuck", "", "is still busy and does not react to interrupts"))
             return True
         return False
 
-    def _release(self, now: float) -> None:
-        if (
-            self._first_failure is not None
-            and self._release_since is None
-            and now - self._first_failure > _RELEASE_AFTER_S
-        ):
-            self._release_since = now
-        if self.interrupted_at is None and self._release_since is None:
-            return
-        if now - self._last_interrupt >= _REPEAT_S:
-            self._last_interrupt = now
+    def _begin_recovery(self) -> bool:
+        harmed = self._aborted_at is not None or (bool(self.errors) and self._communicated)
+        if harmed and self._recover is not None:
+            self.finish()
+            self._recovery = self._recover()
+            self.wake()
+        return self._recovery is not None
+
+    def _decide(self, now: float) -> None:
+        """End the cell on the ranks that still run it, when it is time."""
+        if self._aborted_at is None:
+            if self.timeout_s is not None and now - self._started > self.timeout_s:
+                self.timed_out = True
+            failed_for = None if self._first_failure is None else now - self._first_failure
+            due = failed_for is not None and (failed_for > _ABORT_AFTER_S or self._all_wait(now))
+            if not (due or self.timed_out or self.interrupted_at is not None):
+                return
+            self._aborted_at = now
+        if now - self._last_abort >= _REPEAT_S:
+            again, self._last_abort = bool(self._last_abort), now
             for rank in self.unfinished:
-                self._client.request(rank, "axon_interrupt")
+                self._client.request(rank, "axon_abort", again=again)
+
+    def _all_wait(self, now: float) -> bool:
+        """Whether every rank that still runs the cell waits in a communication call; asks them now and then."""
+        left = self.unfinished
+        if self._asked and all(future.done() for future in self._asked.values()):
+            answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
+            self._asked = {}
+            if set(left) <= set(answers) and all(answers[rank].get("call") for rank in left):
+                return True
+        if not self._asked and now - self._asked_at > _ASK_EVERY_S:
+            self._asked_at = now
+            self._asked = {rank: self._client.request(rank, "axon_status") for rank in left}
+        return False
 
     def patience(self) -> float:
         """Seconds until `step` should be called again, if nothing wakes it before."""
@@ -215,14 +260,17 @@ class CellRun:
             times.append(self._view_due)
         if self.timeout_s is not None and not self.timed_out:
             times.append(self._started + self.timeout_s)
-        if self._first_failure is not None or self.interrupted_at is not None or self._release_since is not None:
-            times.append(now + _SETTLE_S)
+        if self._first_failure is not None or self._aborted_at is not None or self._recovery is not None:
+            times.append(now + _BUSY_S)
         if any(part.replied_at and not part.idle for part in self._parts.values()):
-            times.append(now + _SETTLE_S)
+            times.append(now + _BUSY_S)
         return max(0.0, min(times) - now)
 
     def finish(self) -> None:
-        """The cell is over: show the rest, and take no more messages."""
+        """The cell is over: show the rest, and take no more messages; a second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
         if not self.unfinished:
             self._client.forget(self._messages)
         self.output.flush(final=True)
@@ -241,3 +289,8 @@ class CellRun:
     def ranks_with_value(self) -> list[int]:
         """The ranks whose last expression has a value."""
         return [rank for rank, part in self._parts.items() if part.has_value]
+
+
+def _where(place: dict[str, Any]) -> str:
+    line = f" at line {place['line']}" if place.get("line") else ""
+    return f"waited in {place['call']}{line}" if place.get("call") else f"was interrupted{line}"

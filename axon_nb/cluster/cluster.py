@@ -14,16 +14,17 @@ from axon_nb.cluster import transfer
 from axon_nb.cluster.cell import CellRun, LiveView
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.drive import drive, drive_blocking
-from axon_nb.cluster.failures import cell_error
+from axon_nb.cluster.failures import RESTART, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
-from axon_nb.cluster.health import RESTART, Health
+from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
+from axon_nb.cluster.recovery import Recovery
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.status import cluster_info, status_frame
-from axon_nb.errors import CellInterrupt, ClusterGone, UsageError
+from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.state import RankState
 
@@ -99,6 +100,7 @@ class Cluster:
         cell: int | None = None,
         view: LiveView | None = None,
         values: bool = True,
+        show_value: bool = False,
     ) -> CellResult:
         """Run `code` on ranks and wait for it.
 
@@ -111,13 +113,14 @@ class Cluster:
             cell: Number that tracebacks name the code by; None: a running number.
             view: A live view to flush while the cell runs.
             values: Whether to fetch the values of the last expression.
+            show_value: Whether to show them as well.
 
         Raises:
             CellError: a rank failed.
             ClusterGone: the cluster ended.
         """
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view)
+        run = self._begin(code, ranks, quiet, timeout, cell, view, show_value)
         drive_blocking(run)
         return self._end(run, check=check, values=values)
 
@@ -132,10 +135,11 @@ class Cluster:
         cell: int | None = None,
         view: LiveView | None = None,
         values: bool = True,
+        show_value: bool = False,
     ) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view)
+        run = self._begin(code, ranks, quiet, timeout, cell, view, show_value)
         await drive(run)
         return self._end(run, check=check, values=values)
 
@@ -148,21 +152,22 @@ class Cluster:
         timeout: float | None = None,
         cell: int | None = None,
         values: bool = True,
+        show_value: bool = False,
     ) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell)
+        run = self._begin(code, ranks, quiet, timeout, cell, None, show_value)
         return CellHandle(run, lambda: self._end(run, check=True, values=values))
 
     def _begin(
         self,
         code: str,
         ranks: str | Iterable[int] | None,
-        *,
         quiet: bool,
         timeout: float | None,
         cell: int | None,
-        view: LiveView | None = None,
+        view: LiveView | None,
+        show_value: bool,
     ) -> CellRun:
         chosen = resolve_ranks(ranks, self.world_size)
         self.health.refuse(chosen)
@@ -170,7 +175,15 @@ class Cluster:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
         sink = RecordingSink() if quiet else NotebookSink()
         output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self._settings.output_limit)
-        run = CellRun(self._connection.client, chosen, output, timeout_s=timeout, view=view)
+        run = CellRun(
+            self._connection.client,
+            chosen,
+            output,
+            timeout_s=timeout,
+            view=view,
+            show_value=show_value,
+            recover=self._recovery,
+        )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
             self._runs.append(run)
@@ -183,6 +196,11 @@ class Cluster:
             run.on_lost(self.health.gone)
         return run
 
+    def _recovery(self) -> Recovery:
+        for run in self._runs:
+            self.health.follow_stuck(run)
+        return Recovery(self._connection.client, self.ranks, self.health)
+
     def _end(self, run: CellRun, *, check: bool, values: bool) -> CellResult:
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
@@ -193,7 +211,7 @@ class Cluster:
             )
         self.health.follow_stuck(run)
         if run.interrupted_at is not None and check:
-            raise self._interrupted(run)
+            raise interrupt_error(run.errors, run.ranks)
         if run.errors and check:
             raise cell_error(
                 run.errors,
@@ -204,16 +222,6 @@ class Cluster:
         fetched = transfer.last_values(self._connection.client, run.ranks_with_value) if values else {}
         text = {rank: run.output.text(rank) for rank in run.ranks}
         return CellResult(fetched, run.errors, run.seconds, text)
-
-    def _interrupted(self, run: CellRun) -> CellInterrupt:
-        states = self.sample(run.unfinished) if run.unfinished else {}
-        for rank in run.unfinished:
-            state = states.get(rank)
-            where = f" in {state.call}" if state and state.call else ""
-            line = f" at line {state.line}" if state and state.line else ""
-            print(f"[rank {rank}] still busy{where}{line}: `%distributed restart` starts all ranks afresh.")
-        ranks = format_ranks(rank for rank in run.ranks if rank not in run.unfinished)
-        return CellInterrupt(f"ranks {ranks} have stopped." if ranks else "no rank has stopped.")
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables into the namespace of ranks.

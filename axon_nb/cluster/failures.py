@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from axon_nb.cluster.result import RankError
-from axon_nb.errors import CellError, CellTimeout
+from axon_nb.errors import CellError, CellInterrupt, CellTimeout
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["cell_error", "root_cause"]
+__all__ = ["RESTART", "cell_error", "interrupt_error", "root_cause"]
+
+RESTART = "`%distributed restart` starts all ranks afresh; their variables are lost."
 
 # A rank that died took the others with it; an error of its own comes before what it caused elsewhere.
-_ORDER = {"died": 0, "raised": 1, "stuck": 2, "interrupted": 3}
+_ORDER = {"died": 0, "raised": 1, "stuck": 2, "ended": 3}
 
 
 def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:
@@ -54,6 +56,21 @@ def cell_error(
         report.append(hint)
     kind = CellError if timeout_s is None else CellTimeout
     return kind(message, report)
+
+
+def interrupt_error(errors: Mapping[int, RankError], ranks: Sequence[int]) -> CellInterrupt:
+    """The exception of a cell that the user interrupted: who has stopped, and where each rank was.
+
+    Args:
+        errors: Failures by rank; may be empty.
+        ranks: The ranks of the cell.
+    """
+    stopped = [rank for rank in ranks if rank not in errors or errors[rank].kind != "stuck"]
+    message = f"ranks {format_ranks(stopped)} have stopped." if stopped else "no rank has stopped."
+    report = _others(errors, set())
+    if len(stopped) < len(ranks):
+        report.append(RESTART)
+    return CellInterrupt(message, report)
 
 
 def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:

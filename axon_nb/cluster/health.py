@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.failures import RESTART
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["RESTART", "Health"]
-
-RESTART = "`%distributed restart` starts all ranks afresh; their variables are lost."
+__all__ = ["Health"]
 
 
 class Health:
@@ -25,6 +24,8 @@ class Health:
         """Why each dead rank died; reads after its name."""
         self.stuck: set[int] = set()
         """Ranks that an earlier cell was given up on, and that have not come back."""
+        self.broken = ""
+        """Why ranks cannot communicate; empty while they can."""
         self.gone = ""
         """Why there is no cluster any more; reads after its name. Empty while there is."""
 

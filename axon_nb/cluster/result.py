@@ -17,7 +17,7 @@ class RankError:
 
     rank: int
     kind: str
-    """``raised``, ``interrupted``, ``died`` or ``stuck``."""
+    """``raised``, ``ended`` (from outside), ``died`` or ``stuck``."""
     ename: str
     """Name of the exception's type; empty when none was raised."""
     evalue: str

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, kernel_hooks, namespace
+from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group
@@ -80,6 +80,7 @@ def _install(session: RankSession) -> None:
     kernel_hooks.install(kernel, interrupts.hold_async)
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit))
     kernel_hooks.wrap_do_execute(kernel, runner.run)
+    short_traceback.install(kernel.shell)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))

@@ -6,8 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.session import RankSession
+from axon_nb.engine.short_traceback import take_place
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit
@@ -38,6 +40,7 @@ class CellRunner:
         self._budget.begin()
         session.cell = cell if cell is not None else 0
         session.cell_started_ns = start = time.monotonic_ns()
+        calls = activity.started()
         self._interrupts.running = True
         try:
             reply = await execute()
@@ -50,6 +53,8 @@ class CellRunner:
         result = getattr(shell, "last_execution_result", None)
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
+            "calls": activity.started() - calls,
+            "ended_in": take_place(),
             "has_value": reply["status"] == "ok" and getattr(result, "result", None) is not None,
         }
         return _bounded(reply)

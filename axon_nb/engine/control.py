@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from axon_nb.engine.groups.abort import ABORT
+from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
 from axon_nb.engine.sampler import Sampler
@@ -26,4 +28,11 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         telemetry.watch(hz=float(content["hz"]), seconds=float(content["seconds"]))
         return {}
 
-    return {"axon_status": status, "axon_interrupt": interrupt, "axon_watch": watch}
+    def abort_cell(content: dict[str, Any]) -> dict[str, Any]:
+        # The flag first: what the interrupt wakes must not begin to wait again.
+        ABORT.set()
+        interrupted = interrupts.interrupt()
+        abort(again=bool(content.get("again")))
+        return {"interrupted": interrupted}
+
+    return {"axon_status": status, "axon_interrupt": interrupt, "axon_watch": watch, "axon_abort": abort_cell}

@@ -9,18 +9,17 @@ import time
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 
+from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
+from axon_nb.engine.short_traceback import C10D_FILE, PUBLIC_CALLS
 from axon_nb.records.state import Activity, RankState
 
 __all__ = ["Sampler"]
 
-_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _WAITING_AFTER_NS = 250_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
 
 
 class Sampler:
@@ -37,18 +36,19 @@ class Sampler:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         cell = session.cell
         line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
-        key = (cell, call, serial)
+        waited = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
+        key = (cell, call, waited.number if waited else serial)
         if key != self._key:
-            self._key, self._since_ns = key, now
+            self._key, self._since_ns = key, waited.started_ns if waited else now
         if cell is None:
-            activity = Activity.IDLE
+            doing = Activity.IDLE
         elif not call:
-            activity = Activity.RUNNING
+            doing = Activity.RUNNING
         else:
-            activity = Activity.WAITING if now - self._since_ns > _WAITING_AFTER_NS else Activity.COLLECTIVE
+            doing = Activity.WAITING if now - self._since_ns > _WAITING_AFTER_NS else Activity.COLLECTIVE
         return RankState(
             rank=session.config.rank,
-            activity=activity,
+            activity=doing,
             time_ns=now,
             cell=cell,
             line=line,
@@ -62,10 +62,14 @@ class Sampler:
         """(line of the cell, communication call, identity of that call's frame)."""
         user = user_frame(frame)
         call, serial = "", 0
+        pending = activity.pending()
         while frame is not None and frame is not user:
             code = frame.f_code
-            if code.co_name in _CALLS and code.co_filename.endswith(_C10D):
+            if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
                 call, serial = code.co_name, id(frame)  # the outermost counts: it is what the user called
+            elif pending and not call and code.co_name == "_engine_run_backward":
+                # DDP waits for its reductions in C++, at the end of backward.
+                call, serial = f"{pending[0].name} (backward)", pending[0].number
             frame = frame.f_back
         return (user.f_lineno if user else None), call, serial
 

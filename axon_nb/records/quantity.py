@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in binary units to 3 significant digits: ``512 B``, ``1.50 KiB``, ``23.4 GiB``; a difference keeps its sign."""
+    """Bytes in binary units to 3 significant digits: ``512 B``, ``1.50 KiB``, ``23.4 GiB``; the sign is kept."""
     sign, value, unit = ("-" if num_bytes < 0 else ""), float(abs(num_bytes)), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value /= 1024

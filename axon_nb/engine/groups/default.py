@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from axon_nb.engine.groups import install
 from axon_nb.engine.store import AgentStore
 
 __all__ = ["form_default_group"]
@@ -25,6 +27,14 @@ def form_default_group(
         device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
         timeout_s: Limit of every collective, in seconds.
     """
+    if backend == "gloo" and install.supported():
+        install.install(store, rank=rank)
+    elif backend == "gloo":
+        warnings.warn(
+            f"axon_nb has not been tested with torch {torch.__version__}: a failing rank may leave the others waiting "
+            f"for up to {timeout_s:.0f} s, and then needs `%distributed restart`.",
+            stacklevel=2,
+        )
     dist.init_process_group(
         backend,
         store=store,

@@ -1,0 +1,91 @@
+"""After a cell was ended from outside: the groups of all ranks are formed anew, or refused with the reason."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from axon_nb.cluster import remote
+from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.health import Health
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["Recovery"]
+
+_RANK_SIDE = "axon_nb.engine.groups.recovery"
+_ATTEMPTS = 3
+_ATTEMPT_S = 10.0
+_AGAIN_S = 0.25
+
+_epochs = itertools.count(int(time.time()))
+"""Higher than any used before, also by a kernel that was restarted."""
+
+
+class Recovery:
+    """One recovery, stepped by whoever steps the cell; it cannot be interrupted half-way.
+
+    Args:
+        client: The cluster's client.
+        ranks: All ranks of the world.
+        health: Told when the groups cannot be formed.
+    """
+
+    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health) -> None:
+        self._client = client
+        self._ranks = list(ranks)
+        self._health = health
+        self._attempt = 0
+        self._futures: dict[int, Future[Any]] = {}
+        self._since = 0.0
+        self._aborted_at = 0.0
+
+    def step(self) -> bool:
+        """Do what is due; True when the recovery is over, one way or the other."""
+        if self._health.gone:
+            return True
+        missing = [rank for rank in self._ranks if rank in self._health.dead or rank in self._health.stuck]
+        if missing:
+            return self._stand_down(missing)
+        now = time.monotonic()
+        if not self._futures:
+            return self._begin(now)
+        failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
+        if all(future.done() for future in self._futures.values()):
+            if not failed:
+                self._health.broken = ""
+                return True
+            self._futures = {}
+            return False
+        if failed or now - self._since > _ATTEMPT_S:
+            self._wake(now)
+        return False
+
+    def _begin(self, now: float) -> bool:
+        if self._attempt == _ATTEMPTS:
+            self._health.broken = "the process groups could not be formed anew"
+            return True
+        self._attempt += 1
+        self._since = now
+        epoch = next(_epochs)
+        self._futures = {r: remote.call(self._client, r, f"{_RANK_SIDE}:recover", epoch=epoch) for r in self._ranks}
+        return False
+
+    def _wake(self, now: float) -> None:
+        # Ranks that wait for one that failed: the next attempt begins when all are idle.
+        if now - self._aborted_at > _AGAIN_S:
+            self._aborted_at = now
+            for rank, future in self._futures.items():
+                if not future.done():
+                    self._client.request(rank, "axon_abort", again=True)
+
+    def _stand_down(self, missing: Sequence[int]) -> bool:
+        what = "is dead" if missing[0] in self._health.dead else "is stuck in an earlier cell"
+        reason = f"rank {format_ranks(missing)} {what}"
+        self._health.broken = reason
+        for rank in self._ranks:
+            if rank not in missing:
+                remote.call(self._client, rank, f"{_RANK_SIDE}:stand_down", reason=reason)
+        return True

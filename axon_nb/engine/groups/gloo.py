@@ -1,0 +1,102 @@
+"""Gloo as recoverable groups use it: connect without being stuck, end all waits from outside.
+
+Gloo has no abort that works. What does: the timeout path of a `recv` closes all connections of its context, which wakes
+whoever waits on them in this process, and the peers across the closed sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from axon_nb.engine.groups.threads import run_in_helper
+
+__all__ = ["connect", "leak", "leaked", "poison", "shared_device"]
+
+_CONNECT_LIMIT = timedelta(seconds=3)
+_POISON_TAG = 0x7FFFFFF0
+_PIECE_S = 0.02
+
+_device: list[Any] = []
+_graveyard: list[Any] = []
+
+
+def shared_device(hostname: str = "127.0.0.1") -> Any:
+    """The Gloo device of this process: one for all groups, else each costs threads and file descriptors."""
+    if not _device:
+        _device.append(ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False))
+    return _device[0]
+
+
+def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: Callable[[], None]) -> Any:
+    """A new Gloo backend, connected to all peers.
+
+    The constructor connects in C++ and cannot be interrupted: it runs in a helper thread, which is left behind when
+    `give_up` raises.
+
+    Args:
+        store: Where the peers meet; a fresh prefix.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        timeout: Limit of the group's operations.
+        give_up: Called every 20 ms; raises when the wait is to end.
+
+    Raises:
+        RuntimeError: a peer did not come within 3 seconds.
+    """
+    options: Any = getattr(ProcessGroupGloo, "_Options")()
+    options._devices = [shared_device()]
+    options._timeout = _CONNECT_LIMIT
+    options._threads = 2
+    box: list[Any] = []
+    done = threading.Event()
+
+    def build() -> None:
+        try:
+            box.append(ProcessGroupGloo(store, rank, size, options))
+        except BaseException as error:
+            box.append(error)
+        done.set()
+
+    run_in_helper(build)
+    while not done.wait(_PIECE_S):
+        try:
+            give_up()
+        except BaseException:
+            _graveyard.append(box)
+            raise
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    backend = box[0]
+    backend._set_default_timeout(timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def poison(backend: Any) -> None:
+    """Close all connections of `backend`, from any thread; whoever waits on them gets an error within milliseconds."""
+    probe = torch.zeros(1)
+    for peer in range(backend.size()):
+        if peer == backend.rank():
+            continue
+        with contextlib.suppress(RuntimeError):
+            backend.recv([probe], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+            continue
+        return
+
+
+def leak(group: dist.ProcessGroup) -> None:
+    """Keep a poisoned group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
+    _graveyard.append(group)
+
+
+def leaked() -> int:
+    """How many poisoned groups this process keeps, each with 2 threads and some 0.14 MiB."""
+    return len(_graveyard)

@@ -1,0 +1,92 @@
+"""Making torch build recoverable groups: private hooks into torch.distributed, all of them.
+
+Users go on writing "gloo". `supported()` says whether this torch is one that the hooks were tested with; on others torch's
+own groups are used, with their timeouts, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from axon_nb.engine.groups.recoverable import RecoverableGroup
+
+__all__ = ["all_groups", "groups_state", "install", "missing", "supported"]
+
+_NAME = "axon_nb"
+_TESTED = ((2, 11), (2, 13))
+_REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
+
+c10d = dist.distributed_c10d
+
+
+class GroupsState:
+    """What all groups of this rank share."""
+
+    root: Store | None = None
+    """The store that all ranks reach."""
+    epoch = 0
+    """How often the groups have been formed anew."""
+    rank = 0
+    """This rank in the default group."""
+    installed = False
+
+
+groups_state = GroupsState()
+
+
+def supported() -> bool:
+    """Whether the private hooks were tested with this torch."""
+    numbers = re.findall(r"\d+", torch.__version__)
+    version = (int(numbers[0]), int(numbers[1]))
+    return _TESTED[0] <= version <= _TESTED[1] and not missing()
+
+
+def missing() -> list[str]:
+    """Names of the hooks that this torch does not have."""
+    names = ("_new_process_group_helper", "_world")
+    return [name for name in names if not hasattr(c10d, name)]
+
+
+def install(root: Store, *, rank: int) -> None:
+    """From now on every Gloo group is a recoverable one."""
+    groups_state.root, groups_state.rank = root, rank
+    if groups_state.installed:
+        return
+    groups_state.installed = True
+
+    def create(options: Any, _: Any) -> RecoverableGroup:
+        return RecoverableGroup(
+            root,
+            epoch=groups_state.epoch,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout or timedelta(minutes=30),
+            name=options.group_id,
+            global_rank=rank,
+        )
+
+    dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    original = c10d._new_process_group_helper
+
+    def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(backend).lower() not in _REPLACED:
+            return original(size, group_rank, ranks, backend, *args, **kwargs)
+        group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+        if isinstance(group, RecoverableGroup):
+            # What `dist.get_backend` answers, and what scripts compare with.
+            c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
+        return group, store
+
+    c10d._new_process_group_helper = helper
+
+
+def all_groups() -> list[RecoverableGroup]:
+    """The recoverable groups of this rank, by name: the same order on all ranks that share them."""
+    groups = [group for group in list(c10d._world.pg_names) if isinstance(group, RecoverableGroup)]
+    return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))

@@ -1,0 +1,223 @@
+"""A process group that survives an abort: torch's group API over an inner Gloo group that can be replaced.
+
+Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `reform` gives it a fresh inner group. On
+Gloo this is the only way: it has no abort, and a poisoned backend cannot be mended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from axon_nb.engine.groups import activity
+from axon_nb.engine.groups.abort import Aborted, raise_if_aborted
+from axon_nb.engine.groups.gloo import connect, leak, poison
+from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.records.span import Span
+from axon_nb.records.trace import emit
+
+__all__ = ["RecoverableGroup", "operations"]
+
+_GLOO = dist.ProcessGroup.BackendType.GLOO
+_CPU = torch.device("cpu")
+_POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
+# Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
+# (send, recv) or ignore it (reduce_scatter).
+_SLICED = frozenset(
+    "_allgather_base all_gather_single all_to_all_single allgather allreduce allreduce_coalesced alltoall_base barrier "
+    "broadcast gather reduce scatter".split()
+)
+# Names differ between versions of torch (`_allgather_base` became `all_gather_single`): those that exist are wrapped.
+_CANDIDATES = (
+    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather "
+    "allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier "
+    "broadcast gather recv recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced scatter send"
+).split()
+
+
+def operations() -> list[str]:
+    """The operations of torch's `ProcessGroup` that are wrapped, by name."""
+    return [name for name in _CANDIDATES if hasattr(dist.ProcessGroup, name)]
+
+
+class RecoverableGroup(dist.ProcessGroup):
+    """See the module.
+
+    Args:
+        root: The store that all ranks reach; each forming uses a prefix of its own.
+        epoch: How often the groups have been formed before.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        timeout: Limit of the group's operations.
+        name: torch's name of the group, the same on all its ranks.
+        global_rank: This process's rank in the default group.
+    """
+
+    def __init__(
+        self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
+    ) -> None:
+        super().__init__(rank, size)
+        self._root = root
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._name = name
+        self._desc = ""
+        self._global_rank = global_rank
+        self._inner: Any = None
+        self.reform(epoch)
+
+    def reform(self, epoch: int) -> None:
+        """Connect a fresh inner group; collective over the group's ranks.
+
+        Raises:
+            Aborted: an abort came meanwhile.
+            RuntimeError: a peer did not come.
+        """
+        store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
+        backend = connect(store, self._rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
+        inner = dist.ProcessGroup(store, self._rank, self._size)
+        for device in _devices():
+            inner._register_backend(device, _GLOO, backend)
+        inner._set_default_backend(_GLOO)
+        inner._set_group_name(self._name)
+        inner._set_group_desc(self._desc)
+        if self._inner is not None:
+            leak(self._inner)
+        self._inner = inner
+
+    def poison(self) -> None:
+        """From any thread: end all waits in this group on this rank."""
+        poison(self._inner._get_backend(_CPU))
+
+    def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin one operation on the inner group."""
+        raise_if_aborted(name)
+        call = activity.begin(name, self._name, _peer(name, args), _payload(args))
+        try:
+            work = operation(self._inner, *args, **kwargs)
+        except RuntimeError as error:
+            activity.end(call)
+            if "gloo" in str(error).lower() and "closed" in str(error).lower():
+                raise Aborted(f"peer lost in {name}: {str(error)[-120:]}") from None
+            raise
+
+        def ended() -> None:
+            activity.end(call)
+            kind = "p2p" if name in _POINT_TO_POINT else "collective"
+            emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
+
+        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
+
+    def getBackendName(self) -> str:
+        """Not "gloo": DDP's logger would then look for the C++ class of that name in this group."""
+        return "axon_nb"
+
+    def name(self) -> str:
+        """What torch prints."""
+        return "axon_nb"
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._size
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    getSize = size
+    getRank = rank
+
+    def abort(self) -> None:
+        """End all waits in this group on this rank."""
+        self.poison()
+
+    def shutdown(self) -> None:
+        """Nothing: the inner group ends with the process."""
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """torch's description of the group."""
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._inner._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+        self._inner._set_group_desc(desc)
+
+    setGroupName = _set_group_name
+    setGroupDesc = _set_group_desc
+
+    def getGroupName(self) -> str:
+        """torch's name of the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """torch's description of the group."""
+        return self._desc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner._get_backend(device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._inner._get_sequence_number_for_group())
+
+    def _start_coalescing(self, device: torch.device) -> Any:
+        return self._inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._inner._end_coalescing(device)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return _devices()
+
+
+def _devices() -> list[torch.device]:
+    return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
+
+
+def _peer(name: str, args: tuple[Any, ...]) -> int:
+    return int(args[1]) if name in ("send", "recv") and len(args) > 1 else -1
+
+
+def _payload(args: tuple[Any, ...]) -> int:
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
+        first = first[0]
+    if isinstance(first, (list, tuple)):
+        return sum(item.nbytes for item in first if isinstance(item, torch.Tensor))
+    return first.nbytes if isinstance(first, torch.Tensor) else 0
+
+
+def _wrapped(name: str) -> Callable[..., Any]:
+    operation = getattr(dist.ProcessGroup, name)
+
+    def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:
+        return self.run(name, operation, args, kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in operations():
+    setattr(RecoverableGroup, _name, _wrapped(_name))

@@ -1,0 +1,63 @@
+"""Abort, from any thread at any time; and, when all ranks are idle, forming the groups anew under the same objects."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.engine.groups import activity
+from axon_nb.engine.groups.abort import ABORT, stand_down
+from axon_nb.engine.groups.gloo import leaked
+from axon_nb.engine.groups.install import all_groups, c10d, groups_state
+from axon_nb.engine.groups.work import fail_all
+from axon_nb.engine.groups.wrappers import reset_wrappers
+
+__all__ = ["abort", "recover", "stand_down"]
+
+_POISON_LIMIT_S = 1.0
+
+
+def abort(*, again: bool) -> None:
+    """End every wait of this rank in any group, and refuse new ones until `recover`.
+
+    Args:
+        again: The groups have been poisoned already; only wake who waits.
+    """
+    ABORT.set()
+    threads = []
+    if not again:
+        # Each group takes milliseconds, one after the other that is half a second for a dozen.
+        threads = [threading.Thread(target=group.poison, daemon=True) for group in all_groups()]
+    for thread in threads:
+        thread.start()
+    fail_all()
+    end = time.monotonic() + _POISON_LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def recover(epoch: int) -> dict[str, Any]:
+    """Form all groups anew and put wrappers back; collective over all ranks, on the main thread.
+
+    Args:
+        epoch: The number of this forming, the same on all ranks, higher than any before.
+
+    Returns:
+        How many groups and wrappers, and how many poisoned groups this process keeps.
+    """
+    stand_down("")
+    activity.forget_all()
+    groups_state.epoch = epoch
+    groups = all_groups()
+    for group in groups:
+        group.reform(epoch)
+    wrappers = reset_wrappers()
+    # torch numbers groups; ranks that differ would wait for each other in the next new_group.
+    count = torch.tensor(c10d._world.group_count)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    c10d._world.group_count = int(count)
+    return {"groups": len(groups), "wrappers": wrappers, "leaked": leaked()}

@@ -1,0 +1,180 @@
+"""The handle of one collective: its wait ends at an abort, and its future can be failed from another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from axon_nb.engine.groups.abort import ABORT, Aborted
+from axon_nb.engine.groups.activity import Call
+from axon_nb.engine.groups.threads import run_in_helper
+
+__all__ = ["RecoverableWork", "fail_all"]
+
+_SLICE = timedelta(milliseconds=50)
+_PIECE_S = 0.05
+
+_with_future: weakref.WeakSet[RecoverableWork] = weakref.WeakSet()
+
+
+class RecoverableWork(Work):
+    """Wraps the work of the inner group.
+
+    Args:
+        inner: The inner group's work.
+        call: The operation.
+        sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
+            connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
+        keep: What must live as long as the operation runs.
+        on_end: Called once when the operation has ended.
+    """
+
+    def __init__(self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._call = call
+        self._name = call.name
+        self._sliced = sliced
+        self._keep = keep
+        self._on_end = on_end
+        self._done = False
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the operation.
+
+        Raises:
+            Aborted: the cell was ended meanwhile, or a peer is gone.
+            RuntimeError: the operation failed or timed out.
+        """
+        if self._done:
+            return True
+        end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
+        self._call.waited_by = threading.get_ident()
+        try:
+            self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
+        except RuntimeError as error:
+            if isinstance(error, Aborted):
+                raise
+            if ABORT.is_set():
+                raise Aborted(f"aborted while waiting in {self._name}") from None
+            if "gloo" in str(error) and "timed out" not in str(error).lower():
+                raise Aborted(f"peer lost while waiting in {self._name}: {str(error)[-120:]}") from None
+            raise
+        finally:
+            self._call.waited_by = 0
+        if not self._done:
+            self._done = True
+            self._on_end()
+        return True
+
+    def _wait_sliced(self, end: float | None) -> None:
+        while True:
+            try:
+                self._inner.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):
+                    raise
+            self._check(end)
+
+    def _wait_in_helper(self, end: float | None) -> None:
+        if self._inner.is_completed():
+            self._inner.wait()
+            return
+        done = threading.Event()
+        failure: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self._inner.wait()
+            except BaseException as error:
+                failure.append(error)
+            done.set()
+
+        run_in_helper(wait)
+        while not done.wait(_PIECE_S):
+            self._check(end)
+        if failure:
+            raise failure[0]
+
+    def _check(self, end: float | None) -> None:
+        if ABORT.is_set():
+            raise Aborted(f"aborted while waiting in {self._name}")
+        if end is not None and time.monotonic() > end:
+            raise RuntimeError(f"{self._name} timed out")
+
+    def get_future(self) -> Any:
+        """A future that an abort can fail.
+
+        `Future.set_exception` sets a Python result that the C++ reducer reads as tensors, and crashes; an exception
+        raised inside a `then` callback does become a C++ error.
+        """
+        if self._future is None:
+            inner = self._inner.get_future()
+            self._base = torch.futures.Future()  # type: ignore[var-annotated]
+            self._lock = threading.Lock()
+            self._fired = self._failed = False
+
+            def unwrap(_: Any) -> Any:
+                if self._failed:
+                    raise Aborted(f"aborted while waiting in {self._name}")
+                return inner.value()
+
+            self._future = self._base.then(unwrap)
+            _with_future.add(self)
+            inner.add_done_callback(lambda _: self._fire(failed=False))
+        return self._future
+
+    def _fire(self, *, failed: bool) -> None:
+        with self._lock:
+            if self._fired:
+                return
+            self._fired, self._failed = True, failed
+        if not failed and not self._done:
+            self._done = True
+            self._on_end()
+        self._base.set_result(None)
+
+    def fail(self) -> None:
+        """From any thread: whoever waits for the future gets `Aborted`."""
+        if self._future is not None:
+            self._fire(failed=True)
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over."""
+        return self._done or bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it succeeded."""
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        """Its failure."""
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        """Its output tensors."""
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """Nothing: results on the CPU are there when the wait is over."""
+
+    def source_rank(self) -> int:
+        """Whom a receive from anyone was from."""
+        return int(self._inner.source_rank())
+
+    _source_rank = source_rank
+
+
+def fail_all() -> None:
+    """From any thread: fail every future that is waited for."""
+    for work in list(_with_future):
+        work.fail()

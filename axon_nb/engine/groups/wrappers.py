@@ -1,0 +1,60 @@
+"""Putting DDP and FSDP2 back to the state before a step, after one was aborted in the middle.
+
+Private hooks into torch; each step says what goes wrong without it (measured on torch 2.13).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+__all__ = ["rebuild_reducers", "reset_wrappers"]
+
+
+def _living(kind: type) -> list[Any]:
+    found = []
+    for item in gc.get_objects():
+        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        if issubclass(type(item), kind):
+            found.append(item)
+    return found
+
+
+def _ddp_modules() -> list[Any]:
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    return _living(module.DistributedDataParallel) if module is not None else []
+
+
+def _fsdp_modules() -> list[Any]:
+    module = sys.modules.get("torch.distributed.fsdp")
+    return _living(module.FSDPModule) if module is not None else []
+
+
+def reset_wrappers() -> int:
+    """Reset every DDP and FSDP2 module of this process; returns how many."""
+    ddp, fsdp = _ddp_modules(), _fsdp_modules()
+    for module in ddp:
+        module._has_rebuilt_buckets = False
+        module.reducer._reset_state()
+    for module in fsdp:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            # An all-gather of the aborted step would be waited for in the next forward.
+            group._all_gather_result = None
+            for parameter in group.fsdp_params:
+                # Half-reduced gradients would be added to the next step's: weights then are silently wrong.
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+                parameter.unsharded_accumulated_grad = None
+    for module in fsdp:
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+    return len(ddp) + len(fsdp)
+
+
+def rebuild_reducers() -> None:
+    """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
+    for module in _ddp_modules():
+        parameters, sparse = module._build_params_for_reducer()
+        names = module._build_debug_param_to_name_mapping(parameters)
+        module._ddp_init_helper(parameters, sparse, names, module.static_graph)

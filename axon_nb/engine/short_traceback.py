@@ -1,0 +1,57 @@
+"""One line instead of a traceback for a rank whose cell was ended from outside.
+
+Rendering a traceback takes 100-400 ms, on every rank at once, and says only where torch waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from axon_nb.engine.groups.abort import Aborted
+from axon_nb.engine.kernel_hooks import RUN_CODE
+
+__all__ = ["PUBLIC_CALLS", "install", "take_place"]
+
+C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
+"""The functions of torch.distributed by which users know what a rank waits in."""
+
+_place: dict[str, Any] = {}
+
+
+def install(shell: Any) -> None:
+    """Have `shell` show one line when a cell was aborted or interrupted."""
+
+    def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
+        line, call = _find(trace)
+        _place.update(line=line, call=call)
+        text = [f"{kind.__name__} at line {line}: {error}"]
+        shell._showtraceback(kind, error, text)
+        return text
+
+    shell.set_custom_exc((Aborted, KeyboardInterrupt, asyncio.CancelledError), show)
+
+
+def take_place() -> dict[str, Any]:
+    """Where the last ended cell was: {"line": …, "call": …}; empty when it was not ended from outside."""
+    place = dict(_place)
+    _place.clear()
+    return place
+
+
+def _find(trace: TracebackType | None) -> tuple[int | None, str]:
+    line, call = None, ""
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_back is not None and frame.f_back.f_code is RUN_CODE:
+            line = trace.tb_lineno
+        code = frame.f_code
+        if not call and code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
+            call = code.co_name
+        trace = trace.tb_next
+    return line, call

@@ -1,0 +1,29 @@
+"""Views of records in a notebook: live while a cell runs, pictures and tables afterwards. Loaded on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axon_nb.widgets.card import cluster_card
+    from axon_nb.widgets.strip import RankStrip
+
+__all__ = ["RankStrip", "cluster_card"]
+
+_MODULE_OF = {"RankStrip": "strip", "cluster_card": "card"}
+
+
+def __getattr__(name: str) -> Any:
+    """Fetch a public name from its module on first use, and keep it."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not fetched yet among them."""
+    return sorted(__all__)

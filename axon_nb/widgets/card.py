@@ -1,0 +1,91 @@
+"""A cluster as a card: what `%distributed status` and a cluster at the end of a cell show."""
+
+from __future__ import annotations
+
+from html import escape
+
+from axon_nb.records.cluster_info import ClusterInfo, RankInfo
+from axon_nb.records.quantity import format_bytes
+
+__all__ = ["cluster_card"]
+
+_OPEN_UP_TO = 16
+_MUTED = "color:var(--jp-ui-font-color2, inherit)"
+_CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
+_NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
+_RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
+
+
+def cluster_card(info: ClusterInfo) -> dict[str, str]:
+    """A cluster and its ranks as `text/html` (no scripts, light and dark) and `text/plain`."""
+    return {"text/html": _html(info), "text/plain": _text(info)}
+
+
+def _heading(info: ClusterInfo) -> list[str]:
+    ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
+    return [ranks, info.backend, f"on {info.host}", f"engines: {info.engines}"]
+
+
+def _columns(info: ClusterInfo) -> list[tuple[str, bool, list[str]]]:
+    """(title, whether it holds numbers, one text a rank) for each column."""
+    rows = info.ranks
+    columns = [
+        ("rank", True, [str(row.rank) for row in rows]),
+        ("host", False, [row.host for row in rows]),
+        ("pid", True, [str(row.pid) for row in rows]),
+        ("device", False, [row.device for row in rows]),
+        ("backend", False, [row.backend for row in rows]),
+        ("state", False, [_state(row) for row in rows]),
+        ("memory", True, [format_bytes(row.rss_bytes) if row.rss_bytes else "–" for row in rows]),
+    ]
+    if any(row.device_bytes for row in rows):
+        columns.append(("on device", True, [format_bytes(row.device_bytes) for row in rows]))
+    return columns
+
+
+def _state(row: RankInfo) -> str:
+    return row.state if row.cell is None else f"{row.state} · In [{row.cell}]"
+
+
+def _html(info: ClusterInfo) -> str:
+    columns = _columns(info)
+    head = "".join(
+        f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{_MUTED}">{title}</th>'
+        for title, number, _ in columns
+    )
+    body = "".join(
+        '<tr style="background:none">'
+        + "".join(f'<td style="{_NUMBER if number else _CELL}">{escape(text[i])}</td>' for _, number, text in columns)
+        + "</tr>"
+        for i in range(len(info.ranks))
+    )
+    table = (
+        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:0;'
+        'font-size:inherit;color:inherit">'
+        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table>'
+    )
+    opened = " open" if len(info.ranks) <= _OPEN_UP_TO else ""
+    return (
+        '<div style="display:inline-block;max-width:100%;overflow-x:auto;padding:8px 12px;border-radius:4px;'
+        "border:1px solid var(--jp-border-color2, currentColor);color:var(--jp-ui-font-color1, inherit);"
+        'font-size:var(--jp-ui-font-size1, 13px)">'
+        f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
+        f"{'running' if info.running else 'not running'}"
+        f'<span style="{_MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
+        f"<details{opened}><summary>ranks</summary>{table}</details></div>"
+    )
+
+
+def _text(info: ClusterInfo) -> str:
+    columns = _columns(info)
+    widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
+    lines = [[title for title, _, _ in columns], *([text[i] for _, _, text in columns] for i in range(len(info.ranks)))]
+    table = (
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, (_, number, _) in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+    state = "running" if info.running else "not running"
+    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table])

@@ -1,0 +1,130 @@
+"""A notebook in a browser: open it, run cells, look at what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import ConsoleMessage, Locator, Page
+
+from tests.browser.lab_server import LabServer
+
+__all__ = ["LabPage"]
+
+OPEN_LIMIT = 90.0
+"""Seconds until a notebook is shown and its kernel is idle."""
+
+_READY = """async (kernel) => {
+    const widget = window.jupyterapp?.shell.currentWidget;
+    if (!widget?.context) return false;
+    await widget.context.ready;
+    if (!kernel) return true;
+    await widget.context.sessionContext.ready;
+    return widget.context.sessionContext.session?.kernel?.status === 'idle';
+}"""
+
+_RUN = """(i) => {
+    window.jupyterapp.shell.currentWidget.content.activeCellIndex = i;
+    window.jupyterapp.commands.execute('notebook:run-cell');
+}"""
+
+_PROMPT_IS_NUMBER = """(i) => {
+    const cell = document.querySelectorAll('.jp-Notebook .jp-CodeCell')[i];
+    return /\\d/.test(cell?.querySelector('.jp-InputPrompt')?.innerText ?? '');
+}"""
+
+
+class LabPage:
+    """One browser page on one notebook; `errors` collects what goes wrong in the page."""
+
+    def __init__(self, page: Page, server: LabServer) -> None:
+        self.page = page
+        self.server = server
+        self.errors: list[str] = []
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.errors.append(f"uncaught: {error}"))
+        page.on("dialog", lambda dialog: dialog.accept())
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(f"{message.text} ({message.location.get('url', '')})")
+
+    def open_notebook(self, name: str, *, kernel: bool = True) -> None:
+        """Show a notebook; without `kernel`, one that names no kernel, and start none."""
+        self.page.goto(self.server.address_of(name))
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=OPEN_LIMIT * 1000)
+        if not kernel:
+            self.page.locator(".jp-Dialog").get_by_role("button", name="No Kernel").click()
+        self.page.wait_for_function(_READY, arg=kernel, timeout=OPEN_LIMIT * 1000)
+
+    def reload(self) -> None:
+        """Load the page again, as a user does: what is not saved is lost, the kernel goes on."""
+        self.page.reload()
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=OPEN_LIMIT * 1000)
+
+    def save(self) -> Any:
+        """Save the notebook and return it as it is on disk."""
+        self.command("docmanager:save")
+        path = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+        return self.server.read_notebook(path)
+
+    def command(self, name: str, arguments: dict[str, Any] | None = None) -> None:
+        """Run one of Lab's commands and wait until it is through."""
+        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
+
+    def cell(self, i: int) -> Locator:
+        """The i-th code cell, from 0."""
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(i)
+
+    def output(self, i: int) -> Locator:
+        """The output of the i-th code cell."""
+        return self.cell(i).locator(".jp-Cell-outputArea")
+
+    def run_cell(self, i: int) -> None:
+        """Start a cell; `wait_done` waits for its end."""
+        self.page.evaluate(_RUN, i)
+
+    def prompt(self, i: int) -> str:
+        """A cell's prompt: `[*]:` while it runs, then `[3]:`."""
+        return self.cell(i).locator(".jp-InputPrompt").first.inner_text()
+
+    def is_running(self, i: int) -> bool:
+        """Whether a cell runs or waits for its turn."""
+        return "*" in self.prompt(i)
+
+    def wait_done(self, i: int, *, limit: float = 60.0) -> None:
+        """Wait until a cell has ended, at most `limit` seconds."""
+        self.page.wait_for_function(_PROMPT_IS_NUMBER, arg=i, timeout=limit * 1000)
+
+    def run_and_wait(self, i: int, *, limit: float = 60.0) -> str:
+        """Run a cell to its end and return the text that it shows."""
+        self.run_cell(i)
+        self.wait_done(i, limit=limit)
+        return self.output_text(i)
+
+    def interrupt(self) -> None:
+        """Press the stop button."""
+        self.command("notebook:interrupt-kernel")
+
+    def restart_kernel(self) -> None:
+        """Restart the kernel, as the restart button does once it is confirmed."""
+        kernel = "window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel"
+        self.page.evaluate(f"() => {kernel}.restart()")
+
+    def output_text(self, i: int) -> str:
+        """The text that a cell shows, widgets' text included; empty while it shows nothing."""
+        return "\n".join(self.output(i).all_inner_texts())
+
+    def wait_text(self, i: int, text: str, *, limit: float = 30.0) -> None:
+        """Wait until a cell's output holds a text, at most `limit` seconds."""
+        self.output(i).get_by_text(text).first.wait_for(timeout=limit * 1000)
+
+    def set_theme(self, *, dark: bool) -> None:
+        """Switch Lab to its dark or its light theme."""
+        self.command("apputils:change-theme", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"})
+        self.page.wait_for_selector(f"body[data-jp-theme-light='{'false' if dark else 'true'}']", state="attached")
+
+    def screenshot(self, path: Path, *, cell: int | None = None) -> None:
+        """Save a picture of the page, or of one cell."""
+        target = self.page if cell is None else self.cell(cell)
+        target.screenshot(path=path)

@@ -1,0 +1,141 @@
+"""A JupyterLab server of its own: private settings, a free port, a token, notebooks in a folder of the test run."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import nbformat
+
+__all__ = ["LabServer"]
+
+START_LIMIT = 90.0
+"""Seconds that the server has to answer."""
+
+SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+}
+
+PYTHON_3 = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
+
+
+class LabServer:
+    """Starts with `with`, and ends its kernels and itself, by process id, when the block is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notebooks = folder / "notebooks"
+        self._folder = folder
+        self._token = secrets.token_hex(16)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+
+    def __enter__(self) -> LabServer:
+        settings = self._folder / "settings"
+        for path in (settings, self.notebooks):
+            path.mkdir(parents=True)
+        (settings / "overrides.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
+        private = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+        environment = {**os.environ, **{name: str(self._folder / name.lower()) for name in private}}
+        environment["JUPYTER_TOKEN"] = self._token
+        command = [
+            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={self.notebooks}"),
+            *("--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True"),
+            *(f"--LabApp.app_settings_dir={settings}", f"--LabApp.workspaces_dir={self._folder / 'workspaces'}"),
+            f"--LabApp.user_settings_dir={self._folder / 'user-settings'}",
+        ]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
+            )
+        try:
+            self._wait_until_up(self._process)
+        except BaseException:
+            self._end(self._process)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        try:
+            self.end_kernels()
+        finally:
+            self._end(self._process)
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "lab.log"
+
+    def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
+        runtime = self._folder / "jupyter_runtime_dir"
+        limit = time.monotonic() + START_LIMIT
+        while time.monotonic() < limit:
+            found = list(runtime.glob("jpserver-*.json"))
+            try:
+                if found:
+                    self._url = json.loads(found[0].read_text(encoding="utf-8"))["url"]
+                    self.api("GET", "status")
+                    return
+                process.wait(0.2)
+            except (OSError, ValueError, subprocess.TimeoutExpired):  # the file is half written, the socket not open
+                continue
+            break
+        said = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"JupyterLab did not start in {START_LIMIT:.0f} s:\n{said}")
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def api(self, method: str, path: str) -> Any:
+        """One request to the server's REST interface; its answer, decoded."""
+        request = urllib.request.Request(
+            f"{self._url}api/{path}", method=method, headers={"Authorization": f"token {self._token}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
+
+    def address_of(self, notebook: str) -> str:
+        """The page that opens a notebook in an otherwise empty Lab."""
+        return f"{self._url}lab/tree/{notebook}?reset&token={self._token}"
+
+    def end_kernels(self) -> None:
+        """Shut down every kernel of the server, politely."""
+        for kernel in self.api("GET", "kernels"):
+            try:
+                self.api("DELETE", f"kernels/{kernel['id']}")
+            except urllib.error.HTTPError as error:
+                if error.code != 404:  # it ended by itself meanwhile
+                    raise
+
+    def write_notebook(self, name: str, cells: Sequence[str], *, metadata: dict[str, Any] | None = None) -> Path:
+        """Make a notebook of code cells; without `metadata`, of the default Python kernel."""
+        notebook = nbformat.v4.new_notebook(metadata=PYTHON_3 if metadata is None else metadata)
+        notebook.cells = [nbformat.v4.new_code_cell(source, id=f"cell-{i}") for i, source in enumerate(cells)]
+        path = self.notebooks / name
+        nbformat.write(notebook, path)
+        return path
+
+    def read_notebook(self, name: str) -> Any:
+        """A notebook as it is on disk."""
+        return nbformat.read(self.notebooks / name, as_version=4)

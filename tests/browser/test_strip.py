@@ -1,0 +1,224 @@
+"""The strip in JupyterLab: it moves while a cell runs, and what it showed stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+if TYPE_CHECKING:
+    from tests.browser.lab_page import LabPage
+    from tests.browser.lab_server import LabServer
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+
+STRIP = ".axon-strip"
+CANVAS = ".axon-strip-canvas"
+STATES = ".axon-strip-states [role=listitem]"
+PICTURE = "figure img[src^='data:image/svg+xml']"
+
+FEED = '''
+import asyncio, threading, time
+import re
+from pathlib import Path
+from axon_nb.records.state import Activity, RankState
+from axon_nb.widgets.strip import RankStrip
+
+def state(rank, activity, since, **more):
+    return RankState(rank, activity, time.monotonic_ns(), cell=1, since_ns=since, **more)
+
+def feed(strip, over):
+    """Four ranks: 0 and 1 compute and meet, 2 is late for every meeting, 3 fails after two seconds."""
+    began = time.monotonic_ns()
+    while not over.wait(0.1):
+        now = time.monotonic_ns()
+        phase = (now - began) / 1e9 % 1.5
+        since = now - int(phase * 1e9)
+        for rank in range(4):
+            if rank == 3 and now - began > 2e9:
+                strip.add([state(rank, Activity.FAILED, began + 2 * 10**9)])
+            elif rank < 2 and phase > 0.6:
+                meeting = since + 600_000_000
+                activity = Activity.WAITING if phase > 0.85 else Activity.COLLECTIVE
+                strip.add([state(rank, activity, meeting, call="all_reduce", line=4)])
+            else:
+                strip.add([state(rank, Activity.RUNNING, since, line=2 + int(phase * 4) % 3)])
+
+async def watch(stop, title="In [1]"):
+    over, strip = threading.Event(), RankStrip(range(4), title=title)
+    strip.start()
+    thread = threading.Thread(target=feed, args=(strip, over))
+    thread.start()
+    limit = time.monotonic() + 60
+    try:
+        while not Path(stop).exists() and time.monotonic() < limit:
+            await asyncio.sleep(0.1)
+            strip.flush()
+    finally:
+        over.set()
+        thread.join()
+        strip.finish()
+'''
+
+
+def watched(lab: LabServer, name: str) -> Path:
+    """A notebook whose second cell shows a strip until the returned file exists."""
+    stop = lab.notebooks / f"{name}.stop"
+    lab.write_notebook(f"{name}.ipynb", [FEED, f"await watch({str(stop)!r})"])
+    return stop
+
+
+def wait_until_later(page: LabPage, seconds: float) -> None:
+    """Wait until the strip's clock is past so many seconds."""
+    condition = f"() => Number(document.querySelector('{CANVAS}')?.dataset.now) > {seconds}"
+    page.page.wait_for_function(condition, timeout=30_000)
+
+
+def states(page: LabPage) -> list[str]:
+    """What the strip says of each rank."""
+    return page.page.locator(STATES).all_text_contents()
+
+
+def num_colored(page: LabPage) -> int:
+    """How many pixels of the canvas are drawn on."""
+    count = (
+        "(c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((v, i) => i % 4 === 3 && v).length"
+    )
+    return int(page.page.locator(CANVAS).evaluate(count))
+
+
+@pytest.fixture
+def running(page: LabPage, lab: LabServer, request: pytest.FixtureRequest) -> Path:
+    """A page whose second cell runs and shows a strip; the file that ends it."""
+    name = request.node.name
+    stop = watched(lab, name)
+    page.open_notebook(f"{name}.ipynb")
+    page.run_and_wait(0)
+    page.run_cell(1)
+    page.page.wait_for_selector(CANVAS, timeout=30_000)
+    return stop
+
+
+def test_strip_moves_while_the_cell_runs(page: LabPage, running: Path) -> None:
+    segments = []
+    for second in (1, 2.5, 4):
+        wait_until_later(page, second)
+        assert page.is_running(1)
+        segments.append(int(page.page.locator(CANVAS).get_attribute("data-segments") or 0))
+        assert num_colored(page) > 1000
+    assert segments == sorted(set(segments))
+    assert states(page)[3] == "rank 3: failed after 2.0 s"
+    waits = page.page.locator(STATES, has_text=re.compile(r"waiting in all_reduce, line 4, \d\.\d+ s"))
+    waits.first.wait_for()
+    assert page.page.locator(".axon-strip-key:visible").all_inner_texts() == [
+        "running",
+        "in a collective",
+        "waiting",
+        "failed",
+    ]
+    assert page.page.locator(f"{STRIP} [aria-live=polite]").inner_text() != ""
+    running.touch()
+    page.wait_done(1)
+
+
+def test_finished_strip_is_a_picture_that_is_saved(page: LabPage, running: Path, lab: LabServer) -> None:
+    wait_until_later(page, 2.5)
+    running.touch()
+    page.wait_done(1)
+    page.output(1).locator(PICTURE).first.wait_for()
+    assert page.page.locator(STRIP).count() == 0
+    saved = page.save()
+    (output,) = saved.cells[1].outputs
+    assert set(output.data) == {"text/html", "text/plain"}
+    assert "data:image/svg+xml;base64," in output.data["text/html"]
+    assert output.data["text/plain"].startswith("In [1]: 4 ranks, ")
+    assert "rank 3: failed after 2.0 s" in output.data["text/plain"]
+
+    # Opened by somebody else: without a kernel, and not trusted.
+    saved.metadata.clear()
+    nbformat.write(saved, lab.notebooks / "reopened.ipynb")
+    lab.end_kernels()
+    page.open_notebook("reopened.ipynb", kernel=False)
+    pictures = page.output(1).locator(PICTURE)
+    pictures.first.wait_for()
+    assert all(
+        pictures.nth(i).evaluate("(image) => image.complete && image.naturalWidth > 0") for i in range(pictures.count())
+    )
+    assert "failed after 2.0 s" in page.output_text(1)
+
+
+def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running: Path) -> None:
+    wait_until_later(page, 3)
+    page.save()
+    before = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
+    page.reload()
+    page.page.wait_for_selector(CANVAS, timeout=60_000)
+    page.page.wait_for_function(
+        f"() => Number(document.querySelector('{CANVAS}').dataset.segments) > {before}", timeout=30_000
+    )
+    running.touch()
+    page.page.locator(".axon-strip-elapsed", has_text="ended after").wait_for(timeout=30_000)
+    assert states(page)[3] == "rank 3: failed after 2.0 s"
+
+
+def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
+    wait_until_later(page, 2)
+    canvas = page.page.locator(CANVAS)
+
+    def view() -> tuple[float, float]:
+        first, last = (canvas.get_attribute("data-view") or "").split(",")
+        return float(first), float(last)
+
+    def wait_view(condition: str) -> None:
+        page.page.wait_for_function(
+            f"() => {{ const {{ view, now }} = document.querySelector('{CANVAS}').dataset;"
+            f" const [from, to] = view.split(',').map(Number); return {condition}; }}"
+        )
+
+    canvas.focus()
+    page.page.keyboard.press("+")
+    page.page.keyboard.press("+")
+    wait_view("from > 0 && to - from < 1.5 && Math.abs(now - to) < 0.02")
+    page.page.keyboard.press("ArrowLeft")
+    wait_view("from > 0 && to < now - 0.1")
+    held = view()
+    wait_until_later(page, held[1] + 2)
+    assert view() == held, "a view that was moved away from the end stays"
+    page.page.keyboard.press("Home")
+    wait_view("from === 0 && to >= 5")
+    canvas.hover(position={"x": 8, "y": 8})
+    tip = page.page.locator(".axon-strip-tip")
+    tip.wait_for()
+    assert tip.inner_text().startswith("rank 0 · running, line")
+    box = canvas.bounding_box()
+    assert box is not None
+    page.page.mouse.down()
+    page.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 8)
+    page.page.mouse.up()
+    wait_view("from < 0.2 && to - from < 3")
+    page.page.get_by_role("button", name="Show everything").click()
+    wait_view("from === 0 && to >= 5")
+    running.touch()
+    page.wait_done(1)
+
+
+def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> None:
+    wait_until_later(page, 1)
+    grid = "(c) => getComputedStyle(c.closest('.axon-strip')).color"
+    light = page.page.locator(CANVAS).evaluate(grid)
+    page.set_theme(dark=True)
+    assert page.page.locator(CANVAS).evaluate(grid) != light
+    wide = page.page.locator(CANVAS).evaluate("(c) => c.width")
+    page.page.set_viewport_size({"width": 900, "height": 700})
+    page.page.wait_for_function(f"() => document.querySelector('{CANVAS}').width < {wide}")
+    running.touch()
+    page.wait_done(1)
+
+
+def test_strip_of_a_lost_kernel_stops_and_says_so(page: LabPage, running: Path) -> None:
+    wait_until_later(page, 1)
+    page.restart_kernel()
+    page.page.locator(".axon-strip-elapsed", has_text="no news from the kernel since").wait_for(timeout=30_000)

@@ -1,0 +1,94 @@
+"""Every example runs from top to bottom in a fresh kernel, as `make demo` runs the quickstart."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("[0-9]*.py"))
+QUICKSTART = "01_quickstart"
+
+
+def run_notebook(source: Path, out: Path) -> NotebookNode:
+    """Execute one example; returns the saved notebook."""
+    command = [sys.executable, "scripts/run_notebook.py", str(source), "--out", str(out)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    page = (out / f"{source.stem}.html").read_text(encoding="utf-8")
+    assert "<html" in page
+    return nbformat.read(out / f"{source.stem}.ipynb", as_version=4)
+
+
+def streams(notebook: NotebookNode) -> str:
+    """All that the cells printed."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+
+
+@pytest.fixture(scope="module")
+def execute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], NotebookNode]:
+    """Executes an example, named without its suffix; each once."""
+    return cache(lambda name: run_notebook(ROOT / "examples" / f"{name}.py", tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="module")
+def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
+    """The executed quickstart."""
+    return execute(QUICKSTART)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == QUICKSTART else pytest.mark.slow) for name in EXAMPLES]
+)
+def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None:
+    ended = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.execution_count is not None]
+    assert ended
+
+
+def test_quickstart_learns_the_digits(quickstart: NotebookNode) -> None:
+    found = re.search(r"([0-9.]+)% of 360 test digits are right", streams(quickstart))
+    assert found is not None
+    assert float(found[1]) > 95
+
+
+def test_quickstart_shows_the_failing_rank_alone(quickstart: NotebookNode) -> None:
+    (cell,) = [cell for cell in quickstart.cells if "raises-exception" in cell.metadata.get("tags", [])]
+    (error,) = [output for output in cell.outputs if output["output_type"] == "error"]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
+    assert "KeyError: 2" in shown
+    assert "line 3" in shown
+    assert "[rank 2]" in shown
+
+
+def test_quickstart_goes_on_after_the_failure(quickstart: NotebookNode) -> None:
+    assert "the weights sum to 1.0, and the model is still" in streams(quickstart)
+
+
+def test_quickstart_saves_its_plot(quickstart: NotebookNode) -> None:
+    pictures = [
+        output
+        for cell in quickstart.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {}) and "ax.plot" in cell.source
+    ]
+    assert len(pictures) == 1
+
+
+def test_a_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
+    source = tmp_path / "failing.py"
+    source.write_text("# %%\n1 / 0\n", encoding="utf-8")
+    command = [sys.executable, "scripts/run_notebook.py", str(source), "--out", str(tmp_path)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "ZeroDivisionError" in found.stderr
+    assert (tmp_path / "failing.ipynb").exists()

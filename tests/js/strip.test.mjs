@@ -1,0 +1,162 @@
+// The layout functions of axon_nb/widgets/static/strip.js, run by node's own test runner.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import test from "node:test";
+
+// As a data: address the file is a module whatever its extension says to this version of node.
+const source = readFileSync(new URL("../../axon_nb/widgets/static/strip.js", import.meta.url), "utf8");
+const strip = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+
+const names = ["idle", "running", "collective", "waiting", "done", "failed", "dead"];
+const [, RUNNING, COLLECTIVE, WAITING, DONE, FAILED, DEAD] = names.keys();
+const config = {
+  silence: 2,
+  paints: names.map((name) => ({ name, terminal: ["done", "failed", "dead"].includes(name) })),
+};
+
+function segment(activity, start, end, more = {}) {
+  return { activity, start, end, since: start, line: 0, low: 0, high: 0, call: "", mixed: false, ...more };
+}
+
+function message(rows, { generations = rows.map(() => 0), replaced = [], ...header } = {}) {
+  const columns = { start: [], end: [], since: [], position: [], line: [], low: [], high: [], row: [], call: [] };
+  Object.assign(columns, { activity: [], mixed: [] });
+  const calls = [];
+  rows.forEach((entries, row) =>
+    Object.entries(entries).forEach(([position, entry]) => {
+      if (!calls.includes(entry.call)) calls.push(entry.call);
+      const values = { ...entry, mixed: Number(entry.mixed), call: calls.indexOf(entry.call), position: Number(position), row };
+      for (const name of Object.keys(columns)) columns[name].push(values[name]);
+    }),
+  );
+  const rest = { now: 0, lost: 0, coarse: 0, finished: false, ...header };
+  return { header: { count: columns.row.length, calls, generations, replaced, ...rest }, columns };
+}
+
+test("a message extends the last segment and adds new ones", () => {
+  const store = strip.newStore(2);
+  assert.ok(strip.merge(store, message([[segment(RUNNING, 0, 1)], []])));
+  const next = { 0: segment(RUNNING, 0, 2), 1: segment(COLLECTIVE, 2, 3, { call: "barrier" }) };
+  assert.ok(strip.merge(store, message([next, {}], { now: 3, lost: 4 })));
+  assert.deepEqual(store.rows[0].segments, [segment(RUNNING, 0, 2), segment(COLLECTIVE, 2, 3, { call: "barrier" })]);
+  assert.deepEqual([store.now, store.lost, store.finished], [3, 4, false]);
+});
+
+test("a missing message is noticed, and everything sent again mends it", () => {
+  const store = strip.newStore(1);
+  assert.equal(strip.merge(store, message([{ 3: segment(RUNNING, 3, 4) }])), false);
+  assert.deepEqual(store.rows[0].segments, []);
+  assert.equal(strip.merge(store, message([{ 0: segment(RUNNING, 0, 1) }], { generations: [1] })), false);
+  const whole = message([[segment(RUNNING, 0, 3), segment(DONE, 3, 4)]], { generations: [1], replaced: [0] });
+  assert.ok(strip.merge(store, whole));
+  assert.equal(store.rows[0].segments.length, 2);
+  assert.ok(strip.merge(store, message([[segment(RUNNING, 0, 1)]], { generations: [1], replaced: [0] })));
+  assert.equal(store.rows[0].segments.length, 1);
+});
+
+test("durations read like those of the kernel", () => {
+  const said = [0, 0.254, 0.999, 2.14, 99.94, 99.96, 192, 3599, 3600, 7500].map(strip.seconds);
+  const expected = ["0.00 s", "0.25 s", "1.0 s", "2.1 s", "99.9 s", "1 min 40 s", "3 min 12 s", "59 min 59 s"];
+  assert.deepEqual(said, [...expected, "1 h 00 min", "2 h 05 min"]);
+});
+
+test("the present state is words", () => {
+  const say = (...last) => strip.describe([segment(...last)], 10, config);
+  assert.equal(strip.describe([], 10, config), "no sample yet");
+  assert.equal(say(RUNNING, 0, 9.9, { line: 7 }), "running, line 7");
+  assert.equal(say(RUNNING, 0, 6, { line: 7 }), "running, line 7, no sample for 4.0 s");
+  assert.equal(say(COLLECTIVE, 9.8, 9.9, { call: "all_reduce", line: 4 }), "in all_reduce, line 4");
+  const wait = { call: "all_reduce", line: 4, since: 7.9 };
+  assert.equal(say(WAITING, 8.2, 9.9, wait), "waiting in all_reduce, line 4, 2.1 s");
+  assert.equal(say(DONE, 4, 5), "done after 4.0 s");
+  assert.equal(say(FAILED, 4, 5), "failed after 4.0 s");
+  assert.equal(say(DEAD, 4, 5), "died after 4.0 s");
+});
+
+test("the tooltip tells lines, times and what was merged", () => {
+  const running = segment(RUNNING, 1, 2, { low: 2, high: 5 });
+  assert.equal(strip.explain(3, running, 2.5, config), "rank 3 · running, lines 2–5 · 1.00–2.50 s (1.5 s)");
+  const waiting = segment(WAITING, 1, 2, { call: "recv", low: 4, high: 4, mixed: true });
+  assert.equal(strip.explain(0, waiting, 2, config), "rank 0 · mostly waiting in recv, line 4 · 1.00–2.00 s (1.0 s)");
+});
+
+test("everything is on show until somebody zooms", () => {
+  assert.deepEqual(strip.visible(null, 1), { from: 0, to: 5 });
+  assert.deepEqual(strip.visible(null, 60), { from: 0, to: 60 });
+  assert.deepEqual(strip.visible({ follow: true, span: 10 }, 60), { from: 50, to: 60 });
+});
+
+test("keys zoom about the newest, move, and go back", () => {
+  const press = (view, key, now = 60) => strip.navigate(view, key, now).view;
+  const near = press(null, "+");
+  assert.deepEqual(near, { follow: true, span: 30 });
+  const moved = press(near, "ArrowLeft");
+  assert.deepEqual(moved, { from: 24, to: 54 });
+  assert.deepEqual(press(moved, "+"), { from: 31.5, to: 46.5 });
+  assert.deepEqual(press(moved, "ArrowRight"), { follow: true, span: 30 });
+  assert.deepEqual(press(moved, "End"), { follow: true, span: 30 });
+  assert.deepEqual(press({ follow: true, span: 10 }, "-"), { follow: true, span: 20 });
+  assert.deepEqual(press({ from: 0, to: 10 }, "-"), { from: 0, to: 20 });
+  assert.equal(press(moved, "-"), null);
+  assert.equal(press(moved, "Home"), null);
+  assert.equal(press(null, "ArrowLeft"), null);
+  assert.equal(strip.navigate(null, "x", 60), null);
+  let view = near;
+  for (let i = 0; i < 50; i++) view = press(view, "ArrowLeft");
+  assert.equal(view.from, 0);
+});
+
+test("ticks are few, round and labelled by their size", () => {
+  const labels = (from, to, width) => strip.ticks(from, to, width).map(({ label }) => label);
+  assert.deepEqual(labels(0, 5, 600), ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s"]);
+  assert.deepEqual(labels(1, 2, 300), ["1.0 s", "1.5 s", "2.0 s"]);
+  assert.deepEqual(labels(0, 180, 400), ["0 s", "1:00", "2:00", "3:00"]);
+  assert.deepEqual(labels(0, 10800, 400), ["0 s", "1:00:00", "2:00:00", "3:00:00"]);
+  assert.deepEqual(labels(61, 62, 300), ["1:01.0", "1:01.5", "1:02.0"]);
+  for (const span of [0.1, 1, 7, 100, 5000, 86400]) assert.ok(strip.ticks(0, span, 500).length <= 7);
+  assert.equal(strip.ticks(0, 4, 400)[1].x, 100);
+});
+
+test("a row's pixels show what took most of their time", () => {
+  const segments = [segment(RUNNING, 0, 4), segment(WAITING, 4, 4.7), segment(RUNNING, 4.7, 5), segment(DONE, 8, 8.1)];
+  const found = strip.runs(segments, { from: 0, to: 10, width: 10, now: 10, config });
+  assert.deepEqual(found, [
+    { left: 0, right: 4, activity: RUNNING },
+    { left: 4, right: 5, activity: WAITING },
+    { left: 8, right: 10, activity: DONE },
+  ]);
+  const zoomed = strip.runs(segments, { from: 9, to: 10, width: 4, now: 10, config });
+  assert.deepEqual(zoomed, [{ left: 0, right: 4, activity: DONE }]);
+  assert.deepEqual(strip.runs([], { from: 0, to: 1, width: 4, now: 1, config }), []);
+});
+
+test("a row ends where its samples end, unless the rank is through", () => {
+  assert.equal(strip.openEnd(segment(RUNNING, 0, 9), 10, config), 10);
+  assert.equal(strip.openEnd(segment(RUNNING, 0, 7), 10, config), 7);
+  assert.equal(strip.openEnd(segment(DEAD, 0, 1), 10, config), 10);
+});
+
+test("the pointer finds the segment below it, and nothing where nothing is known", () => {
+  const segments = [segment(RUNNING, 1, 4), segment(RUNNING, 7, 8), segment(WAITING, 8, 9)];
+  const at = (time) => strip.hit(segments, time, 10, config)?.segment ?? null;
+  assert.equal(at(0.5), null);
+  assert.equal(at(2), segments[0]);
+  assert.equal(at(5), null);
+  assert.equal(at(7.5), segments[1]);
+  assert.equal(at(9.9), segments[2]);
+  assert.equal(strip.hit([], 1, 10, config), null);
+});
+
+test("news are told once: failures, deaths, long waits", () => {
+  const store = strip.newStore(2);
+  const told = new Map();
+  const tell = (now) => strip.news(store, [0, 2], now, config, told);
+  store.rows[1].segments.push(segment(WAITING, 0, 4, { call: "recv", line: 3 }));
+  assert.equal(tell(4), "");
+  store.rows[1].segments[0].end = 6;
+  assert.equal(tell(6), "rank 2 waiting in recv, line 3, 6.0 s");
+  assert.equal(tell(6.5), "");
+  store.rows[1].segments.push(segment(FAILED, 6.6, 6.6));
+  assert.equal(tell(7), "rank 2 failed after 6.6 s");
+});

@@ -1,0 +1,67 @@
+"""The widgets' JavaScript: node runs its tests, and reads what the kernel packs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from axon_nb.records.state import Activity, RankState
+from axon_nb.widgets.history import RankHistory
+from axon_nb.widgets.palette import CODE_OF
+from axon_nb.widgets.wire import Clock, encode
+
+HERE = Path(__file__).parent
+STATIC = HERE.parents[1] / "axon_nb" / "widgets" / "static"
+
+READ = """
+import { readFileSync } from "node:fs";
+const [script, ...messages] = process.argv.slice(1);
+const { decode, merge, newStore } = await import(`data:text/javascript,${encodeURIComponent(readFileSync(script))}`);
+const store = newStore(2);
+const whole = messages.map((path) => merge(store, decode(new DataView(Uint8Array.from(readFileSync(path)).buffer))));
+console.log(JSON.stringify({ whole, ...store }));
+"""
+
+
+def node(*arguments: str) -> str:
+    """Run node and return what it prints."""
+    command = shutil.which("node")
+    if command is None:
+        pytest.skip("needs node on the PATH")
+    run = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    return run.stdout
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.test.mjs")), ids=lambda path: path.name)
+def test_script(path: Path) -> None:
+    node("--test", str(path))
+
+
+def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
+    histories = [RankHistory(0), RankHistory(5)]
+    histories[0].add(RankState(0, Activity.RUNNING, 0, line=2), now=0.5, since=0.25)
+    histories[1].add(RankState(5, Activity.RUNNING, 0, line=3), now=0.5, since=0.0)
+    first = encode(histories, Clock(now=0.5, lost=0, finished=False), starts=[0, 0])
+    histories[0].add(RankState(0, Activity.WAITING, 0, line=4, call="größte"), now=1.5, since=1.25)
+    second = encode(histories, Clock(now=2.0, lost=7, finished=True), starts=[0, 1])
+    messages = [tmp_path / "first", tmp_path / "second"]
+    for path, content in zip(messages, (first, second), strict=True):
+        path.write_bytes(content)
+    store = json.loads(node("--input-type=module", "-e", READ, "--", str(STATIC / "strip.js"), *map(str, messages)))
+    assert store["whole"] == [True, True]
+    assert (store["now"], store["lost"], store["finished"], store["coarse"]) == (2.0, 7, True, 0)
+    for history, row in zip(histories, store["rows"], strict=True):
+        kept = [
+            {
+                **{name: getattr(segment, name) for name in ("start", "end", "since", "line", "low", "high", "call")},
+                "activity": CODE_OF[segment.activity],
+                "mixed": segment.mixed,
+            }
+            for segment in history.segments
+        ]
+        assert row == {"generation": 0, "segments": kept}

@@ -1,0 +1,93 @@
+"""The picture and the words that remain of a strip."""
+
+from __future__ import annotations
+
+import base64
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from axon_nb.records.state import Activity, RankState
+from axon_nb.widgets.frozen import strip_bundle
+from axon_nb.widgets.history import RankHistory
+from axon_nb.widgets.picture import WIDTH, row_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def history(*samples: tuple[Activity, float], rank: int = 0, **more: object) -> RankHistory:
+    """A rank that was seen in these activities at these seconds, each since the one before."""
+    made = RankHistory(rank)
+    since = 0.0
+    for activity, now in samples:
+        made.add(RankState(rank, activity, 0, **more), now=now, since=since)  # type: ignore[arg-type]
+        since = now
+    return made
+
+
+RUN_WAIT_FAIL = ((Activity.RUNNING, 3.0), (Activity.WAITING, 4.0), (Activity.FAILED, 4.5))
+
+
+def test_words_say_how_each_rank_ended() -> None:
+    ranks = [
+        history((Activity.RUNNING, 4.0), (Activity.DONE, 5.0)),
+        history(*RUN_WAIT_FAIL, rank=1, call="all_reduce", line=4),
+        history((Activity.RUNNING, 1.0), rank=2, line=3),
+        history((Activity.RUNNING, 4.0), (Activity.WAITING, 6.0), rank=3, call="recv", line=9),
+        RankHistory(4),
+    ]
+    words = strip_bundle(ranks, title="In [3]", end=6.0, lost=1)["text/plain"].splitlines()
+    assert words == [
+        "In [3]: 5 ranks, 6.0 s",
+        "  rank 0: done after 4.0 s; running 4.0 s",
+        "  rank 1: failed after 4.0 s; running 3.0 s; waiting 1.0 s; longest wait 1.0 s in all_reduce, line 4",
+        "  rank 2: running, line 3, no sample for 5.0 s; running 1.0 s",
+        "  rank 3: waiting in recv, line 9, 2.0 s; running 4.0 s; waiting 2.0 s; longest wait 2.0 s in recv, line 9",
+        "  rank 4: no sample",
+        "1 sample lost.",
+    ]
+
+
+def test_html_holds_pictures_that_need_nothing_else() -> None:
+    html = strip_bundle([history(*RUN_WAIT_FAIL, call="recv", line=2)], title="<In [1]>", end=5.0, lost=0)["text/html"]
+    assert html.startswith("<figure")
+    assert "&lt;In [1]&gt;: 1 rank, 5.0 s" in html
+    assert "<script" not in html
+    assert "<svg" not in html, "inline SVG is stripped from notebooks that are not trusted"
+    images = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', html)
+    assert [alt for alt, _ in images if alt] == [
+        "rank 0: failed after 4.0 s; running 3.0 s; waiting 1.0 s; longest wait 1.0 s in recv, line 2"
+    ]
+    for _, address in images:
+        kind, _, content = address.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ET.fromstring(base64.b64decode(content)).tag == f"{SVG}svg"
+    assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_picture_is_to_scale() -> None:
+    svg = ET.fromstring(row_svg(history((Activity.RUNNING, 3.0), (Activity.WAITING, 6.0)), 6.0))
+    boxes = {path.get("fill"): path.get("d") for path in svg.iter(f"{SVG}path") if path.get("fill", "").startswith("#")}
+    assert boxes == {"#009E73": "M0 2h300v12h-300z", "#E69F00": "M300 2h300v12h-300z"}
+
+
+def test_picture_of_a_busy_hour_is_small() -> None:
+    busy = history(*((Activity.RUNNING if i % 2 else Activity.WAITING, i / 8) for i in range(3600 * 8)))
+    assert len(row_svg(busy, 3600.0)) < 30 * WIDTH
+
+
+@pytest.mark.parametrize("end", [0.0, 0.004, 1.0, 59.9, 7200.0, 400_000.0])
+def test_any_length_has_a_bundle(end: float) -> None:
+    bundle = strip_bundle([history((Activity.DONE, end)), RankHistory(1)], title="", end=end, lost=0)
+    assert set(bundle) == {"text/html", "text/plain"}
+    assert bundle["text/html"].count('<td style="padding:0 0 0 3px') <= 7
+
+
+def test_merging_is_said() -> None:
+    long = RankHistory(0, limit=16)
+    for i in range(64):
+        long.add(RankState(0, Activity.RUNNING if i % 2 else Activity.IDLE, 0), now=float(i))
+    bundle = strip_bundle([long], title="", end=64.0, lost=0)
+    assert "short stretches are merged" in bundle["text/plain"]
+    assert "short stretches are merged" in bundle["text/html"]
