@@ -79,7 +79,7 @@ def starts(rounds: int) -> list[Row]:
         ours = median(cold)
         rows += [
             Row(f"cold start to the first all_reduce, {n} ranks", ours, "s", "stock ipyparallel", median(peer), 0.35),
-            Row(f"against one import, {n} ranks", ours, "s", "import torch, ipyparallel", median(imports), import_limit),
+            Row(f"the same, {n} ranks", ours, "s", "`import torch, ipyparallel`", median(imports), import_limit),
             Row(f"warm start, {n} ranks", median(warm), "s", limit=warm_limit,
                 note=f"{median(warm) / median(peer):.3f} of stock ipyparallel"),
         ]  # fmt: skip

@@ -120,7 +120,7 @@ class CellMagics(Magics):
         if options.out is not None and not options.out.isidentifier():
             raise UsageError(f"--out {options.out}: it is no variable name.")
         code = cell_code.with_head(cell, f"%%{name} {line}")
-        number = self.shell.execution_count
+        number = _prompt(self.shell)
         cell_code.check(code, name=f"Cell In[{number}]")
         cluster = _cluster()
         return _Request(
@@ -146,6 +146,11 @@ class CellMagics(Magics):
             self.shell.user_ns[request.out] = handle
             return None
         return handle
+
+
+def _prompt(shell: Any) -> int:
+    # execution_count is one ahead while a cell runs; the history's last entry is the running cell.
+    return len(shell.history_manager.input_hist_parsed) - 1
 
 
 def _cluster() -> Cluster:

@@ -148,7 +148,7 @@ class CellRun:
         if self._given_up:
             self.on_late_reply(rank)
         if self._view is not None:
-            self._view.rank_over(rank, failed=part.error is not None)
+            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
         self.wake()
 
     def on_death(self, rank: int, reason: str) -> None:

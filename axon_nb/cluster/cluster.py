@@ -120,7 +120,7 @@ class Cluster:
             ClusterGone: the cluster ended.
         """
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet, timeout, cell, view, show_value)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view, show_value=show_value)
         drive_blocking(run)
         return self._end(run, check=check, values=values)
 
@@ -139,7 +139,7 @@ class Cluster:
     ) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet, timeout, cell, view, show_value)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view, show_value=show_value)
         await drive(run)
         return self._end(run, check=check, values=values)
 
@@ -156,17 +156,18 @@ class Cluster:
     ) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
         cell_code.check(code)
-        run = self._begin(code, ranks, quiet, timeout, cell, None, show_value)
+        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, show_value=show_value)
         return CellHandle(run, lambda: self._end(run, check=True, values=values))
 
     def _begin(
         self,
         code: str,
         ranks: str | Iterable[int] | None,
+        *,
         quiet: bool,
         timeout: float | None,
         cell: int | None,
-        view: LiveView | None,
+        view: LiveView | None = None,
         show_value: bool,
     ) -> CellRun:
         chosen = resolve_ranks(ranks, self.world_size)

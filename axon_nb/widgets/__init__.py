@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axon_nb.widgets.card import cluster_card
     from axon_nb.widgets.strip import RankStrip
 
-__all__ = ["RankStrip", "cluster_card"]
+__all__ = ["RankStrip"]
 
-_MODULE_OF = {"RankStrip": "strip", "cluster_card": "card"}
+_MODULE_OF = {"RankStrip": "strip"}
 
 
 def __getattr__(name: str) -> Any:

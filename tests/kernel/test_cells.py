@@ -120,7 +120,8 @@ def test_timeout_ends_the_cell(kernel: Kernel) -> None:
 
 def test_an_awaited_cell_leaves_the_event_loop_free(kernel: Kernel) -> None:
     kernel.ok(
-        "import asyncio\nt_ticks = []\nasync def tick():\n    while True:\n        t_ticks.append(1)\n        await asyncio.sleep(0.01)"
+        "import asyncio\nt_ticks = []\nasync def tick():\n"
+        "    while True:\n        t_ticks.append(1)\n        await asyncio.sleep(0.01)"
     )
     kernel.ok("t_task = asyncio.ensure_future(tick())")
     before = kernel.value("len(t_ticks)")
@@ -140,9 +141,8 @@ def test_a_cell_with_only_a_comment_says_so(kernel: Kernel) -> None:
 
 
 def test_seeds_are_left_alone_and_ranks_differ_in_numpy(kernel: Kernel) -> None:
-    kernel.ok(
-        "%%distributed --out t_draws --quiet\nimport random, numpy\n(random.random(), numpy.random.rand(), torch.initial_seed())"
-    )
+    draw = "(random.random(), numpy.random.rand(), torch.initial_seed())"
+    kernel.ok(f"%%distributed --out t_draws --quiet\nimport random, numpy\n{draw}")
     draws = kernel.value("list(t_draws.values.values())")
     assert len({d[0] for d in draws}) == len({d[1] for d in draws}) == 4
     assert len({d[2] for d in draws}) == 1

@@ -18,7 +18,7 @@ def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:
 
 def test_the_traceback_names_the_notebooks_prompt(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\n1 / 0")
-    prompt = kernel.value("get_ipython().execution_count") - 1
+    prompt = kernel.value("len(In)") - 2
     assert f"Cell In[{prompt}], line 2" in reply.traceback
 
 

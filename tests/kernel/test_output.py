@@ -15,7 +15,8 @@ def test_stderr_stays_stderr_and_is_labelled(kernel: Kernel) -> None:
 
 def test_warnings_and_logging_come_through(kernel: Kernel) -> None:
     reply = kernel.ok(
-        "%%distributed --ranks 1\nimport logging, warnings\nwarnings.warn('careful')\nlogging.getLogger('x').error('bad')"
+        "%%distributed --ranks 1\nimport logging, warnings\n"
+        "warnings.warn('careful')\nlogging.getLogger('x').error('bad')"
     )
     assert "careful" in reply.stderr
     assert "bad" in reply.stderr
@@ -31,7 +32,8 @@ def test_the_first_line_comes_while_the_cell_runs(kernel: Kernel) -> None:
 
 def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
     reply = kernel.ok(
-        "%%distributed\nimport time\nfrom tqdm import tqdm\nfor i in tqdm(range(20), desc='steps', ncols=60):\n    time.sleep(0.02)"
+        "%%distributed\nimport time\nfrom tqdm import tqdm\n"
+        "for i in tqdm(range(20), desc='steps', ncols=60):\n    time.sleep(0.02)"
     )
     bars = [d for d in reply.displays if "steps" in d.get("text/plain", "")]
     assert len(bars) == 1
@@ -57,7 +59,8 @@ def test_figures_of_matplotlib_come_as_pictures(kernel: Kernel) -> None:
 
 def test_figures_of_plotly_come_as_plotly(kernel: Kernel) -> None:
     reply = kernel.ok(
-        "%%distributed --ranks 0\nimport plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 2])).show('plotly_mimetype')"
+        "%%distributed --ranks 0\nimport plotly.graph_objects as go\n"
+        "go.Figure(go.Scatter(y=[1, 2])).show('plotly_mimetype')"
     )
     assert [d for d in reply.displays if "application/vnd.plotly.v1+json" in d]
 
@@ -65,7 +68,8 @@ def test_figures_of_plotly_come_as_plotly(kernel: Kernel) -> None:
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
 def test_ten_megabytes_neither_hang_nor_flood(kernel: Kernel, where: str) -> None:
     reply = kernel.ok(
-        f"%%distributed\nimport sys\nfor i in range(100_000):\n    print('x' * 90, i, file=sys.{where})\nprint('end of it')",
+        "%%distributed\nimport sys\nfor i in range(100_000):\n"
+        f"    print('x' * 90, i, file=sys.{where})\nprint('end of it')",
         timeout=120,
     )
     shown = len(reply.stdout) + len(reply.stderr)

@@ -38,8 +38,9 @@ def test_status_says_where_a_stuck_rank_waits(kernel: Kernel) -> None:
     kernel.ok("%%distributed --noblock --out t_handle\nimport time\nif rank == 0:\n    time.sleep(1.5)\ndist.barrier()")
     kernel.ok(
         "import time\nt_end = time.monotonic() + 20\n"
-        "while 'barrier' not in ' '.join(axon_nb.cluster.current.get().status()['state']) and time.monotonic() < t_end:\n"
-        "    time.sleep(0.02)\nt_states = list(axon_nb.cluster.current.get().status()['state'])"
+        "t_c = axon_nb.cluster.current.get()\nt_states = []\n"
+        "while 'barrier' not in ' '.join(t_states) and time.monotonic() < t_end:\n"
+        "    time.sleep(0.02)\n    t_states = list(t_c.status()['state'])"
     )
     assert "in barrier at line 5" in " ".join(kernel.value("t_states"))
     kernel.ok("t_handle.result(30);")

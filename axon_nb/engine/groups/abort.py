@@ -17,7 +17,7 @@ class Aborted(RuntimeError):
 
 
 def stand_down(reason: str) -> None:
-    """The groups cannot be formed anew: cells may run, and communication is refused with `reason`. Empty: it may again."""
+    """The groups cannot be formed anew: cells may run, communication is refused with `reason`; empty: it is not."""
     _broken[:] = [reason] if reason else []
     ABORT.clear()
 

@@ -54,7 +54,8 @@ def started() -> int:
 
 def pending() -> list[Call]:
     """The calls that have begun and not ended, oldest first."""
-    return sorted(list(_open.values()), key=lambda call: call.number)
+    calls = list(_open.values())  # copied first: other threads begin and end calls
+    return sorted(calls, key=lambda call: call.number)
 
 
 def current_wait(thread: int) -> Call | None:

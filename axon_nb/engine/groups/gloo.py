@@ -24,6 +24,7 @@ _CONNECT_LIMIT = timedelta(seconds=3)
 _POISON_TAG = 0x7FFFFFF0
 _PIECE_S = 0.02
 
+_gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
 _graveyard: list[Any] = []
 
@@ -31,7 +32,7 @@ _graveyard: list[Any] = []
 def shared_device(hostname: str = "127.0.0.1") -> Any:
     """The Gloo device of this process: one for all groups, else each costs threads and file descriptors."""
     if not _device:
-        _device.append(ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False))
+        _device.append(_gloo.create_device(hostname=hostname, lazy_init=False))
     return _device[0]
 
 
@@ -51,7 +52,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     Raises:
         RuntimeError: a peer did not come within 3 seconds.
     """
-    options: Any = getattr(ProcessGroupGloo, "_Options")()
+    options = _gloo._Options()
     options._devices = [shared_device()]
     options._timeout = _CONNECT_LIMIT
     options._threads = 2

@@ -1,7 +1,7 @@
 """Making torch build recoverable groups: private hooks into torch.distributed, all of them.
 
-Users go on writing "gloo". `supported()` says whether this torch is one that the hooks were tested with; on others torch's
-own groups are used, with their timeouts, and one warning says so.
+Users go on writing "gloo". `supported()` says whether this torch is one that the hooks were tested with; on others
+torch's own groups are used, with their timeouts, and one warning says so.
 """
 
 from __future__ import annotations

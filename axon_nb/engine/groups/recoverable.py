@@ -30,16 +30,37 @@ _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 # Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
 # (send, recv) or ignore it (reduce_scatter).
 _SLICED = frozenset(
-    "_allgather_base all_gather_single all_to_all_single allgather allreduce allreduce_coalesced alltoall_base barrier "
-    "broadcast gather reduce scatter".split()
+    {
+        "_allgather_base",
+        "all_gather_single",
+        "all_to_all_single",
+        "allgather",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "scatter",
+    }
 )
 # Names differ between versions of torch (`_allgather_base` became `all_gather_single`): those that exist are wrapped.
-_CANDIDATES = (
-    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather "
-    "allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier "
-    "broadcast gather recv recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced "
-    "reduce_scatter_tensor_coalesced scatter send"
-).split()
+_CANDIDATES = sorted(
+    _SLICED
+    | _POINT_TO_POINT
+    | {
+        "_reduce_scatter_base",
+        "all_gather_single_coalesced",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "alltoall",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
 
 
 def operations() -> list[str]:
@@ -148,12 +169,12 @@ class RecoverableGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch's name of the group."""
+        """The name that torch gave the group."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """torch's description of the group."""
+        """The description that torch gave the group."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -168,11 +189,11 @@ class RecoverableGroup(dist.ProcessGroup):
     setGroupDesc = _set_group_desc
 
     def getGroupName(self) -> str:
-        """torch's name of the group."""
+        """The name that torch gave the group."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """torch's description of the group."""
+        """The description that torch gave the group."""
         return self._desc
 
     def _get_backend(self, device: torch.device) -> Any:

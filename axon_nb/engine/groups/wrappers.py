@@ -13,12 +13,8 @@ __all__ = ["rebuild_reducers", "reset_wrappers"]
 
 
 def _living(kind: type) -> list[Any]:
-    found = []
-    for item in gc.get_objects():
-        # type() and not isinstance: lazy proxies answer the latter with side effects.
-        if issubclass(type(item), kind):
-            found.append(item)
-    return found
+    # type() and not isinstance: lazy proxies answer the latter with side effects.
+    return [item for item in gc.get_objects() if issubclass(type(item), kind)]
 
 
 def _ddp_modules() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -240,7 +241,7 @@ def test_no_more_than_the_servers_rate_goes_out() -> None:
     for _ in range(6):
         bench.pass_time(1.0)
         sent.append(len(bench.sink.text()))
-    steps = [b - a for a, b in zip(sent, sent[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(sent)]
     assert max(steps) < 500_000
     assert bench.output.drained
 
