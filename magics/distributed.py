@@ -13,6 +13,7 @@ from axon_nb.cluster import current, startup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
 
@@ -48,18 +49,20 @@ def _config_parser() -> LineParser:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Start, attach, status, stop, restart, config."""
+    """Start, attach, status, stop, restart, repair, config."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """The cluster: `%distributed start | status | stop | restart | attach [NAME] | config [key=value …]`.
+        """The cluster: `%distributed start | status | stop | restart | repair | attach | config`.
 
+        repair [--ranks R] · attach [NAME] · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         """
         commands: dict[str, Callable[[list[str]], Any]] = {
             "start": self._start,
             "status": self._status,
             "stop": self._stop,
+            "repair": self._repair,
             "restart": self._restart,
             "attach": self._attach,
             "config": self._config,
@@ -91,6 +94,14 @@ class DistributedMagics(Magics):
     def _restart(self, words: list[str]) -> None:
         parse(LineParser("%distributed restart", "Start all ranks afresh."), words)
         display(startup.restart())
+
+    def _repair(self, words: list[str]) -> None:
+        parser = LineParser("%distributed repair", "Replace dead ranks by fresh ones.")
+        parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
+        options = parse(parser, words)
+        ranks = current.require("%distributed repair").repair(options.ranks)
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+        print(f"Replaced {who}: fresh and empty; the other ranks keep all they have.")
 
     def _attach(self, words: list[str]) -> None:
         options = parse(_attach_parser(), words)

@@ -18,7 +18,7 @@ from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError, UsageError
 
-__all__ = ["join_world", "launch_engines"]
+__all__ = ["gather", "join_settings", "join_world", "launch_engines", "launcher_class", "rank_environment"]
 
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 
@@ -128,26 +128,29 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
         raise StartError(
             f"The ranks are on {len(hosts)} hosts ({', '.join(hosts)}); a cluster spans one host in this version."
         )
-    joins = {}
-    for rank in ranks:
-        joins[rank] = remote.call(
-            client,
-            rank,
-            f"{_BOOTSTRAP}:join",
-            rank=rank,
-            world_size=layout.num_ranks,
-            local_rank=rank,
-            local_world_size=layout.num_ranks,
-            node_rank=0,
-            backend=layout.backend,
-            store=str(connection.run_dir.store_socket),
-            device=layout.devices[rank],
-            threads=layout.threads,
-            timeout_s=settings.collective_timeout,
-            output_limit=settings.output_limit,
-        )
+    joins = {
+        rank: remote.call(client, rank, f"{_BOOTSTRAP}:join", **join_settings(connection, layout, settings, rank))
+        for rank in ranks
+    }
     answers = gather(joins, timeout_s, connection)
     return [answers[rank] for rank in ranks]
+
+
+def join_settings(connection: Connection, layout: Layout, settings: Settings, rank: int) -> dict[str, Any]:
+    """How `rank` joins: the fields of the engine's `JoinConfig`."""
+    return {
+        "rank": rank,
+        "world_size": layout.num_ranks,
+        "local_rank": rank,
+        "local_world_size": layout.num_ranks,
+        "node_rank": 0,
+        "backend": layout.backend,
+        "store": str(connection.run_dir.store_socket),
+        "device": layout.devices[rank],
+        "threads": layout.threads,
+        "timeout_s": settings.collective_timeout,
+        "output_limit": settings.output_limit,
+    }
 
 
 def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connection) -> dict[int, Any]:

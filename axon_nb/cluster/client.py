@@ -72,6 +72,12 @@ class RankClient(ipp.Client):
         with self._registered:
             return self._registered.wait_for(lambda: wanted <= set(self._engines), timeout_s)
 
+    def wait_unregistered(self, ranks: Iterable[int], timeout_s: float) -> bool:
+        """Wait until no engine with one of these ids is registered, at most `timeout_s` seconds."""
+        unwanted = set(ranks)
+        with self._registered:
+            return self._registered.wait_for(lambda: not unwanted & set(self._engines), timeout_s)
+
     def send_cells(
         self, ranks: Iterable[int], content: dict[str, Any], metadata: dict[str, Any], handler: CellHandler
     ) -> list[str]:
@@ -107,7 +113,9 @@ class RankClient(ipp.Client):
         self._registration_callbacks.append(handler)
 
     def unregister(self, rank: int) -> None:
-        """Tell the controller that this engine is gone, so that its id is free again."""
+        """Tell the controller that this engine is gone, so that its id is free again; nothing if it knows."""
+        if rank not in self._engines:
+            return
         self._send(self._query_stream, "unregistration_request", content={"id": rank})
 
     def _on_execute_reply(self, message: dict[str, Any]) -> None:

@@ -14,13 +14,14 @@ from axon_nb.cluster import transfer
 from axon_nb.cluster.cell import CellRun, LiveView
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.drive import drive, drive_blocking
-from axon_nb.cluster.failures import RESTART, cell_error, interrupt_error
+from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
+from axon_nb.cluster.repair import repair
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.status import cluster_info, status_frame
@@ -55,8 +56,8 @@ class Cluster:
         self.engines = engines
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
         self.layout = layout
-        self._connection = connection
-        self._settings = settings
+        self.connection = connection
+        self.settings = settings
         self._places = list(places)
         self._numbers = itertools.count(1)
         self._runs: list[CellRun] = []
@@ -77,7 +78,7 @@ class Cluster:
     @property
     def client(self) -> Any:
         """The ipyparallel client; engine ids are ranks."""
-        return self._connection.client
+        return self.connection.client
 
     @property
     def ranks(self) -> list[int]:
@@ -175,9 +176,9 @@ class Cluster:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
         sink = RecordingSink() if quiet else NotebookSink()
-        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self._settings.output_limit)
+        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit)
         run = CellRun(
-            self._connection.client,
+            self.connection.client,
             chosen,
             output,
             timeout_s=timeout,
@@ -200,7 +201,7 @@ class Cluster:
     def _recovery(self) -> Recovery:
         for run in self._runs:
             self.health.follow_stuck(run)
-        return Recovery(self._connection.client, self.ranks, self.health)
+        return Recovery(self.connection.client, self.ranks, self.health)
 
     def _end(self, run: CellRun, *, check: bool, values: bool) -> CellResult:
         run.finish()
@@ -220,7 +221,7 @@ class Cluster:
                 hint=_hint(run),
                 timeout_s=run.timeout_s if run.timed_out else None,
             )
-        fetched = transfer.last_values(self._connection.client, run.ranks_with_value) if values else {}
+        fetched = transfer.last_values(self.connection.client, run.ranks_with_value) if values else {}
         text = {rank: run.output.text(rank) for rank in run.ranks}
         return CellResult(fetched, run.errors, run.seconds, text)
 
@@ -233,7 +234,7 @@ class Cluster:
         """
         chosen = resolve_ranks(ranks, self.world_size)
         self.health.refuse(chosen)
-        transfer.push(self._connection.client, chosen, variables)
+        transfer.push(self.connection.client, chosen, variables)
 
     def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
         """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
@@ -244,13 +245,31 @@ class Cluster:
         single = isinstance(ranks, int)
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
         self.health.refuse(chosen)
-        values = transfer.pull(self._connection.client, chosen, name)
+        values = transfer.pull(self.connection.client, chosen, name)
         return values[chosen[0]] if single else values
+
+    def repair(self, ranks: str | Iterable[int] | None = None) -> list[int]:
+        """Replace dead ranks by fresh ones and form all groups anew; the other ranks keep everything.
+
+        Args:
+            ranks: Which, as for `run`; None: those that are dead. One that lives is killed first.
+
+        Returns:
+            The replaced ranks. They start empty: what only they held is lost.
+        """
+        return repair(self, None if ranks is None else resolve_ranks(ranks, self.world_size))
+
+    def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
+        """A fresh process has taken the place of `rank`."""
+        self._places[rank] = place
+        self.health.dead.pop(rank, None)
+        self.health.stuck.discard(rank)
+        self.connection.agent.call("set_info", info={"places": self._places})
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return transfer.sample(self._connection.client, [rank for rank in chosen if rank not in self.health.dead])
+        return transfer.sample(self.connection.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""
@@ -263,7 +282,7 @@ class Cluster:
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""
         resolve_ranks([rank], self.world_size)
-        self._connection.agent.call("signal", rank=rank, signal=int(number))
+        self.connection.agent.call("signal", rank=rank, signal=int(number))
 
     def stop(self) -> None:
         """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""
@@ -271,14 +290,14 @@ class Cluster:
             return
         self.health.gone = "was stopped"
         transfer.shut_down_foreign(self)
-        self._connection.stop()
+        self.connection.stop()
         for run in list(self._runs):
             run.on_lost("was stopped")
 
     def detach(self) -> None:
         """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back."""
         self.health.gone = "was left running"
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -288,4 +307,4 @@ class Cluster:
 
 
 def _hint(run: CellRun) -> str:
-    return RESTART if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""
+    return REPAIR if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

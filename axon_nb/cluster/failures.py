@@ -8,9 +8,9 @@ from axon_nb.cluster.result import RankError
 from axon_nb.errors import CellError, CellInterrupt, CellTimeout
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["RESTART", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR", "cell_error", "interrupt_error", "root_cause"]
 
-RESTART = "`%distributed restart` starts all ranks afresh; their variables are lost."
+REPAIR = "`%distributed repair` replaces such ranks by fresh ones; the others keep all they have."
 
 # A rank that died took the others with it; an error of its own comes before what it caused elsewhere.
 _ORDER = {"died": 0, "raised": 1, "stuck": 2, "ended": 3}
@@ -69,7 +69,7 @@ def interrupt_error(errors: Mapping[int, RankError], ranks: Sequence[int]) -> Ce
     message = f"ranks {format_ranks(stopped)} have stopped." if stopped else "no rank has stopped."
     report = _others(errors, set())
     if len(stopped) < len(ranks):
-        report.append(RESTART)
+        report.append(REPAIR)
     return CellInterrupt(message, report)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.cell import CellRun
-from axon_nb.cluster.failures import RESTART
+from axon_nb.cluster.failures import REPAIR
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
 
@@ -69,12 +69,12 @@ class Health:
         dead = [rank for rank in ranks if rank in self.dead]
         if dead:
             reasons = "; ".join(f"rank {rank} {self.dead[rank]}" for rank in dead)
-            raise ClusterGone(f"{reasons}. {RESTART} `--ranks` runs on those that are left.")
+            raise ClusterGone(f"{reasons}. {REPAIR} `--ranks` runs a cell on those that are left.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
             raise ClusterGone(
                 f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
-                f"{RESTART}"
+                "`%distributed repair --ranks …` replaces them by fresh ones."
             )
 
     def follow_stuck(self, run: CellRun) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from traitlets import Dict, Float, Unicode
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 
-__all__ = ["ENGINE_ENTRY", "AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command"]
+__all__ = ["ENGINE_ENTRY", "AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
 
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """What a forked rank runs."""
@@ -48,6 +49,42 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
         "--HeartMonitor.period=100",
         "--HeartMonitor.max_heartmonitor_misses=600",
     ]
+
+
+def fork_request(
+    rank: int, connection_file: Path, extra_env: Mapping[str, str], folder: str, engine_args: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the agent needs to fork the engine of `rank`: environment and path are this process's as of now.
+
+    Args:
+        rank: The engine's id.
+        connection_file: The controller's file for engines, in the profile's `security` folder.
+        extra_env: Environment variables besides this process's.
+        folder: Working directory.
+        engine_args: More arguments of the engine.
+    """
+    profile = connection_file.parent.parent
+    log_dir = profile / "log"
+    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    env = {**os.environ, **extra_env}
+    return {
+        "rank": rank,
+        "env": {name: value for name, value in env.items() if name not in _NOT_INHERITED},
+        "cwd": folder,
+        "path": sys.path,
+        "umask": _umask(),
+        "log": str(log_dir / f"rank{rank}.log"),
+        "argv": [
+            f"--file={connection_file}",
+            f"--profile-dir={profile}",
+            f"--IPEngine.id={rank}",
+            f"--work-dir={folder}",  # its default is the folder in which the agent imported it
+            "--IPEngine.enable_nanny=False",
+            "--IPEngine.max_heartbeat_misses=0",
+            "--log-level=30",
+            *engine_args,
+        ],
+    }
 
 
 class AgentControllerLauncher(ControllerLauncher):
@@ -94,7 +131,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
         agent.on_event(self._on_event)
         self._living = set(range(n))
         self._main_loop = self.loop
-        futures = [agent.send("fork", **self.fork_request(rank)) for rank in range(n)]
+        futures = [agent.send("fork", **self._request(rank)) for rank in range(n)]
         replies = await asyncio.gather(*(asyncio.wait_for(asyncio.wrap_future(f), self.fork_timeout) for f in futures))
         for reply in replies:
             if "error" in reply:
@@ -103,33 +140,10 @@ class ForkedEngineSetLauncher(EngineLauncher):
         self.notify_start(pids)
         return pids
 
-    def fork_request(self, rank: int) -> dict[str, Any]:
-        """What the agent needs to fork the engine of `rank`: environment, folder and path of this process as of now."""
-        log_dir = Path(self.profile_dir) / "log"
-        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-        env.update(self.environment)
-        env.pop("IPP_CONNECTION_INFO", None)
-        env.update(self.rank_env)
+    def _request(self, rank: int) -> dict[str, Any]:
         folder = os.path.abspath(self.work_dir)
-        return {
-            "rank": rank,
-            "env": env,
-            "cwd": folder,
-            "path": sys.path,
-            "umask": _umask(),
-            "log": str(log_dir / f"rank{rank}.log"),
-            "argv": [
-                f"--file={self.connection_files['engine']}",
-                f"--profile-dir={self.profile_dir}",
-                f"--IPEngine.id={rank}",
-                f"--work-dir={folder}",  # its default is the folder in which the agent imported it
-                "--IPEngine.enable_nanny=False",
-                "--IPEngine.max_heartbeat_misses=0",
-                "--log-level=30",
-                *self.engine_args,
-            ],
-        }
+        env = {**self.environment, **self.rank_env}
+        return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args)
 
     def _find_agent(self) -> AgentClient:
         run_dir = RunDir(Path(self.profile_dir).parent)

@@ -13,7 +13,7 @@ from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.health import Health
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "next_epoch"]
 
 _RANK_SIDE = "axon_nb.engine.groups.recovery"
 _ATTEMPTS = 3
@@ -21,7 +21,11 @@ _ATTEMPT_S = 10.0
 _AGAIN_S = 0.25
 
 _epochs = itertools.count(int(time.time()))
-"""Higher than any used before, also by a kernel that was restarted."""
+
+
+def next_epoch() -> int:
+    """The number of the next forming: higher than any before, also than those of a kernel that was restarted."""
+    return next(_epochs)
 
 
 class Recovery:
@@ -69,7 +73,7 @@ class Recovery:
             return True
         self._attempt += 1
         self._since = now
-        epoch = next(_epochs)
+        epoch = next_epoch()
         self._futures = {r: remote.call(self._client, r, f"{_RANK_SIDE}:recover", epoch=epoch) for r in self._ranks}
         return False
 
@@ -83,7 +87,7 @@ class Recovery:
 
     def _stand_down(self, missing: Sequence[int]) -> bool:
         what = "is dead" if missing[0] in self._health.dead else "is stuck in an earlier cell"
-        reason = f"rank {format_ranks(missing)} {what}"
+        reason = f"rank {format_ranks(missing)} {what}; `%distributed repair` replaces it"
         self._health.broken = reason
         for rank in self._ranks:
             if rank not in missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from IPython.core.getipython import get_ipython
 from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
-from axon_nb.engine.groups import form_default_group
+from axon_nb.engine.groups import form_default_group, recovery
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, current, set_current
@@ -37,10 +38,12 @@ def describe() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
-def join(**settings: Any) -> dict[str, Any]:
-    """Join the world; collective over all ranks, returns when a barrier has passed on every one.
+def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
+    """Join the world; collective over all ranks, returns when all are there.
 
     Args:
+        epoch: How often the groups have been formed anew; above 0 this rank replaces one that died.
+        groups: The groups besides the default one that the rank it replaces was in.
         **settings: The fields of `JoinConfig`.
     """
     config = JoinConfig(**settings)
@@ -63,7 +66,10 @@ def join(**settings: Any) -> dict[str, Any]:
         world_size=config.world_size,
         device=device,
         timeout_s=config.timeout_s,
+        epoch=epoch,
     )
+    recovery.recreate(list(groups))
+    recovery.agree_on_names()
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     return {**describe(), "device": str(device), "hooks_missing": kernel_hooks.missing(kernel)}

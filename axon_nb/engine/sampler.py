@@ -67,11 +67,20 @@ class Sampler:
             code = frame.f_code
             if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
                 call, serial = code.co_name, id(frame)  # the outermost counts: it is what the user called
-            elif pending and not call and code.co_name == "_engine_run_backward":
+            elif pending and not call and code.co_name == "_engine_run_backward" and _sleeps():
                 # DDP waits for its reductions in C++, at the end of backward.
                 call, serial = f"{pending[0].name} (backward)", pending[0].number
             frame = frame.f_back
         return (user.f_lineno if user else None), call, serial
+
+
+def _sleeps() -> bool:
+    """Whether the main thread is off the CPU at this moment."""
+    try:
+        with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] != b"R"
+    except OSError:
+        return True
 
 
 def _resident_bytes() -> int:

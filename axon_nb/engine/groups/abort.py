@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["ABORT", "Aborted", "raise_if_aborted", "stand_down"]
+__all__ = ["ABORT", "Aborted", "GroupBroken", "raise_if_aborted", "stand_down"]
 
 ABORT = threading.Event()
 """Set by the control thread, cleared when the groups are formed anew."""
@@ -14,6 +14,10 @@ _broken: list[str] = []
 
 class Aborted(RuntimeError):
     """The cell was ended while this rank was in, or came to, a communication call."""
+
+
+class GroupBroken(Aborted):
+    """Communication is not possible, and will not be before a rank is replaced."""
 
 
 def stand_down(reason: str) -> None:
@@ -31,4 +35,4 @@ def raise_if_aborted(where: str = "") -> None:
     if ABORT.is_set():
         raise Aborted(f"aborted{' before ' + where if where else ''}")
     if _broken:
-        raise Aborted(f"{where or 'communication'} is not possible: {_broken[0]}")
+        raise GroupBroken(f"{where or 'communication'} is not possible: {_broken[0]}.")

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from axon_nb.engine.groups import install
 from axon_nb.engine.store import AgentStore
@@ -15,9 +16,16 @@ __all__ = ["form_default_group"]
 
 
 def form_default_group(
-    backend: str, *, store: AgentStore, rank: int, world_size: int, device: torch.device, timeout_s: float
+    backend: str,
+    *,
+    store: AgentStore,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout_s: float,
+    epoch: int = 0,
 ) -> None:
-    """Join the default group and pass one barrier; collective over all ranks.
+    """Join the default group; collective over all ranks.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -26,9 +34,10 @@ def form_default_group(
         world_size: Number of ranks.
         device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
         timeout_s: Limit of every collective, in seconds.
+        epoch: How often the groups have been formed anew.
     """
     if backend == "gloo" and install.supported():
-        install.install(store, rank=rank)
+        install.install(store, rank=rank, epoch=epoch)
     elif backend == "gloo":
         warnings.warn(
             f"axon_nb has not been tested with torch {torch.__version__}: a failing rank may leave the others waiting "
@@ -37,10 +46,9 @@ def form_default_group(
         )
     dist.init_process_group(
         backend,
-        store=store,
+        store=PrefixStore(f"join{epoch}/", store),  # who joins later finds no keys of those before
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    dist.barrier()

@@ -53,9 +53,9 @@ def missing() -> list[str]:
     return [name for name in names if not hasattr(c10d, name)]
 
 
-def install(root: Store, *, rank: int) -> None:
+def install(root: Store, *, rank: int, epoch: int = 0) -> None:
     """From now on every Gloo group is a recoverable one."""
-    groups_state.root, groups_state.rank = root, rank
+    groups_state.root, groups_state.rank, groups_state.epoch = root, rank, epoch
     if groups_state.installed:
         return
     groups_state.installed = True

@@ -14,9 +14,9 @@ from axon_nb.engine.groups.abort import ABORT, stand_down
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
-from axon_nb.engine.groups.wrappers import reset_wrappers
+from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
-__all__ = ["abort", "recover", "stand_down"]
+__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down"]
 
 _POISON_LIMIT_S = 1.0
 
@@ -40,11 +40,42 @@ def abort(*, again: bool) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def recover(epoch: int) -> dict[str, Any]:
+def registry() -> list[dict[str, Any]]:
+    """The groups that this rank is in besides the default one: name, global ranks, description."""
+    default = c10d._get_default_group()
+    return [
+        {
+            "name": group.group_name,
+            "ranks": sorted(c10d._world.pg_group_ranks[group]),
+            "desc": group.group_desc,
+        }
+        for group in all_groups()
+        if group is not default
+    ]
+
+
+def recreate(groups: list[dict[str, Any]]) -> None:
+    """On a replaced rank: make the groups that its predecessor was in, under their old names and in their order."""
+    for group in groups:
+        if group["name"].isdigit():
+            c10d._world.group_count = int(group["name"])
+        hashed = not group["name"].isdigit()
+        dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
+
+
+def agree_on_names() -> None:
+    """Set the number of the next group to the highest of all ranks: those that differ would hang in `new_group`."""
+    count = torch.tensor(c10d._world.group_count)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    c10d._world.group_count = int(count)
+
+
+def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     """Form all groups anew and put wrappers back; collective over all ranks, on the main thread.
 
     Args:
         epoch: The number of this forming, the same on all ranks, higher than any before.
+        replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
         How many groups and wrappers, and how many poisoned groups this process keeps.
@@ -56,8 +87,7 @@ def recover(epoch: int) -> dict[str, Any]:
     for group in groups:
         group.reform(epoch)
     wrappers = reset_wrappers()
-    # torch numbers groups; ranks that differ would wait for each other in the next new_group.
-    count = torch.tensor(c10d._world.group_count)
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    c10d._world.group_count = int(count)
+    if replaced:
+        rebuild_reducers()
+    agree_on_names()
     return {"groups": len(groups), "wrappers": wrappers, "leaked": leaked()}

@@ -1,0 +1,168 @@
+"""Ranks that wait for one that failed are released, and every object goes on working; dead ranks are replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+SETUP = """%%distributed
+import time
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+pair, rest = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+ddp = DDP(Net(), bucket_cap_mb=0.005)
+ddp_optimizer = torch.optim.Adam(ddp.parameters(), 1e-3)
+sharded = Net()
+mesh = init_device_mesh("cpu", (world_size,))
+for layer in sharded.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(sharded, mesh=mesh)
+sharded_optimizer = torch.optim.Adam(sharded.parameters(), 1e-3)
+steps = 0
+
+def step():
+    global steps
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * steps + rank))
+    for model, optimizer in ((ddp, ddp_optimizer), (sharded, sharded_optimizer)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    steps += 1
+
+def weights():
+    own = torch.cat([p.data.flatten() for p in ddp.module.parameters()])
+    others = [torch.zeros_like(own) for _ in range(world_size)]
+    dist.all_gather(others, own)
+    assert all(torch.equal(own, other) for other in others), "replicas differ"
+    full = torch.cat([p.full_tensor().flatten() for p in sharded.parameters()])
+    return own.double().sum().item(), full.double().sum().item()
+
+def groups_work():
+    total = torch.ones(1)
+    if rank in (0, 1):
+        dist.all_reduce(total, group=pair)
+    if rank in (1, 2, 3):
+        dist.all_reduce(total, group=rest)
+    return total.item()
+
+step()
+"""
+
+RAISES = {
+    "before the step": "if rank == 1: raise ValueError('bug')\nstep()",
+    "in a barrier": "if rank == 2: 1 / 0\ndist.barrier()",
+    "in a loop of all_reduce": "for i in range(500):\n    if rank == 3 and i == 5: {}['x']\n    dist.all_reduce(torch.ones(99999))",
+    "in recv": "if rank == 0: raise ValueError('bug')\nif rank == 1: dist.recv(torch.ones(3), 0)\nelse: dist.barrier()",
+    "in an object collective": "if rank == 1: raise ValueError('bug')\ndist.all_gather_object([None] * 4, rank)",
+    "in new_group": "if rank == 2: raise ValueError('bug')\ndist.new_group([0, 1, 2, 3])\ndist.barrier()",
+    "in a subgroup": "if rank == 2: raise ValueError('bug')\nif rank in (1, 3): dist.all_reduce(torch.ones(1), group=rest)",
+    "in reduce_scatter": "if rank == 0: raise ValueError('bug')\ndist.reduce_scatter_tensor(torch.ones(1), torch.ones(4))",
+    "in FSDP2's all-gather": "if rank == 3: raise ValueError('bug')\nsharded(torch.randn(8, 32))",
+    "swallowed by a retry": (
+        "if rank == 1: raise ValueError('bug')\nfor _ in range(5):\n"
+        "    try:\n        dist.barrier()\n    except Exception:\n        pass"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> object:
+    """A kernel whose 4 ranks have DDP, FSDP2 and subgroups that are in use."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.ok(SETUP)
+        yield kernel
+
+
+@pytest.mark.parametrize("where", RAISES)
+def test_a_failing_rank_releases_those_that_wait(trained: Kernel, where: str) -> None:
+    reply = trained.run(f"%%distributed\n{RAISES[where]}", timeout=30)
+    assert reply.ename == "CellError"
+    assert any(name in reply.traceback for name in ("ValueError: bug", "ZeroDivisionError", "KeyError: 'x'"))
+    after = trained.ok("%%distributed\nstep()\nprint(len(weights()), 'fine')\nprint(groups_work())")
+    assert "[ranks 0-3] 2 fine" in after.lines()
+    assert "[rank 0] 2.0" in after.lines()
+
+
+def test_those_that_waited_say_in_what_and_where(trained: Kernel) -> None:
+    reply = trained.run("%%distributed\nif rank == 2:\n    raise ValueError('bug')\ndist.barrier()")
+    assert reply.traceback.startswith("[rank 2]")
+    assert "[ranks 0-1,3] waited in barrier at line 4" in reply.traceback
+
+
+INTERRUPTS = {
+    "training": "while True: step()",
+    "python": "while True: pass",
+    "a stuck barrier": "if rank: dist.barrier()\nelse:\n    time.sleep(600)",
+    "recv": "if rank == 0: dist.recv(torch.ones(1), 1)\nelse: dist.barrier()",
+}
+
+
+@pytest.mark.parametrize("what", INTERRUPTS)
+def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, what: str) -> None:
+    request = trained.submit(f"%%distributed\nprint('go', flush=True)\n{INTERRUPTS[what]}")
+    trained.wait_for_output(request, "go")
+    trained.interrupt()
+    assert trained.collect(request, timeout=30).ename == "CellInterrupt"
+    if what == "training":  # an interrupt can leave ranks a step apart; bring the replicas together again
+        trained.ok("%%distributed\nfor p in ddp.module.parameters(): dist.broadcast(p.data, 0)\nsteps = 100")
+    assert "[ranks 0-3] True" in trained.ok("%%distributed\nstep()\nlen(weights()) == 2").lines()
+
+
+def test_weights_after_a_failed_step_are_those_of_an_undisturbed_run() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        setup = SETUP.replace("dist.new_group([0, 1]), dist.new_group([1, 2, 3])", "None, None")
+        sums = []
+        for broken in (False, True):
+            kernel.ok(setup)
+            if broken:
+                hooks = {
+                    "forward": "ddp.module.layers[1].register_forward_pre_hook(boom)",
+                    "backward": "sharded.layers[1].register_full_backward_hook(boom)",
+                }
+                for hook in hooks.values():
+                    reply = kernel.run(
+                        "%%distributed\ndef boom(*args):\n    handle.remove()\n"
+                        "    if rank == 1: raise ValueError('bug')\n"
+                        f"handle = {hook}\nmodel = ddp if 'ddp' in {hook!r} else sharded\n"
+                        "model(torch.randn(8, 32)).sum().backward()"
+                    )
+                    assert "ValueError: bug" in reply.traceback
+            kernel.ok("%%distributed\nfor _ in range(3): step()")
+            sums.append(kernel.ok("%%distributed\nprint(*[value.hex() for value in weights()])").stdout)
+        assert sums[0] == sums[1]
+
+
+def test_repair_replaces_a_dead_rank_and_the_others_keep_everything(trained: Kernel) -> None:
+    trained.ok("%%distributed\nkept = rank * 11")
+    reply = trained.run(
+        "%%distributed\nimport os, signal\nif rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    )
+    assert "rank 2 was killed by SIGKILL" in reply.traceback
+    assert "`%distributed repair`" in reply.traceback
+    alone = trained.run("%%distributed --ranks 0,1\ndist.barrier()")
+    assert "rank 2 is dead" in alone.traceback
+    assert trained.ok("%distributed repair").lines() == [
+        "Replaced rank 2: fresh and empty; the other ranks keep all they have."
+    ]
+    reply = trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\nglobals().get('kept')")
+    assert "[ranks 0-3] 4.0" in reply.lines()
+    assert [line for line in sorted(reply.lines()) if "4.0" not in line] == ["[rank 0] 0", "[rank 1] 11", "[rank 3] 33"]
+    fresh_group = "g = dist.new_group([0, 1, 2, 3])\nt = torch.ones(1)\ndist.all_reduce(t, group=g)\nt.item()"
+    assert trained.ok(f"%%distributed\n{fresh_group}").lines() == ["[ranks 0-3] 4.0"]
