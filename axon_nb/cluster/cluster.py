@@ -7,17 +7,18 @@ import itertools
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
-from axon_nb.cluster.cell import CellRun, LiveView
+from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
@@ -90,88 +91,38 @@ class Cluster:
         """Whether cells can be sent."""
         return not self.health.gone
 
-    def run(
-        self,
-        code: str,
-        *,
-        ranks: str | Iterable[int] | None = None,
-        quiet: bool = False,
-        timeout: float | None = None,
-        check: bool = True,
-        cell: int | None = None,
-        view: LiveView | None = None,
-        values: bool = True,
-        show_value: bool = False,
-    ) -> CellResult:
+    def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run `code` on ranks and wait for it.
 
         Args:
             code: Python as in a cell; `await`, `!cmd` and `%magic` lines work.
-            ranks: Which ranks, such as ``"0,2-3"`` or ``[0, 2]``; None: all.
-            quiet: Show nothing; what ranks print is in the result's `text`.
-            timeout: Limit in seconds.
-            check: Raise when a rank fails; otherwise the failures are in the result's `errors`.
-            cell: Number that tracebacks name the code by; None: a running number.
-            view: A live view to flush while the cell runs.
-            values: Whether to fetch the values of the last expression.
-            show_value: Whether to show them as well.
+            **options: The fields of `CellOptions`: `ranks` (``"0,2-3"`` or ``[0, 2]``; all if left out), `quiet` (show
+                nothing), `timeout` (seconds), `check` (False: failures are returned in `errors`, not raised), `cell`
+                (number for tracebacks), `view` (a live view), `values` (False: do not fetch them), `show_value`.
 
         Raises:
             CellError: a rank failed.
             ClusterGone: the cluster ended.
         """
-        cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view, show_value=show_value)
+        run = self._begin(code, options)
         drive_blocking(run)
-        return self._end(run, check=check, values=values)
+        return self._end(run, options)
 
-    async def run_async(
-        self,
-        code: str,
-        *,
-        ranks: str | Iterable[int] | None = None,
-        quiet: bool = False,
-        timeout: float | None = None,
-        check: bool = True,
-        cell: int | None = None,
-        view: LiveView | None = None,
-        values: bool = True,
-        show_value: bool = False,
-    ) -> CellResult:
+    async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, view=view, show_value=show_value)
+        run = self._begin(code, options)
         await drive(run)
-        return self._end(run, check=check, values=values)
+        return self._end(run, options)
 
-    def run_noblock(
-        self,
-        code: str,
-        *,
-        ranks: str | Iterable[int] | None = None,
-        quiet: bool = False,
-        timeout: float | None = None,
-        cell: int | None = None,
-        values: bool = True,
-        show_value: bool = False,
-    ) -> CellHandle:
+    def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        cell_code.check(code)
-        run = self._begin(code, ranks, quiet=quiet, timeout=timeout, cell=cell, show_value=show_value)
-        return CellHandle(run, lambda: self._end(run, check=True, values=values))
+        run = self._begin(code, options)
+        return CellHandle(run, lambda: self._end(run, options))
 
-    def _begin(
-        self,
-        code: str,
-        ranks: str | Iterable[int] | None,
-        *,
-        quiet: bool,
-        timeout: float | None,
-        cell: int | None,
-        view: LiveView | None = None,
-        show_value: bool,
-    ) -> CellRun:
-        chosen = resolve_ranks(ranks, self.world_size)
+    def _begin(self, code: str, options: CellOptions) -> CellRun:
+        cell_code.check(code)
+        quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
+        chosen = resolve_ranks(options.get("ranks"), self.world_size)
         self.health.refuse(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
@@ -182,8 +133,8 @@ class Cluster:
             chosen,
             output,
             timeout_s=timeout,
-            view=view,
-            show_value=show_value,
+            view=options.get("view"),
+            show_value=options.get("show_value", False),
             recover=self._recovery,
         )
         with self._lock:
@@ -203,7 +154,8 @@ class Cluster:
             self.health.follow_stuck(run)
         return Recovery(self.connection.client, self.ranks, self.health)
 
-    def _end(self, run: CellRun, *, check: bool, values: bool) -> CellResult:
+    def _end(self, run: CellRun, options: CellOptions) -> CellResult:
+        check = options.get("check", True)
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             self._runs.remove(run)
@@ -221,7 +173,9 @@ class Cluster:
                 hint=_hint(run),
                 timeout_s=run.timeout_s if run.timed_out else None,
             )
-        fetched = transfer.last_values(self.connection.client, run.ranks_with_value) if values else {}
+        fetched = (
+            transfer.last_values(self.connection.client, run.ranks_with_value) if options.get("values", True) else {}
+        )
         text = {rank: run.output.text(rank) for rank in run.ranks}
         return CellResult(fetched, run.errors, run.seconds, text)
 

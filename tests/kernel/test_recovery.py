@@ -66,12 +66,18 @@ step()
 RAISES = {
     "before the step": "if rank == 1: raise ValueError('bug')\nstep()",
     "in a barrier": "if rank == 2: 1 / 0\ndist.barrier()",
-    "in a loop of all_reduce": "for i in range(500):\n    if rank == 3 and i == 5: {}['x']\n    dist.all_reduce(torch.ones(99999))",
+    "in a loop of all_reduce": (
+        "for i in range(500):\n    if rank == 3 and i == 5: {}['x']\n    dist.all_reduce(torch.ones(99999))"
+    ),
     "in recv": "if rank == 0: raise ValueError('bug')\nif rank == 1: dist.recv(torch.ones(3), 0)\nelse: dist.barrier()",
     "in an object collective": "if rank == 1: raise ValueError('bug')\ndist.all_gather_object([None] * 4, rank)",
     "in new_group": "if rank == 2: raise ValueError('bug')\ndist.new_group([0, 1, 2, 3])\ndist.barrier()",
-    "in a subgroup": "if rank == 2: raise ValueError('bug')\nif rank in (1, 3): dist.all_reduce(torch.ones(1), group=rest)",
-    "in reduce_scatter": "if rank == 0: raise ValueError('bug')\ndist.reduce_scatter_tensor(torch.ones(1), torch.ones(4))",
+    "in a subgroup": (
+        "if rank == 2: raise ValueError('bug')\nif rank in (1, 3): dist.all_reduce(torch.ones(1), group=rest)"
+    ),
+    "in reduce_scatter": (
+        "if rank == 0: raise ValueError('bug')\ndist.reduce_scatter_tensor(torch.ones(1), torch.ones(4))"
+    ),
     "in FSDP2's all-gather": "if rank == 3: raise ValueError('bug')\nsharded(torch.randn(8, 32))",
     "swallowed by a retry": (
         "if rank == 1: raise ValueError('bug')\nfor _ in range(5):\n"

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
-from axon_nb.cluster.output import CellOutput, RecordingSink
-
-
-class Bench:
-    """A cell's output with a clock that the test moves."""
-
-    def __init__(self, ranks: Sequence[int] = range(4), **options: Any) -> None:
-        self.now = 100.0
-        self.sink = RecordingSink()
-        self.output = CellOutput(list(ranks), self.sink, clock=lambda: self.now, **options)
-
-    def print(self, rank: int, text: str, name: str = "stdout") -> bool:
-        return self.output.feed(rank, "stream", {"name": name, "text": text}, {})
-
-    def show(self, rank: int, data: dict[str, Any], kind: str = "display_data", **transient: str) -> bool:
-        return self.output.feed(rank, kind, {"data": data, "metadata": {}, "transient": transient}, {})
-
-    def pass_time(self, seconds: float) -> None:
-        end = self.now + seconds
-        while (due := self.output.next_due()) is not None and due <= end:
-            self.now = max(self.now, due)
-            self.output.flush()
-        self.now = end
-
-    def end(self) -> list[str]:
-        self.output.flush(final=True)
-        return self.sink.text().splitlines()
-
-    def live(self) -> list[str]:
-        """The live display's lines, as last updated."""
-        shown: dict[str | None, str] = {}
-        for kind, payload in self.sink.records:
-            if kind == "display":
-                data, display_id, _ = payload
-                shown[display_id] = data["text/plain"]
-        return "\n".join(shown.values()).splitlines()
+from tests.unit.output.bench import Bench
 
 
 def test_the_first_line_is_due_at_once_and_later_ones_are_coalesced() -> None:
@@ -92,77 +53,6 @@ def test_stderr_stays_stderr() -> None:
     bench.print(0, "warning\n", "stderr")
     bench.output.flush(final=True)
     assert bench.sink.records == [("stdout", "[rank 0] out\n"), ("stderr", "[rank 0] warning\n")]
-
-
-def test_an_unfinished_line_is_shown_live_and_is_whole_in_the_end() -> None:
-    bench = Bench([0])
-    bench.print(0, "loading")
-    bench.pass_time(0.5)
-    assert bench.live() == ["[rank 0] loading"]
-    bench.print(0, " ... done\nnext\n")
-    bench.pass_time(0.5)
-    assert bench.live() == ["[rank 0] loading ... done"]
-    assert bench.end() == ["[rank 0] next"]
-
-
-def test_a_short_line_without_newline_is_an_ordinary_line_at_the_end() -> None:
-    bench = Bench([0, 1])
-    bench.print(0, "no newline")
-    bench.print(1, "no newline")
-    assert bench.end() == ["[ranks 0-1] no newline"]
-    assert bench.live() == []
-
-
-def test_progress_bars_stay_in_place_one_line_a_rank() -> None:
-    bench = Bench([0, 1])
-    for step in range(50):
-        for rank in (0, 1):
-            bench.print(rank, f"\r{step + 1}/50 of rank {rank}", "stderr")
-        bench.pass_time(0.1)
-    assert bench.live() == ["[rank 0] 50/50 of rank 0", "[rank 1] 50/50 of rank 1"]
-    for rank in (0, 1):
-        bench.print(rank, "\n", "stderr")
-    assert bench.end() == []
-    assert bench.live() == ["[rank 0] 50/50 of rank 0", "[rank 1] 50/50 of rank 1"]
-
-
-def test_equal_bars_are_merged() -> None:
-    bench = Bench()
-    for step in range(3):
-        for rank in range(4):
-            bench.print(rank, f"\rstep {step}", "stderr")
-        bench.pass_time(0.1)
-    assert bench.live() == ["[ranks 0-3] step 2"]
-
-
-def test_real_tqdm_with_lines_between() -> None:
-    bench, text = Bench([0]), io.StringIO()
-    sent = 0
-    for i in tqdm(range(5), file=text, mininterval=0, ncols=40, desc="epoch"):
-        if i == 2:
-            tqdm.write("a line between", file=text)
-        bench.print(0, text.getvalue()[sent:], "stderr")
-        sent = len(text.getvalue())
-        bench.pass_time(0.2)
-    bench.print(0, text.getvalue()[sent:], "stderr")
-    bench.output.flush(final=True)
-    assert bench.sink.text("stderr").splitlines() == ["[rank 0] a line between"]
-    assert len(bench.live()) == 1
-    assert "epoch: 100%" in bench.live()[0]
-
-
-def test_real_nested_tqdm() -> None:
-    bench, text = Bench([0]), io.StringIO()
-    sent = 0
-    for _ in tqdm(range(2), file=text, mininterval=0, ncols=40, desc="outer", position=0):
-        for _ in tqdm(range(3), file=text, mininterval=0, ncols=40, desc="inner", position=1, leave=False):
-            bench.print(0, text.getvalue()[sent:], "stderr")
-            sent = len(text.getvalue())
-            bench.pass_time(0.05)
-    bench.print(0, text.getvalue()[sent:], "stderr")
-    bench.output.flush(final=True)
-    assert bench.sink.text("stderr") == ""
-    assert [line.split("%")[0] for line in bench.live()] == ["[rank 0] outer: 100"]
 
 
 def test_identical_results_and_displays_are_shown_once() -> None:

@@ -1,0 +1,31 @@
+"""What a caller may say about one cell; the keyword arguments of `Cluster.run` and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+from axon_nb.cluster.cell import LiveView
+
+__all__ = ["CellOptions"]
+
+
+class CellOptions(TypedDict, total=False):
+    """Each may be left out."""
+
+    ranks: str | Iterable[int] | None
+    """Which ranks, such as ``"0,2-3"`` or ``[0, 2]``; None, the default: all."""
+    quiet: bool
+    """Show nothing; what ranks print is in the result's `text`."""
+    timeout: float | None
+    """Limit in seconds; None, the default: none."""
+    check: bool
+    """Raise when a rank fails, the default; otherwise the failures are in the result's `errors`."""
+    cell: int | None
+    """Number that tracebacks name the code by; None, the default: a running number."""
+    view: LiveView | None
+    """A live view to flush while the cell runs."""
+    values: bool
+    """Whether to fetch the values of the last expression; the default."""
+    show_value: bool
+    """Whether to show them as well; not the default."""
