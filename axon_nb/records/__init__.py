@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from axon_nb.records.memory import MemoryUse
+from axon_nb.records.shard import Shard
 from axon_nb.records.span import Span
 from axon_nb.records.state import Activity, RankState
 
-__all__ = ["Activity", "RankState", "Span"]
+__all__ = ["Activity", "MemoryUse", "RankState", "Shard", "Span"]

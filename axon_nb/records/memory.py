@@ -1,0 +1,33 @@
+"""What a rank's memory holds, and who says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["MemoryUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Memory of one rank at one moment, in bytes."""
+
+    rank: int
+    """Rank in the default group."""
+    time_ns: int
+    """When: nanoseconds of `time.monotonic_ns`."""
+    source: str
+    """Who measured: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (closed form or simulated)."""
+    by_role: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by role: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ``buffers``, ``other``."""
+    peak: int | None = None
+    """Highest total since the last reset; None when the source does not know it."""
+    resident: int = 0
+    """Resident memory of the process, drawn apart: it holds the interpreter and the libraries too."""
+    capacity: int | None = None
+    """What the device has; None when unknown."""
+
+    @property
+    def total(self) -> int:
+        """Sum over all roles."""
+        return sum(self.by_role.values())
