@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.result import RankError
 
@@ -73,6 +74,7 @@ class CellRun:
         view: LiveView | None = None,
         show_value: bool = True,
         recover: Callable[[], Stepped] | None = None,
+        watch: DeadlockWatch | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.output = output
@@ -87,6 +89,9 @@ class CellRun:
         """Called from any thread when `step` has something to do."""
         self._client = client
         self._recover = recover
+        self._watch = watch
+        self.explanation = ""
+        """Why the cell could not end by itself; empty when it could."""
         self._view = view
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._parts = {rank: _Part() for rank in ranks}
@@ -229,7 +234,9 @@ class CellRun:
                 self.timed_out = True
             failed_for = None if self._first_failure is None else now - self._first_failure
             due = failed_for is not None and (failed_for > _ABORT_AFTER_S or self._all_wait(now))
-            if not (due or self.timed_out or self.interrupted_at is not None):
+            if self._watch is not None and self._first_failure is None:
+                self.explanation = self._watch.step(now)
+            if not (due or self.timed_out or self.explanation or self.interrupted_at is not None):
                 return
             self._aborted_at = now
         if now - self._last_abort >= _REPEAT_S:
@@ -262,6 +269,8 @@ class CellRun:
             times.append(self._started + self.timeout_s)
         if self._first_failure is not None or self._aborted_at is not None or self._recovery is not None:
             times.append(now + _BUSY_S)
+        if self._watch is not None:
+            times.append(now + 0.1)
         if any(part.replied_at and not part.idle for part in self._parts.values()):
             times.append(now + _BUSY_S)
         return max(0.0, min(times) - now)

@@ -13,6 +13,7 @@ from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
@@ -136,6 +137,7 @@ class Cluster:
             view=options.get("view"),
             show_value=options.get("show_value", False),
             recover=self._recovery,
+            watch=self._deadlock_watch(chosen),
         )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
@@ -148,6 +150,10 @@ class Cluster:
         if self.health.gone:
             run.on_lost(self.health.gone)
         return run
+
+    def _deadlock_watch(self, chosen: Sequence[int]) -> DeadlockWatch | None:
+        living = [rank for rank in self.ranks if rank not in self.health.dead]
+        return DeadlockWatch(self.connection.client, living, chosen) if self.backend == "gloo" else None
 
     def _recovery(self) -> Recovery:
         for run in self._runs:
@@ -166,10 +172,11 @@ class Cluster:
         self.health.follow_stuck(run)
         if run.interrupted_at is not None and check:
             raise interrupt_error(run.errors, run.ranks)
-        if run.errors and check:
+        if (run.errors or run.explanation) and check:
             raise cell_error(
                 run.errors,
                 first=run.failed_order,
+                explanation=run.explanation,
                 hint=_hint(run),
                 timeout_s=run.timeout_s if run.timed_out else None,
             )

@@ -28,27 +28,31 @@ def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> Ra
 
 
 def cell_error(
-    errors: Mapping[int, RankError], *, first: Sequence[int], hint: str = "", timeout_s: float | None = None
+    errors: Mapping[int, RankError],
+    *,
+    first: Sequence[int],
+    explanation: str = "",
+    hint: str = "",
+    timeout_s: float | None = None,
 ) -> CellError:
     """The exception of a failed cell: the root cause's traceback, then each other failure in one line.
 
     Args:
-        errors: Failures by rank, not empty.
+        errors: Failures by rank.
         first: Ranks in the order in which they failed.
+        explanation: Why the cell could not end by itself, when it was that which ended it.
         hint: What the user can do now; one sentence, may be empty.
         timeout_s: The cell's time limit in seconds when it was the limit that ended it.
     """
+    if explanation:
+        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, set())])
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = f"rank {cause.rank}" if len(alike) == 1 else f"ranks {format_ranks(alike)}"
     message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {cause.evalue}"
-    report = []
     if timeout_s is not None:
         message = f"not ended within --timeout {timeout_s:g} s; {message}"
-    if cause.traceback:
-        report += [f"[{who}]", *cause.traceback]
-    else:
-        report += [f"CellError: {message}"]
+    report = [f"[{who}]", *cause.traceback] if cause.traceback else [f"CellError: {message}"]
     report += _others(errors, set(alike))
     if timeout_s is not None:
         report.append(f"The cell had not ended within its --timeout of {timeout_s:g} s.")

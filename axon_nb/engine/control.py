@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from axon_nb.engine.groups.abort import ABORT
-from axon_nb.engine.groups.recovery import abort
+from axon_nb.engine.groups.recovery import abort, waits
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
 from axon_nb.engine.sampler import Sampler
@@ -35,4 +35,15 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         abort(again=bool(content.get("again")))
         return {"interrupted": interrupted}
 
-    return {"axon_status": status, "axon_interrupt": interrupt, "axon_watch": watch, "axon_abort": abort_cell}
+    def tell_waits(content: dict[str, Any]) -> dict[str, Any]:
+        state = sampler.sample()
+        own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
+        return {**own, **waits()}
+
+    return {
+        "axon_abort": abort_cell,
+        "axon_interrupt": interrupt,
+        "axon_status": status,
+        "axon_waits": tell_waits,
+        "axon_watch": watch,
+    }

@@ -17,7 +17,7 @@ class MemoryUse:
     time_ns: int
     """When: nanoseconds of `time.monotonic_ns`."""
     source: str
-    """Who measured: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (closed form or simulated)."""
+    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA) or ``estimate``."""
     by_role: Mapping[str, int] = field(default_factory=dict)
     """Bytes by role: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ``buffers``, ``other``."""
     peak: int | None = None

@@ -155,7 +155,60 @@ def test_weights_after_a_failed_step_are_those_of_an_undisturbed_run() -> None:
         assert sums[0] == sums[1]
 
 
-def test_repair_replaces_a_dead_rank_and_the_others_keep_everything(trained: Kernel) -> None:
+DEADLOCKS = {
+    "a rank that finished": (
+        "if rank != 1:\n    dist.all_reduce(torch.ones(1))",
+        "ranks 0,2-3 wait in all_reduce at line 3 for rank 1, which has finished the cell.",
+    ),
+    "a rank that skips": (
+        "for i in range(3):\n    if rank == 2 and i == 1: continue\n    dist.barrier()",
+        "ranks 0-1,3 wait in barrier at line 4 for rank 2, which has finished the cell.",
+    ),
+    "a ring of recv": (
+        "dist.recv(torch.ones(1), (rank + 1) % 4)",
+        "; ".join(f"rank {r} waits in recv at line 2 for rank {(r + 1) % 4}" for r in range(4)) + ".",
+    ),
+    "two groups in opposite order": (
+        """first, second = (pair, dist.group.WORLD) if rank == 0 else (dist.group.WORLD, pair)
+dist.barrier(group=first)
+if rank < 2: dist.barrier(group=second)""",
+        "rank 0 waits in barrier at line 3 for rank 1",
+    ),
+    "different collectives": (
+        "if rank == 0:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(1))",
+        "The ranks do not meet: rank 0 is in barrier at line 3, rank 1 in all_reduce at line 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DEADLOCKS)
+def test_a_deadlock_is_explained_and_ended(trained: Kernel, what: str) -> None:
+    code, sentence = DEADLOCKS[what]
+    reply = trained.run(f"%%distributed\n{code}", timeout=30)
+    assert reply.ename == "CellError"
+    assert sentence in reply.traceback
+    assert "[ranks 0-3] 4.0" in trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
+
+
+def test_the_default_group_in_a_cell_of_some_ranks_is_explained(trained: Kernel) -> None:
+    reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()", timeout=30)
+    assert "ranks 0,2 wait in barrier at line 2 for ranks 1,3, which do not run this cell." in reply.traceback
+    assert trained.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-3] 'fine'"]
+
+
+def test_a_slow_rank_is_never_ended(trained: Kernel) -> None:
+    reply = trained.ok("%%distributed\nif rank == 3:\n    time.sleep(3)\ndist.barrier()\n'met'")
+    assert reply.lines() == ["[ranks 0-3] 'met'"]
+
+
+def test_repair_replaces_a_dead_rank_and_the_others_keep_everything() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.ok(SETUP)
+        _replace_rank_2(kernel)
+
+
+def _replace_rank_2(trained: Kernel) -> None:
     trained.ok("%%distributed\nkept = rank * 11")
     reply = trained.run(
         "%%distributed\nimport os, signal\nif rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"

@@ -17,6 +17,8 @@ class Call:
     """The operation, such as ``allreduce``."""
     group: str
     """Name of the process group."""
+    sequence: int
+    """How many collectives this rank has begun in the group, this one included; 0 for send and recv."""
     peer: int
     """Group rank of the other side for send and recv, -1 otherwise."""
     bytes: int
@@ -33,10 +35,10 @@ _open: dict[int, Call] = {}
 _started = 0
 
 
-def begin(name: str, group: str, peer: int, size: int) -> Call:
+def begin(name: str, group: str, *, sequence: int, peer: int, size: int) -> Call:
     """A call begins."""
     global _started
-    call = Call(name, group, peer, size, time.monotonic_ns(), next(_numbers))
+    call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))
     _open[call.number] = call
     _started = call.number
     return call

@@ -93,6 +93,8 @@ class RecoverableGroup(dist.ProcessGroup):
         self._desc = ""
         self._global_rank = global_rank
         self._inner: Any = None
+        self.sequence = 0
+        """How many collectives this rank has begun in the group since it was formed."""
         self.reform(epoch)
 
     def reform(self, epoch: int) -> None:
@@ -112,6 +114,7 @@ class RecoverableGroup(dist.ProcessGroup):
         inner._set_group_desc(self._desc)
         if self._inner is not None:
             leak(self._inner)
+        self.sequence = 0
         self._inner = inner
 
     def poison(self) -> None:
@@ -121,7 +124,10 @@ class RecoverableGroup(dist.ProcessGroup):
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
-        call = activity.begin(name, self._name, _peer(name, args), _payload(args))
+        if name not in _POINT_TO_POINT:
+            self.sequence += 1
+        sequence = 0 if name in _POINT_TO_POINT else self.sequence
+        call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:

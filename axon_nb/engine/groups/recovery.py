@@ -16,7 +16,7 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
-__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down"]
+__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
 
 _POISON_LIMIT_S = 1.0
 
@@ -38,6 +38,30 @@ def abort(*, again: bool) -> None:
     end = time.monotonic() + _POISON_LIMIT_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
+
+
+def waits() -> dict[str, Any]:
+    """The calls of this rank that have begun and not ended, and how many collectives it has begun, by group."""
+    groups = {group.group_name: group for group in all_groups()}
+    pending = []
+    for call in activity.pending():
+        group = groups.get(call.group)
+        if group is None:
+            continue
+        ranks = sorted(c10d._world.pg_group_ranks[group], key=c10d._world.pg_group_ranks[group].__getitem__)
+        pending.append(
+            {
+                "number": call.number,
+                "name": call.name,
+                "group": call.group,
+                "ranks": ranks,
+                "sequence": call.sequence,
+                "peer": ranks[call.peer] if 0 <= call.peer < len(ranks) else -1,
+                "bytes": call.bytes,
+                "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
+            }
+        )
+    return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
 
 
 def registry() -> list[dict[str, Any]]:

@@ -1,0 +1,73 @@
+"""Who waits for whom: pictures of ranks, and what follows from them."""
+
+from __future__ import annotations
+
+from axon_nb.records.waits import PendingCall, RankWaits, explain
+
+
+def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:
+    facts: dict[str, object] = {
+        "number": 7, "name": name, "group": "0", "ranks": (0, 1, 2), "sequence": sequence,
+        "peer": -1, "bytes": 4, "seconds": 1.0, **more,
+    }  # fmt: skip
+    call = PendingCall(**facts)  # type: ignore[arg-type]
+    return RankWaits(rank, True, line, {"allreduce": "all_reduce"}.get(name, name), (call,), {call.group: sequence})
+
+
+def computing(rank: int, count: int = 0) -> RankWaits:
+    return RankWaits(rank, True, 5, "", (), {"0": count})
+
+
+def finished(rank: int, count: int = 0) -> RankWaits:
+    return RankWaits(rank, False, None, "", (), {"0": count})
+
+
+def judge(*reports: RankWaits) -> str | None:
+    return explain({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
+
+
+def test_a_slow_rank_is_no_deadlock() -> None:
+    assert judge(waiting(0), waiting(1), computing(2)) is None
+
+
+def test_all_have_come_so_it_is_under_way() -> None:
+    assert judge(waiting(0), waiting(1), waiting(2)) is None
+
+
+def test_a_short_wait_is_not_looked_at() -> None:
+    assert judge(waiting(0, seconds=0.1), finished(1), finished(2)) is None
+
+
+def test_a_finished_rank_never_comes() -> None:
+    expected = "ranks 0-1 wait in all_reduce at line 3 for rank 2, which has finished the cell."
+    assert judge(waiting(0), waiting(1), finished(2)) == expected
+
+
+def test_a_finished_rank_that_had_begun_the_call_is_no_reason() -> None:
+    assert judge(waiting(0), waiting(1), finished(2, count=1)) is None
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    text = judge(
+        waiting(0, name="recv", sequence=0, peer=1), waiting(1, name="recv", sequence=0, peer=0, line=9), computing(2)
+    )
+    assert text == "rank 0 waits in recv at line 3 for rank 1; rank 1 waits in recv at line 9 for rank 0."
+
+
+def test_a_recv_whose_sender_is_in_send_is_under_way() -> None:
+    receiver = waiting(0, name="recv", sequence=0, peer=1)
+    assert judge(receiver, waiting(1, name="send", sequence=0, peer=0), finished(2)) is None
+
+
+def test_one_that_waits_for_a_slow_rank_makes_nobody_hopeless() -> None:
+    receiver = waiting(0, name="recv", sequence=0, peer=1)
+    assert judge(receiver, waiting(1, ranks=(1, 2), group="g"), computing(2)) is None
+
+
+def test_different_sizes_and_calls() -> None:
+    assert judge(waiting(0), waiting(1, bytes=8), computing(2)) == (
+        "The sizes differ: rank 0 brings 4 bytes to all_reduce at line 3, rank 1 8 bytes to all_reduce at line 3."
+    )
+    text = judge(waiting(0), waiting(1, name="barrier", line=6), computing(2))
+    assert text is not None
+    assert text.startswith("The ranks do not meet: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
