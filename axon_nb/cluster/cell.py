@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from axon_nb.cluster.client import RankClient
-from axon_nb.cluster.deadlock import DeadlockWatch
+from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.result import RankError
 
@@ -19,12 +19,8 @@ _IDLE_WAIT_S = 0.5
 """After a rank's reply its last output is waited for at most this long."""
 _BUSY_S = 0.005
 """How often to look while something is being decided."""
-_ABORT_AFTER_S = 0.3
-"""When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
-_ASK_EVERY_S = 0.03
 _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
-_REPEAT_S = 0.25
 
 
 _ENDED = ("Aborted",)
@@ -69,12 +65,12 @@ class CellRun:
         client: RankClient,
         ranks: Sequence[int],
         output: CellOutput,
+        ending: Ending,
         *,
         timeout_s: float | None = None,
         view: LiveView | None = None,
         show_value: bool = True,
         recover: Callable[[], Stepped] | None = None,
-        watch: DeadlockWatch | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.output = output
@@ -89,9 +85,7 @@ class CellRun:
         """Called from any thread when `step` has something to do."""
         self._client = client
         self._recover = recover
-        self._watch = watch
-        self.explanation = ""
-        """Why the cell could not end by itself; empty when it could."""
+        self._ending = ending
         self._view = view
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._parts = {rank: _Part() for rank in ranks}
@@ -100,10 +94,6 @@ class CellRun:
         self._started = time.monotonic()
         self.timeout_s = timeout_s
         self._first_failure: float | None = None
-        self._aborted_at: float | None = None
-        self._last_abort = 0.0
-        self._asked: dict[int, Any] = {}
-        self._asked_at = 0.0
         self._recovery: Stepped | None = None
         self._communicated = False
         self._view_due = 0.0
@@ -143,9 +133,7 @@ class CellRun:
         self._communicated = self._communicated or bool(ours.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
-            ended = ename in _ENDED or (
-                self._aborted_at is not None and ename in ("KeyboardInterrupt", "CancelledError")
-            )
+            ended = ename in _ENDED or (self._ending.begun and ename in ("KeyboardInterrupt", "CancelledError"))
             evalue = _where(ours.get("ended_in", {})) if ended else content.get("evalue", content["status"])
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
@@ -183,7 +171,7 @@ class CellRun:
         """The user wants the cell to end."""
         if self.interrupted_at is None:
             self.interrupted_at = time.monotonic()
-        self._last_abort = 0.0
+        self._ending.hurry()
         self.wake()
 
     @property
@@ -206,13 +194,22 @@ class CellRun:
             return self._recovery.step()
         if self._over(now):
             return not self._begin_recovery()
-        self._decide(now)
+        if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
+            self.timed_out = True
+        self._ending.step(
+            now,
+            self.unfinished,
+            failed_at=self._first_failure,
+            interrupted=self.interrupted_at is not None,
+            timed_out=self.timed_out,
+        )
         return False
 
     def _over(self, now: float) -> bool:
         if self.output.drained and all(part.over(now) for part in self._parts.values()):
             return True
-        if self._aborted_at is not None and now - self._aborted_at > _GIVE_UP_S:
+        begun = self._ending.aborted_at
+        if begun is not None and now - begun > _GIVE_UP_S:
             self._given_up = True
             for rank in self.unfinished:
                 self._fail(rank, RankError(rank, "stuck", "", "is still busy and does not react to interrupts"))
@@ -220,60 +217,33 @@ class CellRun:
         return False
 
     def _begin_recovery(self) -> bool:
-        harmed = self._aborted_at is not None or (bool(self.errors) and self._communicated)
+        harmed = self._ending.begun or (bool(self.errors) and self._communicated)
         if harmed and self._recover is not None:
             self.finish()
             self._recovery = self._recover()
             self.wake()
         return self._recovery is not None
 
-    def _decide(self, now: float) -> None:
-        """End the cell on the ranks that still run it, when it is time."""
-        if self._aborted_at is None:
-            if self.timeout_s is not None and now - self._started > self.timeout_s:
-                self.timed_out = True
-            failed_for = None if self._first_failure is None else now - self._first_failure
-            due = failed_for is not None and (failed_for > _ABORT_AFTER_S or self._all_wait(now))
-            if self._watch is not None and self._first_failure is None:
-                self.explanation = self._watch.step(now)
-            if not (due or self.timed_out or self.explanation or self.interrupted_at is not None):
-                return
-            self._aborted_at = now
-        if now - self._last_abort >= _REPEAT_S:
-            again, self._last_abort = bool(self._last_abort), now
-            for rank in self.unfinished:
-                self._client.request(rank, "axon_abort", again=again)
-
-    def _all_wait(self, now: float) -> bool:
-        """Whether every rank that still runs the cell waits in a communication call; asks them now and then."""
-        left = self.unfinished
-        if self._asked and all(future.done() for future in self._asked.values()):
-            answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
-            self._asked = {}
-            if set(left) <= set(answers) and all(answers[rank].get("call") for rank in left):
-                return True
-        if not self._asked and now - self._asked_at > _ASK_EVERY_S:
-            self._asked_at = now
-            self._asked = {rank: self._client.request(rank, "axon_status") for rank in left}
-        return False
-
     def patience(self) -> float:
         """Seconds until `step` should be called again, if nothing wakes it before."""
         now = time.monotonic()
-        times = [now + 1.0]
+        times = [now + 0.1]
         if (due := self.output.next_due()) is not None:
             times.append(due)
         if self._view is not None:
             times.append(self._view_due)
         if self.timeout_s is not None and not self.timed_out:
             times.append(self._started + self.timeout_s)
-        if self._first_failure is not None or self._aborted_at is not None or self._recovery is not None:
+        if self._first_failure is not None or self.interrupted_at is not None or self._ending.begun:
             times.append(now + _BUSY_S)
-        if self._watch is not None:
-            times.append(now + 0.1)
         if any(part.replied_at and not part.idle for part in self._parts.values()):
             times.append(now + _BUSY_S)
         return max(0.0, min(times) - now)
+
+    @property
+    def explanation(self) -> str:
+        """Why the cell could not end by itself; empty when it could."""
+        return self._ending.explanation
 
     def finish(self) -> None:
         """The cell is over: show the rest, and take no more messages; a second call does nothing."""

@@ -15,6 +15,7 @@ from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
+from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
@@ -133,11 +134,11 @@ class Cluster:
             self.connection.client,
             chosen,
             output,
+            self._ending(chosen),
             timeout_s=timeout,
             view=options.get("view"),
             show_value=options.get("show_value", False),
             recover=self._recovery,
-            watch=self._deadlock_watch(chosen),
         )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
@@ -151,9 +152,11 @@ class Cluster:
             run.on_lost(self.health.gone)
         return run
 
-    def _deadlock_watch(self, chosen: Sequence[int]) -> DeadlockWatch | None:
+    def _ending(self, chosen: Sequence[int]) -> Ending:
+        client, gloo = self.connection.client, self.backend == "gloo"
         living = [rank for rank in self.ranks if rank not in self.health.dead]
-        return DeadlockWatch(self.connection.client, living, chosen) if self.backend == "gloo" else None
+        watch = DeadlockWatch(client, living, chosen) if gloo else None
+        return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
 
     def _recovery(self) -> Recovery:
         for run in self._runs:

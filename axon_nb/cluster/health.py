@@ -26,6 +26,8 @@ class Health:
         """Ranks that an earlier cell was given up on, and that have not come back."""
         self.broken = ""
         """Why ranks cannot communicate; empty while they can."""
+        self.leaks_told = 0
+        """How often the user was told of threads that cannot be freed."""
         self.gone = ""
         """Why there is no cluster any more; reads after its name. Empty while there is."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from axon_nb.engine.groups.abort import ABORT
+from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.recovery import abort, waits
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
@@ -40,10 +40,15 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
         return {**own, **waits()}
 
+    def stop(content: dict[str, Any]) -> dict[str, Any]:
+        stop_at(int(content["at"]))
+        return {}
+
     return {
         "axon_abort": abort_cell,
         "axon_interrupt": interrupt,
         "axon_status": status,
+        "axon_stop": stop,
         "axon_waits": tell_waits,
         "axon_watch": watch,
     }

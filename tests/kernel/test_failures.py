@@ -89,7 +89,7 @@ def test_a_rank_that_dies_is_named(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nimport os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)")
     assert reply.ename == "CellError"
     assert "rank 1 was killed by SIGKILL" in reply.traceback
-    assert "%distributed restart" in reply.traceback
+    assert "`%distributed repair`" in reply.traceback
     later = kernel.run("%%distributed\n1")
     assert "rank 1 was killed by SIGKILL" in later.traceback
     assert kernel.ok("%%distributed --ranks 0,2-3\n'alive'").lines() == ["[ranks 0,2-3] 'alive'"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["ABORT", "Aborted", "GroupBroken", "raise_if_aborted", "stand_down"]
+__all__ = ["ABORT", "Aborted", "GroupBroken", "raise_at_cut", "raise_if_aborted", "stand_down", "stop_at"]
 
 ABORT = threading.Event()
 """Set by the control thread, cleared when the groups are formed anew."""
 
 _broken: list[str] = []
+_stop_at: list[int] = []
 
 
 class Aborted(RuntimeError):
@@ -24,6 +25,21 @@ def stand_down(reason: str) -> None:
     """The groups cannot be formed anew: cells may run, communication is refused with `reason`; empty: it is not."""
     _broken[:] = [reason] if reason else []
     ABORT.clear()
+
+
+def stop_at(sequence: int | None) -> None:
+    """Stop before the collective after number `sequence` of the default group; None: do not stop."""
+    _stop_at[:] = [] if sequence is None else [sequence]
+
+
+def raise_at_cut(sequence: int, name: str) -> None:
+    """Raise before collective number `sequence` of the default group when the cell is to stop there.
+
+    Raises:
+        KeyboardInterrupt: it is; every rank gets it before the same collective.
+    """
+    if _stop_at and sequence > _stop_at[0]:
+        raise KeyboardInterrupt(f"stopped before {name}, as all ranks")
 
 
 def raise_if_aborted(where: str = "") -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import ABORT, stand_down
+from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
@@ -105,6 +105,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         How many groups and wrappers, and how many poisoned groups this process keeps.
     """
     stand_down("")
+    stop_at(None)
     activity.forget_all()
     groups_state.epoch = epoch
     groups = all_groups()

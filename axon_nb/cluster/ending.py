@@ -1,0 +1,105 @@
+"""Ending a cell on ranks that still run it: when, and how gently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.cut import ConsistentCut
+from axon_nb.cluster.deadlock import DeadlockWatch
+
+__all__ = ["Ending"]
+
+_ABORT_AFTER_S = 0.3
+"""When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
+_ASK_EVERY_S = 0.03
+_REPEAT_S = 0.25
+"""An abort is sent again as often: code may swallow the exception and go on."""
+
+
+class Ending:
+    """Decides that the ranks of a cell are to be ended, and ends them.
+
+    Args:
+        client: The cluster's client.
+        ranks: The ranks of the cell.
+        watch: Looks for deadlocks; None: nobody does.
+        cuttable: Whether an interrupt may be a consistent cut, which takes all ranks of the world.
+    """
+
+    def __init__(
+        self, client: RankClient, ranks: Sequence[int], *, watch: DeadlockWatch | None = None, cuttable: bool = False
+    ) -> None:
+        self._client = client
+        self._ranks = list(ranks)
+        self._watch = watch
+        self._cuttable = cuttable
+        self.explanation = ""
+        """Why the cell could not end by itself; empty when it could."""
+        self.aborted_at: float | None = None
+        """When ranks were first told to abort; None while they were not."""
+        self._cut: ConsistentCut | None = None
+        self._last_abort = 0.0
+        self._asked: dict[int, Any] = {}
+        self._asked_at = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether ranks have been told to end, gently or not."""
+        return self.aborted_at is not None or self._cut is not None
+
+    def hurry(self) -> None:
+        """Tell them again at the next step."""
+        self._last_abort = 0.0
+
+    def step(
+        self, now: float, unfinished: Sequence[int], *, failed_at: float | None, interrupted: bool, timed_out: bool
+    ) -> None:
+        """Do what is due.
+
+        Args:
+            now: The time.
+            unfinished: The ranks that still run the cell.
+            failed_at: When the first rank failed; None while none has.
+            interrupted: Whether the user wants the cell to end.
+            timed_out: Whether its time is over.
+        """
+        if self.aborted_at is None and not self._due(now, unfinished, failed_at, interrupted, timed_out):
+            return
+        if self.aborted_at is None:
+            self.aborted_at = now
+        if now - self._last_abort >= _REPEAT_S:
+            again, self._last_abort = bool(self._last_abort), now
+            for rank in unfinished:
+                self._client.request(rank, "axon_abort", again=again)
+
+    def _due(
+        self, now: float, unfinished: Sequence[int], failed_at: float | None, interrupted: bool, timed_out: bool
+    ) -> bool:
+        if timed_out or (interrupted and self._cut_failed(now)):
+            return True
+        if failed_at is not None:
+            return now - failed_at > _ABORT_AFTER_S or self._all_wait(now, unfinished)
+        if self._watch is not None and not interrupted:
+            self.explanation = self._watch.step(now)
+        return bool(self.explanation)
+
+    def _cut_failed(self, now: float) -> bool:
+        if not self._cuttable:
+            return True
+        if self._cut is None:
+            self._cut = ConsistentCut(self._client, self._ranks, now)
+        return self._cut.step(now)
+
+    def _all_wait(self, now: float, unfinished: Sequence[int]) -> bool:
+        """Whether every rank that still runs the cell waits in a communication call; asks them now and then."""
+        if self._asked and all(future.done() for future in self._asked.values()):
+            answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
+            self._asked = {}
+            if set(unfinished) <= set(answers) and all(answers[rank].get("call") for rank in unfinished):
+                return True
+        if not self._asked and now - self._asked_at > _ASK_EVERY_S:
+            self._asked_at = now
+            self._asked = {rank: self._client.request(rank, "axon_status") for rank in unfinished}
+        return False
