@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import jupytext
@@ -48,6 +49,8 @@ def execute(source: Path, out: Path, *, cell_timeout: float = 300.0) -> tuple[li
         client.execute()
     except CellExecutionError as failed:
         error = re.sub(r"\x1b\[[0-9;]*m", "", str(failed))
+    except Exception:
+        error = traceback.format_exc()
     out.mkdir(parents=True, exist_ok=True)
     executed, page = out / f"{source.stem}.ipynb", out / f"{source.stem}.html"
     nbformat.write(notebook, executed)

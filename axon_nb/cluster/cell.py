@@ -126,8 +126,19 @@ class CellRun:
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
         """From the IO thread: a rank has ended the cell."""
-        ours = content.get("axon_nb", {})
         part = self._parts[rank]
+        try:
+            self._take_reply(rank, part, content)
+        finally:
+            part.replied_at = time.monotonic()
+            self.wake()
+        if self._given_up:
+            self.on_late_reply(rank)
+        if self._view is not None:
+            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
+
+    def _take_reply(self, rank: int, part: _Part, content: dict[str, Any]) -> None:
+        ours = content.get("axon_nb", {})
         part.seconds = float(ours.get("seconds", 0.0))
         part.has_value = bool(ours.get("has_value"))
         self._communicated = self._communicated or bool(ours.get("calls"))
@@ -137,12 +148,6 @@ class CellRun:
             evalue = _where(ours.get("ended_in", {})) if ended else content.get("evalue", content["status"])
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
-        part.replied_at = time.monotonic()
-        if self._given_up:
-            self.on_late_reply(rank)
-        if self._view is not None:
-            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
-        self.wake()
 
     def on_death(self, rank: int, reason: str) -> None:
         """From any thread: the rank's process is gone; `reason` reads after its name."""
