@@ -138,7 +138,7 @@ class Cluster:
             timeout_s=timeout,
             view=options.get("view"),
             show_value=options.get("show_value", False),
-            recover=self._recovery,
+            recover=self._recovery if self.backend == "gloo" else None,
         )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]

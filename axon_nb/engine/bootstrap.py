@@ -69,7 +69,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         epoch=epoch,
     )
     recovery.recreate(list(groups))
-    recovery.agree_on_names()
+    recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     return {**describe(), "device": str(device), "hooks_missing": kernel_hooks.missing(kernel)}

@@ -87,9 +87,9 @@ def recreate(groups: list[dict[str, Any]]) -> None:
         dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
 
 
-def agree_on_names() -> None:
+def agree_on_names(device: torch.device | str = "cpu") -> None:
     """Set the number of the next group to the highest of all ranks: those that differ would hang in `new_group`."""
-    count = torch.tensor(c10d._world.group_count)
+    count = torch.tensor(c10d._world.group_count, device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
 
