@@ -61,6 +61,8 @@ class Cluster:
         self.layout = layout
         self.connection = connection
         self.settings = settings
+        self.launched: Any = None
+        """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
         self._places = list(places)
         self._numbers = itertools.count(1)
         self._runs: list[CellRun] = []

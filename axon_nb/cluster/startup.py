@@ -58,12 +58,13 @@ def start(
     end = time.monotonic() + settings.start_timeout
     connection = warmup.take(settings.start_timeout)
     try:
-        launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
+        launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
         cluster = _publish(connection, layout, title, chosen, places)
     except BaseException:
         connection.stop()
         raise
+    cluster.launched = launched
     current.put(cluster)
     return cluster
 

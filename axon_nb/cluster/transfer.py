@@ -69,7 +69,11 @@ def _result(rank: int, future: Future[Any], what: str) -> Any:
 
 
 def shut_down_foreign(cluster: Cluster) -> None:
-    """Tell engines of other launchers than ours to end; the host agent ends its own."""
-    if cluster.engines != "axon":
-        with contextlib.suppress(Exception):  # they also end when they miss the controller's heartbeat
+    """End the engines of other launchers than ours; the host agent ends its own."""
+    if cluster.engines == "axon":
+        return
+    with contextlib.suppress(Exception):  # whatever is left ends when it misses the controller's heartbeat
+        if cluster.launched is not None:
+            cluster.launched.stop_engines_sync()
+        else:
             cluster.client.shutdown(targets="all", hub=False, block=False)

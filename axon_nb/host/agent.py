@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.host.children import Children, Death
-from axon_nb.host.forking import ForkRequest, become_rank
+from axon_nb.host.forking import ForkRequest, become_rank, signals_held
 from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
 from axon_nb.host.preload import Preload
 from axon_nb.host.rundir import RunDir
@@ -24,6 +24,8 @@ __all__ = ["Agent", "AgentOptions"]
 
 _FIRST_CONTACT_S = 60.0
 _TERM_GRACE_S = 1.0
+_LONGEST_WAIT_S = 3600.0
+"""The selector takes no wait of a month."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Agent:
                 self._fork_waiting()
             look_again = None if self._starter is None else now + 1.0
             limits = [at for at in (due, self._deadline, self._stopping, look_again) if at is not None]
-            wait = max(0.0, min(limits) - time.monotonic()) if limits else None
+            wait = min(max(0.0, min(limits) - time.monotonic()), _LONGEST_WAIT_S) if limits else None
             for key, mask in self._selector.select(wait if idle else 0):
                 key.data(mask)
 
@@ -160,10 +162,11 @@ class Agent:
         return any(isinstance(peer, CommandPeer) and peer.owner for peer in self._peers)
 
     def _command(self, peer: CommandPeer, message: dict[str, Any]) -> None:
-        handler = self._commands.get(message.get("cmd", ""))
+        name = message.get("cmd", "")
+        handler = self._commands.get(name) if isinstance(name, str) else None
         reply: dict[str, Any] | None
         if handler is None:
-            reply = {"error": f"no command {message.get('cmd')!r}"}
+            reply = {"error": f"no command {name!r}"}
         else:
             try:
                 reply = handler(peer, message)
@@ -203,9 +206,10 @@ class Agent:
             try:
                 request = ForkRequest.from_json({**message, "entry": self.options.entry})
                 agent_pid = os.getpid()
-                pid = os.fork()
-                if pid == 0:
-                    become_rank(request, agent_pid, [self._selector, *self._sockets()])
+                with signals_held():
+                    pid = os.fork()
+                    if pid == 0:
+                        become_rank(request, agent_pid, [self._selector, *self._sockets()])
             except (KeyError, TypeError, OSError) as error:
                 peer.tell({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
                 continue

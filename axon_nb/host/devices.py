@@ -33,26 +33,32 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty where there is no driver."""
-    rows = [line.split(", ") for line in _query().splitlines() if line.count(", ") >= 4]
-    mib = 1 << 20
-    gpus = {
-        row[0]: (row[1], Gpu(int(row[0]), ", ".join(row[2:-2]), int(row[-2]) * mib, int(row[-1]) * mib)) for row in rows
-    }
+    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty where there is no driver.
+
+    As CUDA does: the first entry that names no card ends the list; a card named twice, or a name that fits two, shows
+    none at all.
+    """
+    cards = [card for line in _query().splitlines() if (card := _parse(line)) is not None]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [gpu for _, gpu in gpus.values()]
-    chosen = []
-    for item in visible.split(","):
-        found = [
-            gpu
-            for index, (uuid, gpu) in gpus.items()
-            if item.strip() == index or (item and uuid.startswith(item.strip()))
-        ]
-        if not found or not item.strip():
-            break  # as CUDA does: the first invalid entry ends the list
-        chosen.append(found[0])
+        return [gpu for _, gpu in cards]
+    chosen: list[Gpu] = []
+    for item in (entry.strip() for entry in visible.split(",")):
+        fitting = [gpu for uuid, gpu in cards if item and (item == str(gpu.index) or uuid.startswith(item))]
+        if not fitting:
+            break
+        if len(fitting) > 1 or fitting[0] in chosen:
+            return []
+        chosen.append(fitting[0])
     return chosen
+
+
+def _parse(line: str) -> tuple[str, Gpu] | None:
+    fields = line.split(", ")
+    if len(fields) < 5 or not fields[0].isdigit():
+        return None
+    total, used = (int(text) << 20 if text.isdigit() else 0 for text in fields[-2:])
+    return fields[1], Gpu(int(fields[0]), ", ".join(fields[2:-2]), total, used)
 
 
 def _query() -> str:

@@ -9,14 +9,14 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from axon_nb.host.parentage import end_with_parent
 
-__all__ = ["ForkRequest", "become_rank"]
+__all__ = ["ForkRequest", "become_rank", "signals_held"]
 
 _OOM_SCORE = "300"
 
@@ -45,6 +45,19 @@ class ForkRequest:
         return cls(log=Path(message["log"]), **{name: message[name] for name in names})
 
 
+_HELD = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold signals while forking: a child that got one with the agent's handlers would end its siblings."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) -> NoReturn:
     """Runs in the child right after the fork; never returns."""
     code = 1
@@ -71,6 +84,7 @@ def _leave_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
     for resource in inherited:
         with contextlib.suppress(OSError):
             resource.close()

@@ -20,12 +20,19 @@ def encode(parts: list[bytes]) -> bytes:
 
 
 def _decode_body(body: bytes | memoryview, count: int) -> list[bytes]:
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     for _ in range(count):
+        if at + _ITEM.size > len(body):
+            raise ValueError(f"a store message whose part {len(parts)} is not there")
         (size,) = _ITEM.unpack_from(body, at)
         at += _ITEM.size
+        if at + size > len(body):
+            raise ValueError(f"a store message whose part {len(parts)} is longer than the message")
         parts.append(bytes(body[at : at + size]))
         at += size
+    if at != len(body):
+        raise ValueError(f"a store message with {len(body) - at} bytes that belong to no part")
     return parts
 
 

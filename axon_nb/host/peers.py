@@ -45,7 +45,7 @@ class Peer:
                 self.received(data)
         except BlockingIOError:
             pass
-        except (OSError, ValueError):
+        except Exception:  # whatever a client sends, it ends this connection and nothing else
             self.close()
 
     def received(self, data: bytes) -> None:
@@ -57,16 +57,16 @@ class Peer:
         if self.closed:
             return
         self._outgoing += data
-        with contextlib.suppress(BlockingIOError):
-            try:
-                self._drain()
-            except OSError:
-                self.close()
+        try:
+            self._drain()
+        except OSError:
+            self.close()
 
     def _drain(self) -> None:
-        while self._outgoing:
-            sent = self.sock.send(self._outgoing)
-            del self._outgoing[:sent]
+        with contextlib.suppress(BlockingIOError):
+            while self._outgoing:
+                sent = self.sock.send(self._outgoing)
+                del self._outgoing[:sent]
         self._watch_writes()
 
     def _watch_writes(self) -> None:
@@ -106,7 +106,10 @@ class CommandPeer(Peer):
         while (end := self._lines.find(b"\n")) >= 0:
             line = bytes(self._lines[:end])
             del self._lines[: end + 1]
-            self._handle(self, json.loads(line))
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise ValueError("a command that is no object")
+            self._handle(self, message)
         if len(self._lines) > _MAX_LINE:
             raise ValueError(f"a command of more than {_MAX_LINE} bytes")
 
@@ -155,7 +158,8 @@ class Listener:
 
     def on_ready(self, mask: int) -> None:
         """Take one connection."""
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+        # OSError: the other side is gone again, or no file descriptor is free; who waits is taken later.
+        with contextlib.suppress(OSError):
             connection, _ = self.sock.accept()
             if _peer_uid(connection) in (os.getuid(), None):
                 self._accept(connection)

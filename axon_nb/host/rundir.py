@@ -11,6 +11,7 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = ["RunDir", "base_dir", "list_run_dirs"]
 # Linux: struct sockaddr_un.sun_path is 108 bytes with the closing zero, elsewhere 104.
 _MAX_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
 _ENV = "AXON_NB_RUNTIME_DIR"
+_MAKING_S = 5.0
 
 
 def base_dir() -> Path:
@@ -141,12 +143,27 @@ class RunDir:
             return True
 
     def _starter_alive(self) -> bool:
+        if self.agent_socket.exists():
+            return False
         try:
             pid = int((self.path / "starter").read_text())
-            os.kill(pid, 0)
         except (OSError, ValueError):
             return False
-        return not self.agent_socket.exists()
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def just_made(self) -> bool:
+        """Whether its maker may still be between making the folder and saying so."""
+        if (self.path / "starter").exists():
+            return False
+        try:
+            return time.time() - self.path.stat().st_mtime < _MAKING_S
+        except OSError:
+            return False
 
     def remove(self) -> None:
         """Delete the folder with all that is in it."""
@@ -158,10 +175,10 @@ def list_run_dirs() -> list[RunDir]:
     found = []
     for path in sorted(base_dir().iterdir()):
         run_dir = RunDir(path)
-        if not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
             continue
         if run_dir.alive():
             found.append(run_dir)
-        else:
+        elif not run_dir.just_made:
             run_dir.remove()
     return found
