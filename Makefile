@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all check fix notebooks clean
+.PHONY: help install demo lab test test-all check fix bench notebooks clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -37,6 +37,9 @@ check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks
 
 fix: $(INSTALLED)  ## mend what `check` can mend by itself
 	scripts/check --fix
+
+bench: $(INSTALLED)  ## measure against stock ipyparallel; the table goes to benchmarks/results
+	$(VENV)/bin/python -m benchmarks.main_job
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py

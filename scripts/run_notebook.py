@@ -49,7 +49,7 @@ def execute(source: Path, out: Path, *, cell_timeout: float = 300.0) -> tuple[li
         client.execute()
     except CellExecutionError as failed:
         error = re.sub(r"\x1b\[[0-9;]*m", "", str(failed))
-    except Exception:
+    except Exception:  # a dead kernel, a time-out: what ran until then is saved all the same
         error = traceback.format_exc()
     out.mkdir(parents=True, exist_ok=True)
     executed, page = out / f"{source.stem}.ipynb", out / f"{source.stem}.html"

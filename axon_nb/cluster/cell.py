@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ class CellRun:
         recover: Callable[[], Stepped] | None = None,
     ) -> None:
         self.ranks = list(ranks)
+        self.token = uuid.uuid4().hex
         self.output = output
         self.failed_order: list[int] = []
         self.timed_out = False
@@ -100,8 +102,8 @@ class CellRun:
         self._given_up = False
         self._finished = False
 
-    def send(self, code: str, cell: int | None) -> None:
-        """Send the cell to its ranks."""
+    def send(self, code: str, cell: int, *, keep_value: bool) -> None:
+        """Send the cell to its ranks; with `keep_value` they keep the last expression's value for who has `token`."""
         content = {
             "code": code,
             "silent": False,
@@ -110,7 +112,9 @@ class CellRun:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": {"cell": cell}}, self)
+        self._messages = self._client.send_cells(
+            self.ranks, content, {"axon_nb": {"cell": cell, "token": self.token if keep_value else None}}, self
+        )
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""

@@ -147,7 +147,7 @@ class Cluster:
             self._runs.append(run)
         if ahead and not quiet:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        run.send(code, cell if cell is not None else next(self._numbers))
+        run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
         for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
             run.on_death(rank, reason)
         if self.health.gone:
@@ -186,7 +186,9 @@ class Cluster:
                 timeout_s=run.timeout_s if run.timed_out else None,
             )
         fetched = (
-            transfer.last_values(self.connection.client, run.ranks_with_value) if options.get("values", True) else {}
+            transfer.last_values(self.connection.client, run.ranks_with_value, run.token)
+            if options.get("values", True)
+            else {}
         )
         text = {rank: run.output.text(rank) for rank in run.ranks}
         return CellResult(fetched, run.errors, run.seconds, text)

@@ -152,7 +152,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
             run_dir = self._own_run_dir = RunDir.create()
             pid = spawn_agent(run_dir, controller=[], entry=ENGINE_ENTRY)
         client = AgentClient(run_dir, owner=f"pid-{os.getpid()}", agent_pid=pid)
-        client.call("set_info", info={"world_size": self.n, "name": self.identifier})
+        client.call("set_info", info={"world_size": self.n, "name": self.identifier, "keep_alive_s": 0.0})
         return client
 
     def _on_event(self, event: dict[str, Any]) -> None:

@@ -76,10 +76,12 @@ def _choose(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
     by_index = {gpu.index: gpu for gpu in gpus}
     chosen = []
     for item in devices.split(","):
-        if not item.strip().isdigit():
+        if not (item.strip().isascii() and item.strip().isdigit()):
             raise UsageError(f"--devices {devices}: it is `auto`, `cpu` or GPU numbers such as `0,2`.")
         if int(item) not in by_index:
             there = ", ".join(map(str, by_index)) or "none"
             raise UsageError(f"--devices {devices}: GPU {item.strip()} is not visible here; visible: {there}.")
+        if by_index[int(item)] in chosen:
+            raise UsageError(f"--devices {devices}: GPU {item.strip()} is there twice.")
         chosen.append(by_index[int(item)])
     return chosen

@@ -38,9 +38,9 @@ def pull(client: RankClient, ranks: Iterable[int], expression: str) -> dict[int,
     return {rank: _result(rank, future, f"give {expression!r}") for rank, future in futures.items()}
 
 
-def last_values(client: RankClient, ranks: Iterable[int]) -> dict[int, Any]:
-    """The value of the last cell's last expression; a value that does not pickle comes as its text."""
-    futures = {rank: remote.call(client, rank, f"{_ENGINE}:last_value") for rank in ranks}
+def last_values(client: RankClient, ranks: Iterable[int], token: str) -> dict[int, Any]:
+    """The value of the last expression of the cell with this token; one that does not pickle comes as its text."""
+    futures = {rank: remote.call(client, rank, f"{_ENGINE}:last_value", token=token) for rank in ranks}
     return {rank: _result(rank, future, "give the cell's value") for rank, future in futures.items()}
 
 

@@ -18,12 +18,12 @@ from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, recovery
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
-from axon_nb.engine.session import JoinConfig, RankSession, current, set_current
+from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
 
-__all__ = ["describe", "join", "last_value", "run_engine"]
+__all__ = ["describe", "join", "run_engine"]
 
 
 def run_engine(argv: list[str]) -> None:
@@ -91,8 +91,3 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))
     session.extras["runner"] = runner
-
-
-def last_value() -> Any:
-    """The value of the last cell's last expression on this rank."""
-    return current().extras["runner"].value()

@@ -18,6 +18,8 @@ __all__ = ["CellRunner"]
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
+_MAX_VALUES = 16
+"""Values that nobody has fetched are kept for the last so many cells that asked for it."""
 
 
 class CellRunner:
@@ -27,6 +29,7 @@ class CellRunner:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
+        self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply tells whether there is a value to fetch, and how long it took in seconds."""
@@ -50,18 +53,24 @@ class CellRunner:
             session.cell = None
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
-        result = getattr(shell, "last_execution_result", None)
+        value = getattr(getattr(shell, "last_execution_result", None), "result", None)
+        has_value = reply["status"] == "ok" and value is not None
+        token = metadata.get("axon_nb", {}).get("token")
+        if has_value and token is not None:
+            self._values[token] = value
+            while len(self._values) > _MAX_VALUES:
+                self._values.pop(next(iter(self._values)))
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
             "ended_in": take_place(),
-            "has_value": reply["status"] == "ok" and getattr(result, "result", None) is not None,
+            "has_value": has_value,
         }
         return _bounded(reply)
 
-    def value(self) -> Any:
-        """The value of the last cell's last expression."""
-        return getattr(self._session.kernel.shell.last_execution_result, "result", None)
+    def take_value(self, token: str) -> Any:
+        """The value of the last expression of the cell with this token, once."""
+        return self._values.pop(token, None)
 
 
 def _bounded(reply: dict[str, Any]) -> dict[str, Any]:

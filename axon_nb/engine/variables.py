@@ -22,9 +22,9 @@ def fetch(expression: str) -> Any:
     return _portable(eval(expression, current().kernel.shell.user_ns))
 
 
-def last_value() -> Any:
-    """The value of the last cell's last expression; its text where it does not pickle."""
-    value = _portable(current().extras["runner"].value())
+def last_value(token: str) -> Any:
+    """The value of a cell's last expression; its text where it does not pickle."""
+    value = _portable(current().extras["runner"].take_value(token))
     try:
         pickle.dumps(value)
     except Exception:

@@ -55,7 +55,7 @@ class Agent:
         self._preload = Preload(enabled=options.preload)
         self._waiting_forks: list[tuple[CommandPeer, dict[str, Any]]] = []
         self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_S
-        self._starter: int | None = os.getppid()
+        self._starter = run_dir.starter()
         """pid of the notebook until it connects; if it ends before that, nobody will."""
         self._stopping: float | None = None
         self._commands: dict[str, Callable[[CommandPeer, dict[str, Any]], dict[str, Any] | None]] = {

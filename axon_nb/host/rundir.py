@@ -145,15 +145,21 @@ class RunDir:
     def _starter_alive(self) -> bool:
         if self.agent_socket.exists():
             return False
-        try:
-            pid = int((self.path / "starter").read_text())
-        except (OSError, ValueError):
+        pid = self.starter()
+        if pid is None:
             return False
         try:
             os.kill(pid, 0)
         except OSError:
             return False
         return True
+
+    def starter(self) -> int | None:
+        """Pid of the process that starts the agent; None when it has not been noted."""
+        try:
+            return int((self.path / "starter").read_text())
+        except (OSError, ValueError):
+            return None
 
     @property
     def just_made(self) -> bool:

@@ -1,0 +1,123 @@
+"""The Python API, from plain programs: each test runs a script of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with `axon_nb` imported; its runtime folder is `folder`/r."""
+    (folder / "r").mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(f"import axon_nb\n{body}")
+    env = {**os.environ, "AXON_NB_RUNTIME_DIR": str(folder / "r")}
+    return subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short path, as Unix sockets want it."""
+    return tmp_path_factory.mktemp("a", numbered=True)
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What is left in the runtime folder."""
+    return [str(path) for path in (folder / "r").glob("*/*")]
+
+
+def test_run_push_pull_status_and_stop(folder: Path) -> None:
+    done = run_script(
+        folder,
+        """
+with axon_nb.start(2) as cluster:
+    result = cluster.run("print('hello'); x = torch.ones(1) * rank; dist.all_reduce(x); x.item()")
+    print(dict(result.values), result.ok, result[1], result.text[0].strip())
+    cluster.push({"y": [1, 2]}, ranks=[1])
+    print(cluster.pull("y", ranks=1), cluster.pull("rank * 3"))
+    print(list(cluster.status().columns))
+    failed = cluster.run("1 / rank", check=False, quiet=True)
+    print(failed.ok, failed.errors[0].ename, dict(failed.values))
+    print(dict(cluster.run_noblock("rank + 10").result(30).values))
+    try:
+        axon_nb.start(2)
+    except axon_nb.UsageError as error:
+        print("UsageError", str(error)[:40])
+cluster.stop()
+try:
+    cluster.run("1")
+except axon_nb.ClusterGone as error:
+    print("gone:", error)
+""",
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[ranks 0-1] hello",
+        "{0: 1.0, 1: 1.0} True 1.0 hello",
+        "[1, 2] {0: 0, 1: 3}",
+        "['rank', 'host', 'pid', 'device', 'backend', 'state', 'memory', 'device_memory', 'cell']",
+        "False ZeroDivisionError {1: 1.0}",
+        "{0: 10, 1: 11}",
+        "UsageError The cluster 'default' with 2 ranks is ru",
+        "gone: The cluster 'default' was stopped: `%distributed start` starts a new one.",
+    ]
+    assert leftovers(folder) == []
+
+
+def test_a_program_that_fails_leaves_nothing(folder: Path) -> None:
+    done = run_script(folder, "cluster = axon_nb.start(2)\nraise SystemExit('on purpose')")
+    assert done.returncode == 1
+    assert "on purpose" in done.stderr
+    assert leftovers(folder) == []
+
+
+def test_other_launchers_work_too(folder: Path) -> None:
+    done = run_script(
+        folder,
+        """
+import os, pathlib
+cluster = axon_nb.start(2, engines="local")
+print(dict(cluster.run("t = torch.ones(1); dist.all_reduce(t); (rank, local_rank, t.item())").values))
+files = [p for p in pathlib.Path(os.environ["AXON_NB_RUNTIME_DIR"]).rglob("*") if p.is_file()]
+print([p.name for p in files if p.stat().st_mode & 0o077])
+try:
+    cluster.run("if rank == 1: raise ValueError('bug')\\ndist.barrier()")
+except axon_nb.CellError as error:
+    print(error)
+print(dict(cluster.run("t = torch.ones(1); dist.all_reduce(t); t.item()").values))
+try:
+    cluster.run("import os, signal\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+except axon_nb.CellError as error:
+    print(error)
+cluster.stop()
+""",
+    )
+    assert done.stdout.splitlines() == [
+        "{0: (0, 0, 2.0), 1: (1, 1, 2.0)}",
+        "[]",
+        "rank 1: ValueError: bug",
+        "{0: 2.0, 1: 2.0}",
+        "rank 1 is gone: its engine has left",
+    ]
+    assert leftovers(folder) == []
+
+
+def test_ipyparallel_knows_the_launcher_by_name(folder: Path) -> None:
+    done = run_script(
+        folder,
+        """
+import ipyparallel as ipp
+cluster = ipp.Cluster(n=2, engines="axon", log_level=40)
+client = cluster.start_and_connect_sync(activate=False)
+print(client.ids, client[:].apply_sync(lambda: 6 * 7))
+cluster.stop_cluster_sync()
+""",
+    )
+    assert done.stdout.splitlines() == ["[0, 1] [42, 42]"]
+    assert leftovers(folder) == []

@@ -1,0 +1,45 @@
+"""A plain Python process that runs what it is sent, line by line; `tests.cluster.script` drives it.
+
+Not imported by tests: it is the `__main__` of its own process, without IPython and without an event loop.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Answer each line on the stream that was standard output; what the code prints is part of the answer."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for line in sys.stdin:
+        printed, errors = io.StringIO(), io.StringIO()
+        answer: dict[str, Any] = {}
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            try:
+                answer["value"] = repr(_run(json.loads(line), namespace))
+            except BaseException as error:
+                kinds = [kind.__name__ for kind in type(error).__mro__]
+                answer |= {"kinds": kinds, "message": str(error)}
+        answers.write(json.dumps({**answer, "out": printed.getvalue(), "err": errors.getvalue()}) + "\n")
+
+
+def _run(code: str, namespace: dict[str, Any]) -> Any:
+    """Execute; the value of the last expression."""
+    tree = ast.parse(code)
+    last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<sent>", "exec"), namespace)
+    return eval(compile(last, "<sent>", "eval"), namespace) if last is not None else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The Python interface, from a script that has neither a notebook nor an event loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.script import Script
+from tests.kernel.processes import until
+
+
+def test_run_gives_values_times_and_text(script: Script) -> None:
+    answer = script.ok("r = c.run('print(\"hello\", rank)\\nrank * 10')")
+    assert answer.out.splitlines() == ["[rank 0] hello 0", "[rank 1] hello 1"]
+    assert script.value("dict(r.values), r[1], r.ok, dict(r.errors)") == ({0: 0, 1: 10}, 10, True, {})
+    assert script.value("dict(r.text)") == {0: "hello 0\n", 1: "hello 1\n"}
+    assert script.value("sorted(r.seconds), all(0 <= s < 10 for s in r.seconds.values())") == ([0, 1], True)
+    assert script.value("repr(r).splitlines()[1:]") == ["rank 0: 0", "rank 1: 10"]
+
+
+def test_values_are_returned_and_not_shown(script: Script) -> None:
+    assert script.ok("c.run('rank')").out == ""
+    assert script.ok("c.run('rank', show_value=True)").out.splitlines() == ["[rank 0] 0", "[rank 1] 1"]
+
+
+def test_a_rank_without_a_value_has_none(script: Script) -> None:
+    assert script.value("dict(c.run('1 if rank else None').values)") == {1: 1}
+    answer = script.run("c.run('x = 1')[0]")
+    assert answer.kinds[0] == "KeyError"
+    assert "rank 0 has no value; ranks with one: none" in answer.message
+
+
+def test_values_that_do_not_pickle_come_as_text(script: Script) -> None:
+    assert "lambda" in script.value("c.run('lambda: 1', ranks=[0])[0]")
+
+
+def test_quiet_shows_nothing_and_keeps_the_text(script: Script) -> None:
+    answer = script.ok("r = c.run('import sys\\nprint(1)\\nprint(2, file=sys.stderr)', quiet=True)\nr.text[0]")
+    assert (answer.out, answer.err) == ("", "")
+    assert "1\n" in answer.value
+
+
+@pytest.mark.parametrize(("ranks", "chosen"), [("'1'", [1]), ("[0]", [0]), ("(1, 0, 1)", [0, 1]), ("'all'", [0, 1])])
+def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> None:
+    assert script.value(f"sorted(c.run('rank', ranks={ranks}).values)") == chosen
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("c.run('1', ranks='5')", "rank 5 of 2 does not exist: ranks are 0 to 1."),
+        ("c.run('1', ranks=[])", "is no rank"),
+        ("c.run('1', ranks=[-3])", "does not exist"),
+        ("c.run('1', timeout=0)", "a number of seconds above 0"),
+        ("c.run('1', timeout=-1)", "a number of seconds above 0"),
+        ("c.run('def broken(:')", "line 1: "),
+        ("c.run_noblock('1 +')", "line 1: "),
+        ("c.push({'not a name': 1})", "'not a name' is no variable name"),
+        ("c.pull('nothing_there')", "Rank 0 cannot give 'nothing_there': NameError"),
+        ("c.pull('(x for x in [])', ranks=0)", "Rank 0 cannot give '(x for x in [])'"),
+        ("c.pull('rank', ranks=2)", "rank 2 of 2 does not exist"),
+        ("axon_nb.start(2)", "The cluster 'script' with 2 ranks is running"),
+        ("axon_nb.attach()", "has the cluster 'script' already"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_one_sentence(script: Script, call: str, sentence: str) -> None:
+    answer = script.run(call)
+    assert "UsageError" in answer.kinds
+    assert "ValueError" in answer.kinds
+    assert sentence in answer.message
+    assert script.value("c.run('rank')[1]") == 1
+
+
+def test_a_failing_rank_raises_with_the_cause_first(script: Script) -> None:
+    answer = script.run("c.run('if rank == 1:\\n    raise LookupError(\"no such thing\")')")
+    assert answer.kinds[0] == "CellError"
+    assert answer.message == "rank 1: LookupError: no such thing"
+
+
+def test_check_false_gives_the_failures_and_the_other_values(script: Script) -> None:
+    script.ok('r = c.run(\'assert rank == 0, "bad"\\n"good"\', check=False)')
+    assert script.value("r.ok, dict(r.values), sorted(r.errors), r.errors[1].ename, r.errors[1].kind") == (
+        False,
+        {0: "good"},
+        [1],
+        "AssertionError",
+        "raised",
+    )
+    assert script.value("str(r.errors[1])") == "AssertionError: bad"
+
+
+def test_a_time_limit_ends_the_cell_and_nothing_else(script: Script) -> None:
+    before = time.monotonic()
+    answer = script.run("c.run('import time\\ntime.sleep(600)', timeout=0.5)")
+    assert answer.kinds[0] == "CellTimeout"
+    assert {"CellError", "TimeoutError"} <= set(answer.kinds)
+    assert time.monotonic() - before < 10
+    script.ok("r = c.run('import time\\ntime.sleep(600)', timeout=0.5, check=False)")
+    assert script.value("r.ok, sorted(r.errors)") == (False, [0, 1])
+    assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
+
+
+def test_ctrl_c_ends_the_cell_and_not_the_ranks(script: Script, tmp_path: Path) -> None:
+    cell = f"busy = True\nopen('{tmp_path}/' + str(rank), 'w').close()\nwhile True: pass"
+    script.submit(f"c.run({cell!r})")
+    assert until(lambda: len(list(tmp_path.iterdir())) == 2)
+    os.kill(script.process.pid, signal.SIGINT)
+    answer = script.collect()
+    assert answer.kinds[0] == "CellInterrupt"
+    assert "KeyboardInterrupt" in answer.kinds
+    assert script.value("dict(c.run('busy').values)") == {0: True, 1: True}
+
+
+def test_a_cell_in_the_background(script: Script) -> None:
+    script.ok("h = c.run_noblock('import time\\nwhile not globals().get(\"go\"): time.sleep(0.01)\\nrank', quiet=True)")
+    assert script.value("h.done()") is False
+    assert "running on ranks 0-1" in script.value("repr(h)")
+    assert script.run("h.result(0.1)").kinds[0] == "TimeoutError"
+    script.ok("h.cancel()")
+    answer = script.run("h.result(30)")
+    assert "KeyboardInterrupt" in answer.kinds
+    assert script.value("h.done()") is True
+    script.ok("c.push({'go': True})\nh = c.run_noblock('go and rank', quiet=True)")
+    assert script.value("dict(h.result(30).values)") == {0: 0, 1: 1}
+    assert script.value("repr(h)") == "CellHandle(done)"
+
+
+def test_cells_can_be_run_from_several_threads(script: Script) -> None:
+    script.ok(
+        "got = {}\ndef work(n):\n    got[n] = [dict(c.run(f'{n} * 100 + rank', quiet=True).values) for _ in range(5)]\n"
+        "threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]\n"
+        "[t.start() for t in threads]\n[t.join(60) for t in threads]"
+    )
+    assert script.value("got") == {n: [{0: n * 100, 1: n * 100 + 1}] * 5 for n in range(4)}
+
+
+def test_each_of_several_background_cells_has_its_own_value(script: Script) -> None:
+    script.ok("handles = [c.run_noblock(f'{n} * 10 + rank', quiet=True) for n in range(6)]")
+    assert script.value("[dict(h.result(30).values) for h in handles]") == [
+        {0: n * 10, 1: n * 10 + 1} for n in range(6)
+    ]
+
+
+def test_a_background_cells_value_is_kept_while_another_cell_runs(script: Script) -> None:
+    script.ok("h = c.run_noblock('\"first\"', ranks=[0], quiet=True)\nr = c.run('\"second\"', ranks=[0], quiet=True)")
+    assert script.value("h.result(30)[0], r[0]") == ("first", "second")
+
+
+def test_cells_can_be_awaited(script: Script) -> None:
+    assert script.value("import asyncio\ndict(asyncio.run(c.run_async('rank + 5')).values)") == {0: 5, 1: 6}
+
+
+def test_collectives_work_in_cells(script: Script) -> None:
+    assert script.value("dict(c.run('t = torch.ones(3) * (rank + 1); dist.all_reduce(t); t.tolist()').values)") == {
+        0: [3.0] * 3,
+        1: [3.0] * 3,
+    }
+
+
+def test_push_and_pull_keep_types(script: Script) -> None:
+    script.ok("import numpy as np, torch\nc.push({'a': np.arange(4.0), 't': torch.eye(2), 'd': {'k': [1, (2, 'x')]}})")
+    assert script.value("c.run('print(type(a).__name__, type(t).__name__, d)', quiet=True).text[1]") == (
+        "ndarray Tensor {'k': [1, (2, 'x')]}\n"
+    )
+    assert script.value("{r: v.tolist() for r, v in c.pull('t * (rank + 1)').items()}") == {
+        0: [[1.0, 0.0], [0.0, 1.0]],
+        1: [[2.0, 0.0], [0.0, 2.0]],
+    }
+    assert script.value("c.pull('d', ranks=1), c.pull('a.sum()', ranks=[0])[0].item()") == ({"k": [1, (2, "x")]}, 6.0)
+
+
+def test_push_to_some_ranks(script: Script) -> None:
+    script.ok("c.push({'only': 1}, ranks='1')")
+    assert script.value("dict(c.run('\"only\" in globals()').values)") == {0: False, 1: True}
+
+
+def test_status_is_a_table_of_ranks(script: Script) -> None:
+    script.ok("s = c.status()")
+    assert script.value("list(s.columns)") == [
+        "rank", "host", "pid", "device", "backend", "state", "memory", "device_memory", "cell",
+    ]  # fmt: skip
+    assert script.value("s['rank'].tolist(), s['device'].tolist(), s['backend'].tolist()") == (
+        [0, 1],
+        ["cpu", "cpu"],
+        ["gloo", "gloo"],
+    )
+    assert script.value("s['state'].tolist(), s['cell'].isna().tolist()") == (["idle", "idle"], [True, True])
+    assert script.value("s['pid'].tolist() == list(c.run('import os\\nos.getpid()').values.values())") is True
+    assert script.value("(s['memory'] > 50e6).all().item(), (s['device_memory'] == 0).all().item()") == (True, True)
+
+
+def test_status_tells_what_ranks_do(script: Script) -> None:
+    script.ok("h = c.run_noblock('import time\\ntime.sleep(600)', cell=41, quiet=True)")
+    end = time.monotonic() + 20
+    while script.value("c.status()['cell'].dropna().tolist()") != [41, 41] and time.monotonic() < end:
+        pass
+    assert script.value("c.status()['state'].tolist()") == ["running line 2"] * 2
+    script.ok("h.cancel()")
+    assert "KeyboardInterrupt" in script.run("h.result(30)").kinds
+
+
+def test_the_cluster_says_what_it_is(script: Script) -> None:
+    assert script.value("repr(c)") == "Cluster('script', 2 ranks, gloo, running)"
+    assert script.value("axon_nb.current_cluster() is c, c.running, c.ranks, c.backend, c.engines") == (
+        True,
+        True,
+        [0, 1],
+        "gloo",
+        "axon",
+    )
+
+
+def test_a_script_needs_no_ipython_on_screen(script: Script) -> None:
+    assert script.ok("c.run('import pandas as pd\\npd.DataFrame({\"a\": [1]})', show_value=True)").out.startswith(
+        "[ranks 0-1]"
+    )
+
+
+def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:
+    script.ok("before = [p['pid'] for p in c._places]\nc.stop()\nc.stop()")
+    assert script.value("c.running, 'was stopped' in repr(c)") == (False, True)
+    assert not [process for process in script.others() if process.pid in script.value("before")]
+    for call in ("c.run('1')", "c.push({'x': 1})", "c.pull('rank')", "c.run_noblock('1')"):
+        answer = script.run(call)
+        assert answer.kinds[0] == "ClusterGone"
+        assert "was stopped" in answer.message
+    assert script.run("axon_nb.current_cluster()").kinds[0] == "NoCluster"
+    assert script.value("c.status()['state'].tolist()") == ["gone", "gone"]
+    script.ok("c = axon_nb.start(2, devices='cpu', name='script')")
+    assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}

@@ -1,0 +1,160 @@
+"""Where ranks compute: chosen from the GPUs that are there, or refused with what can be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from axon_nb.cluster.layout import plan_layout
+from axon_nb.errors import UsageError
+from axon_nb.host.cores import usable_cores
+from tests.host.nvidia_smi import A100X4, Driver
+
+CORES = usable_cores()
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A machine with four cards, of which number 1 is in use."""
+    driver = Driver(tmp_path, monkeypatch)
+    driver.prints(A100X4)
+    return driver
+
+
+@pytest.fixture
+def no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without cards."""
+    Driver(tmp_path, monkeypatch).prints("")
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_without_cards_ranks_are_on_the_cpu() -> None:
+    layout = plan_layout(3)
+    assert (layout.num_ranks, layout.backend, layout.devices) == (3, "gloo", ("cpu",) * 3)
+    assert layout.visible is None
+    assert layout.threads == max(1, CORES // 3)
+    assert layout.notes == ()
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_without_a_number_there_are_2_to_4_ranks() -> None:
+    assert plan_layout(None).num_ranks == min(4, max(2, CORES))
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_a_hundred_ranks_get_a_thread_each() -> None:
+    assert plan_layout(100).threads == 1
+    assert plan_layout(2, threads=5).threads == 5
+
+
+def test_each_free_card_gets_a_rank(driver: Driver) -> None:
+    layout = plan_layout(None)
+    assert (layout.num_ranks, layout.backend) == (3, "nccl")
+    assert layout.devices == ("cuda:0", "cuda:1", "cuda:2")
+    assert layout.visible == "0,2,3"
+    assert layout.notes == ("GPU 1 skipped: in use. `--devices 1` takes it all the same.",)
+
+
+def test_a_busy_card_is_taken_when_named(driver: Driver) -> None:
+    layout = plan_layout(None, devices="1")
+    assert (layout.num_ranks, layout.devices, layout.visible, layout.notes) == (1, ("cuda:0",), "1", ())
+
+
+def test_named_cards_keep_their_order(driver: Driver) -> None:
+    layout = plan_layout(2, devices="3,0")
+    assert (layout.devices, layout.visible, layout.backend) == (("cuda:0", "cuda:1"), "3,0", "nccl")
+
+
+def test_fewer_ranks_than_cards(driver: Driver) -> None:
+    layout = plan_layout(2)
+    assert (layout.devices, layout.backend) == (("cuda:0", "cuda:1"), "nccl")
+
+
+def test_more_ranks_than_cards_share_them_over_gloo_and_that_is_said(driver: Driver) -> None:
+    layout = plan_layout(5, devices="0,2")
+    assert layout.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
+    assert layout.backend == "gloo"
+    assert layout.notes == ("5 ranks share 2 GPUs (Gloo).",)
+    assert plan_layout(2, devices="0").notes == ("2 ranks share 1 GPU (Gloo).",)
+
+
+def test_gloo_can_be_asked_for(driver: Driver) -> None:
+    layout = plan_layout(None, backend="gloo")
+    assert (layout.num_ranks, layout.backend, layout.devices[0]) == (3, "gloo", "cuda:0")
+
+
+def test_the_cpu_can_be_asked_for_and_hides_the_cards(driver: Driver) -> None:
+    layout = plan_layout(None, devices="cpu")
+    assert (layout.backend, set(layout.devices), layout.visible) == ("gloo", {"cpu"}, "")
+
+
+def test_what_the_user_has_hidden_stays_hidden(driver: Driver) -> None:
+    driver.shows("3,1,2")
+    layout = plan_layout(None)
+    assert (layout.num_ranks, layout.visible) == (2, "3,2")
+    with pytest.raises(UsageError, match="GPU 0 is not visible here; visible: 3, 1, 2"):
+        plan_layout(1, devices="0")
+    driver.shows("")
+    assert plan_layout(2).devices == ("cpu", "cpu")
+    with pytest.raises(UsageError, match="visible: none"):
+        plan_layout(1, devices="0")
+
+
+def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None:
+    driver.shows("1")
+    layout = plan_layout(2)
+    assert (layout.backend, layout.devices) == ("gloo", ("cpu", "cpu"))
+    assert "GPU 1 skipped: in use" in layout.notes[0]
+
+
+REFUSED = [
+    ({"n": 0}, "-n 0: a cluster has at least 1 rank"),
+    ({"n": -3}, "-n -3: a cluster has at least 1 rank"),
+    ({"n": 1, "backend": "mpi"}, "--backend mpi: it is one of auto, gloo, nccl"),
+    ({"n": 1, "devices": ""}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "gpu0"}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "0,,2"}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "-1"}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "²"}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "4"}, "GPU 4 is not visible here; visible: 0, 1, 2, 3"),
+    ({"n": 2, "devices": "2,2"}, "GPU 2 is there twice"),
+    ({"n": 4, "backend": "nccl"}, "4 ranks, 3 free GPUs. Use `-n 3`, or `--backend gloo`"),
+    ({"n": 1, "backend": "nccl", "devices": "cpu"}, "NCCL needs GPUs and none is free here"),
+]
+
+
+@pytest.mark.parametrize(("wish", "sentence"), REFUSED, ids=[str(wish) for wish, _ in REFUSED])
+def test_what_cannot_be_is_refused_with_what_can(driver: Driver, wish: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_layout(**wish)  # type: ignore[arg-type]
+    assert sentence in str(caught.value)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    used=st.lists(st.integers(0, 2000), max_size=5),
+    n=st.none() | st.integers(1, 9),
+    backend=st.sampled_from(["auto", "gloo", "nccl"]),
+)
+def test_every_plan_holds_together(driver: Driver, used: list[int], n: int | None, backend: str) -> None:
+    driver.prints("".join(f"{i}, GPU-{i:08d}-0, Card, 16384, {mib}\n" for i, mib in enumerate(used)))
+    free = [i for i, mib in enumerate(used) if mib <= 512]
+    try:
+        layout = plan_layout(n, backend=backend)
+    except UsageError:
+        assert backend == "nccl"
+        assert len(free) < (n or len(free) or 1)
+        return
+    assert len(layout.devices) == layout.num_ranks == (n or len(free) or layout.num_ranks)
+    assert layout.threads >= 1
+    assert [int(card) for card in (layout.visible or "").split(",") if card] == free
+    places = [int(device.removeprefix("cuda:")) for device in layout.devices if device != "cpu"]
+    assert set(places) <= set(range(len(free)))
+    assert bool(places) == bool(free)
+    if layout.backend == "nccl":
+        assert len(set(places)) == layout.num_ranks
+    if backend == "auto":
+        assert (layout.backend == "nccl") == (bool(free) and len(free) >= layout.num_ranks)

@@ -1,0 +1,58 @@
+"""Agents for the tests: real processes, each with a folder of its own, ended afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from axon_nb.errors import ClusterGone
+from axon_nb.host.rundir import RunDir
+from tests.host.agents import ENTRY, Served, Shared, serve
+
+MakeAgent = Callable[..., Served]
+
+
+@pytest.fixture
+def make_agent() -> Iterator[MakeAgent]:
+    """Starts agents of the test's own; what is left of them is ended afterwards."""
+    made: list[Served] = []
+
+    def make(*, entry: str = "", controller: list[str] | None = None, owner: str = "the tests") -> Served:
+        served = serve(entry=entry, controller=controller or [], owner=owner)
+        made.append(served)
+        return served
+
+    yield make
+    for served in made:
+        with contextlib.suppress(ClusterGone):
+            served.end()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Shared]:
+    """The agents that tests share."""
+    shared = Shared()
+    yield shared
+    shared.end()
+
+
+@pytest.fixture
+def agent(shared: Shared) -> Served:
+    """An agent that forks nothing and starts at once, for tests that leave it as it was."""
+    return shared.get("")
+
+
+@pytest.fixture
+def forking_agent(shared: Shared) -> Served:
+    """An agent that has imported torch and forks ranks; tests use rank numbers of their own."""
+    return shared.get(ENTRY)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDir]:
+    """The folder of a cluster that does not run yet."""
+    run_dir = RunDir.create()
+    yield run_dir
+    run_dir.remove()

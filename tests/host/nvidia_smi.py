@@ -1,0 +1,49 @@
+"""A program called `nvidia-smi` that prints what the real one printed on some machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+__all__ = ["A100X4", "MIXED", "Driver"]
+
+A100X4 = """\
+0, GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10, NVIDIA A100-SXM4-80GB, 81920, 4
+1, GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21, NVIDIA A100-SXM4-80GB, 81920, 79211
+2, GPU-8d77aa10-02b3-9c4d-5e6f-708192a3b4c5, NVIDIA A100-SXM4-80GB, 81920, 4
+3, GPU-f0e1d2c3-b4a5-9687-7869-5a4b3c2d1e0f, NVIDIA A100-SXM4-80GB, 81920, 512
+"""
+"""Four cards: 1 in use, 3 with exactly half a GiB in use."""
+
+MIXED = """\
+0, GPU-11111111-aaaa-bbbb-cccc-000000000000, NVIDIA GB10, [N/A], [N/A]
+1, GPU-22222222-aaaa-bbbb-cccc-000000000000, NVIDIA RTX A6000, Engineering Sample, 49140, 1
+Unable to determine the device handle for GPU2: 0000:41:00.0: Unknown Error
+"""
+"""A card that shares the host's memory, one with a comma in its name, one that has fallen off the bus."""
+
+
+class Driver:
+    """Puts the program on the PATH."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._patch = monkeypatch
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def prints(self, text: str, *, code: int = 0) -> None:
+        """From now on there are these cards; the program takes only the question that the real one takes."""
+        query = "--query-gpu=index,uuid,name,memory.total,memory.used --format=csv,noheader,nounits"
+        program = self._folder / "nvidia-smi"
+        program.write_text(
+            f'#!/bin/sh\n[ "$*" = {shlex.quote(query)} ] || exit 6\nprintf %s {shlex.quote(text)}\nexit {code}\n'
+        )
+        program.chmod(0o755)
+
+    def shows(self, visible: str) -> None:
+        """Set CUDA_VISIBLE_DEVICES."""
+        self._patch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -1,0 +1,205 @@
+"""Ranks as the agent forks them: processes of their own, reported when they end, never left behind."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from axon_nb.errors import StartError
+from axon_nb.host.client import AgentClient
+from tests.host.agents import ENTRY, ROOT, Served, dead, fork_request
+from tests.host.conftest import MakeAgent
+from tests.kernel.processes import until
+
+
+def published(path: Path, served: Served, pid: int) -> Any:
+    """What a forked rank wrote, waited for."""
+    rank = psutil.Process(pid)
+    assert until(lambda: path.exists() or dead(rank)), "the rank has not come up"
+    assert path.exists(), "\n".join(log.read_text() for log in (served.run_dir.path / "log").glob("rank*.log"))
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Filled by `report`: a rank's report is made once for all tests that read it."""
+    return {"folder": tmp_path_factory.mktemp("reports")}
+
+
+@pytest.fixture
+def report(forking_agent: Served, reports: dict[str, Path]) -> dict[str, Any]:
+    """What a rank says of itself."""
+    path = reports["folder"] / "report.json"
+    if not path.exists():
+        rank, pid = forking_agent.fork(
+            "report",
+            str(path),
+            env={"ONLY": "this", "PATH": "/bin"},
+            cwd=str(reports["folder"]),
+            path=[str(ROOT), "/nowhere", *sys.path],
+            umask=0o027,
+        )
+        published(path, forking_agent, pid)
+        (reports["folder"] / "rank").write_text(str(rank))
+    return dict(json.loads(path.read_text()))
+
+
+def test_it_gets_the_notebooks_folder_environment_path_and_umask(
+    report: dict[str, Any], reports: dict[str, Path]
+) -> None:
+    assert report["cwd"] == str(reports["folder"])
+    assert {name: report["env"][name] for name in ("ONLY", "PATH")} == {"ONLY": "this", "PATH": "/bin"}
+    assert "HOME" not in report["env"]
+    assert report["path"][:2] == [str(ROOT), "/nowhere"]
+    assert report["argv"] == ["ipengine", "report", str(reports["folder"] / "report.json")]
+    assert report["umask"] == 0o027
+
+
+def test_it_is_a_process_of_its_own_with_torch_at_hand(report: dict[str, Any], forking_agent: Served) -> None:
+    assert report["session"] == report["pid"]
+    assert report["ppid"] == forking_agent.process.pid
+    assert report["preloaded"]
+    assert report["default_signals"] == [True, True, True]
+
+
+def test_memory_pressure_takes_it_before_the_kernel(report: dict[str, Any]) -> None:
+    assert int(report["oom"]) >= 300
+
+
+def test_it_holds_none_of_the_agents_files_and_sockets(report: dict[str, Any]) -> None:
+    log = [name for name in report["files"] if name.endswith(".log")]
+    assert len(log) == 2
+    others = [name for name in report["files"] if name not in log and not name.startswith(("/proc/", "/dev/null"))]
+    assert others == []
+
+
+def test_its_log_is_for_its_owner_alone(
+    report: dict[str, Any], reports: dict[str, Path], forking_agent: Served
+) -> None:
+    log = forking_agent.run_dir.rank_log(int((reports["folder"] / "rank").read_text()))
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_ranks_draw_different_random_numbers(forking_agent: Served, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.json" for number in range(3)]
+    pids = [forking_agent.fork("report", str(path))[1] for path in paths]
+    draws = [published(path, forking_agent, pid)["draws"] for path, pid in zip(paths, pids, strict=True)]
+    assert len({draw[0] for draw in draws}) == len({draw[1] for draw in draws}) == len(paths)
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["exit", "0"], 0), (["exit", "3"], 3), (["fail"], 1), (["no such"], 1)])
+def test_its_end_is_told_with_its_code(forking_agent: Served, argv: list[str], code: int) -> None:
+    rank, pid = forking_agent.fork(*argv)
+    event = forking_agent.event(event="exit", rank=rank)
+    assert (event["pid"], event["code"]) == (pid, code)
+    assert event["time_ns"] > 0
+    assert not psutil.pid_exists(pid)
+
+
+def test_what_made_it_fail_is_in_its_log(forking_agent: Served) -> None:
+    rank, _ = forking_agent.fork("fail")
+    forking_agent.event(event="exit", rank=rank)
+    assert "LookupError: this entry fails" in forking_agent.run_dir.rank_log(rank).read_text()
+
+
+def test_a_folder_that_is_gone_is_said_in_its_log(forking_agent: Served, tmp_path: Path) -> None:
+    rank, _ = forking_agent.fork("wait", cwd=str(tmp_path / "gone"))
+    assert forking_agent.event(event="exit", rank=rank)["code"] == 1
+    assert "FileNotFoundError" in forking_agent.run_dir.rank_log(rank).read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_signal_reaches_it(forking_agent: Served, number: signal.Signals) -> None:
+    rank, _ = forking_agent.fork("wait")
+    assert forking_agent.client.call("signal", rank=rank, signal=int(number))["sent"] is True
+    assert forking_agent.event(event="exit", rank=rank)["code"] == -number
+    assert forking_agent.client.call("signal", rank=rank, signal=int(number))["sent"] is False
+
+
+def test_a_signal_that_comes_right_after_the_fork_spares_the_others(forking_agent: Served, tmp_path: Path) -> None:
+    other, pid = forking_agent.fork("wait", str(tmp_path / "other"))
+    published(tmp_path / "other", forking_agent, pid)
+    for _ in range(5):
+        rank, _ = forking_agent.fork("wait")
+        forking_agent.client.call("signal", rank=rank, signal=int(signal.SIGTERM))
+        assert forking_agent.event(event="exit", rank=rank)["code"] == -signal.SIGTERM
+    assert forking_agent.client.call("get_info")["ranks"].get(str(other)) == pid
+
+
+def test_a_signal_that_does_not_exist_is_refused(forking_agent: Served) -> None:
+    rank, _ = forking_agent.fork("wait")
+    with pytest.raises(StartError, match="could not signal"):
+        forking_agent.client.call("signal", rank=rank, signal=10**6)
+    forking_agent.client.call("signal", rank=rank, signal=9)
+
+
+def test_what_it_started_ends_with_it(forking_agent: Served, tmp_path: Path) -> None:
+    rank, pid = forking_agent.fork("child", str(tmp_path / "child.json"))
+    child = psutil.Process(published(tmp_path / "child.json", forking_agent, pid))
+    forking_agent.client.call("signal", rank=rank, signal=int(signal.SIGKILL))
+    forking_agent.event(event="exit", rank=rank)
+    assert until(lambda: dead(child), timeout=5)
+
+
+@pytest.mark.parametrize("missing", ["rank", "env", "cwd", "path", "argv", "umask", "log"])
+def test_an_incomplete_request_forks_nothing(forking_agent: Served, missing: str) -> None:
+    before = forking_agent.client.call("get_info")["ranks"]
+    request = fork_request(forking_agent.run_dir, "wait")
+    del request[missing]
+    with pytest.raises(StartError, match=f"could not fork: KeyError: '{missing}'"):
+        forking_agent.client.call("fork", **request)
+    assert forking_agent.client.call("get_info")["ranks"] == before
+
+
+def test_owners_are_told_of_an_end_and_lookers_are_not(forking_agent: Served) -> None:
+    events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    looker = AgentClient(forking_agent.run_dir, owner="")
+    looker.on_event(events.put)
+    rank, _ = forking_agent.fork("exit", "0")
+    forking_agent.event(event="exit", rank=rank)
+    looker.call("get_info")
+    assert events.empty()
+    looker.close()
+
+
+def test_an_agent_without_an_entry_forks_nothing(agent: Served) -> None:
+    with pytest.raises(StartError, match="does not fork ranks"):
+        agent.fork("wait")
+
+
+def test_stop_and_kill_leave_no_rank_not_even_a_deaf_one(make_agent: MakeAgent, tmp_path: Path) -> None:
+    served = make_agent(entry=ENTRY)
+    _, waiting = served.fork("wait", str(tmp_path / "wait.json"))
+    _, deaf = served.fork("deaf", str(tmp_path / "deaf.json"))
+    ranks = [psutil.Process(pid) for pid in (waiting, deaf)]
+    assert published(tmp_path / "wait.json", served, waiting) == waiting
+    assert published(tmp_path / "deaf.json", served, deaf) == deaf
+    assert served.client.stop()
+    assert all(map(dead, ranks))
+    assert until(served.gone, timeout=5)
+
+
+def test_a_killed_agent_takes_its_ranks_along(make_agent: MakeAgent, tmp_path: Path) -> None:
+    served = make_agent(entry=ENTRY)
+    ranks = [psutil.Process(served.fork(word, str(tmp_path / word))[1]) for word in ("wait", "deaf")]
+    for rank, word in zip(ranks, ("wait", "deaf"), strict=True):
+        assert published(tmp_path / word, served, rank.pid) == rank.pid
+    served.process.kill()
+    assert until(lambda: all(map(dead, ranks)), timeout=5)
+    assert served.client.closed.wait(5)
+    assert served.event(event="closed")
+
+
+def test_an_entry_that_does_not_exist_ends_the_rank_with_the_reason(make_agent: MakeAgent) -> None:
+    served = make_agent(entry="axon_nb.host.nowhere:run")
+    rank, _ = served.fork()
+    assert served.event(event="exit", rank=rank)["code"] == 1
+    assert "No module named 'axon_nb.host.nowhere'" in served.run_dir.rank_log(rank).read_text()

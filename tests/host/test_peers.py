@@ -1,0 +1,177 @@
+"""Whatever comes in over its sockets, the agent stays: at worst the connection that sent it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axon_nb.host.framing import MAX_MESSAGE, encode
+from tests.host.agents import RawPeer, Served
+from tests.host.conftest import MakeAgent
+from tests.kernel.processes import until
+
+REFUSED = [
+    ({"cmd": "dance"}, "no command 'dance'"),
+    ({}, "no command"),
+    ({"cmd": None}, "no command None"),
+    ({"cmd": []}, "no command []"),
+    ({"cmd": {"a": 1}}, "no command"),
+    ({"cmd": "hello"}, "KeyError"),
+    ({"cmd": "fork"}, "does not fork ranks"),
+    ({"cmd": "signal", "rank": "x", "signal": 9}, "ValueError"),
+    ({"cmd": "signal", "rank": None, "signal": 9}, "TypeError"),
+    ({"cmd": "set_info", "info": 5}, "TypeError"),
+    ({"cmd": "set_info", "info": {"keep_alive_s": "long"}}, "ValueError"),
+]
+
+
+@pytest.mark.parametrize(("message", "reason"), REFUSED, ids=[json.dumps(message) for message, _ in REFUSED])
+def test_a_command_that_makes_no_sense_gets_an_error(agent: Served, message: dict[str, object], reason: str) -> None:
+    with RawPeer(agent.run_dir.agent_socket) as peer:
+        reply = peer.command(id=7, **message)
+        assert reply["id"] == 7
+        assert reason in reply["error"]
+        assert peer.command(id=8, cmd="get_info")["pid"] == agent.process.pid
+
+
+def test_a_signal_to_nobody_is_told_as_not_sent(agent: Served) -> None:
+    assert agent.client.call("signal", rank=10**6, signal=9)["sent"] is False
+
+
+NO_COMMANDS = [
+    pytest.param(b"{not json\n", id="no JSON"),
+    pytest.param(b"\xff\xfe\x00\n", id="no text"),
+    pytest.param(b"\n", id="nothing"),
+    pytest.param(b"[]\n", id="a list"),
+    pytest.param(b"17\n", id="a number"),
+    pytest.param(b"null\n", id="null"),
+    pytest.param(b'"hello"\n', id="a string"),
+    pytest.param(b"[" * 100_000 + b"\n", id="deeply nested"),
+    pytest.param(b"9" * 5000 + b"\n", id="more digits than Python reads"),
+    pytest.param(b"x" * ((16 << 20) + 1), id="a line without end"),
+]
+
+
+@pytest.mark.parametrize("data", NO_COMMANDS)
+def test_what_is_no_command_ends_its_connection_alone(agent: Served, data: bytes) -> None:
+    with RawPeer(agent.run_dir.agent_socket) as peer:
+        try:
+            peer.send(data)
+        except ConnectionError:  # closed before all of it was sent
+            pass
+        assert peer.closed_by_agent()
+    assert agent.client.call("get_info")["pid"] == agent.process.pid
+
+
+NO_MESSAGES = [
+    pytest.param(struct.pack("<II", 0, 0), id="an empty message"),
+    pytest.param(struct.pack("<II", 0, 3), id="parts that are not there"),
+    pytest.param(struct.pack("<III", 4, 1, 1 << 31), id="a part longer than the message"),
+    pytest.param(struct.pack("<II", MAX_MESSAGE + 1, 1), id="above the limit"),
+    pytest.param(encode([b"add"]), id="add without a key"),
+    pytest.param(encode([b"add", b"t-garbage", b"many"]), id="add of no number"),
+    pytest.param(encode([b"compare_set", b"t-garbage"]), id="compare_set without values"),
+    pytest.param(encode([b"append", b"t-garbage"]), id="append without a value"),
+    pytest.param(encode([b"delete"]), id="delete without a key"),
+    pytest.param(encode([b"wait", b"soon", b"t-never"]), id="wait for no number"),
+    pytest.param(encode([b"set", b"t-garbage"]), id="set without a value"),
+]
+
+
+@pytest.mark.parametrize("data", NO_MESSAGES)
+def test_what_no_store_client_sends_ends_its_connection_alone(agent: Served, data: bytes) -> None:
+    with RawPeer(agent.run_dir.store_socket) as good, RawPeer(agent.run_dir.store_socket) as bad:
+        assert good.ask_store(b"set", b"t-good", b"1") == [b""]
+        bad.send(data)
+        assert bad.closed_by_agent()
+        assert good.ask_store(b"wait", b"1000", b"t-good") == [b"1"]
+
+
+def test_random_bytes_harm_nobody(agent: Served) -> None:
+    chance = random.Random(7)
+    for path in (agent.run_dir.store_socket, agent.run_dir.agent_socket) * 20:
+        with RawPeer(path) as peer:
+            peer.send(chance.randbytes(chance.randrange(1, 400)))
+    assert agent.client.call("get_info")["pid"] == agent.process.pid
+
+
+def test_a_wait_of_a_thousand_years_harms_nobody(agent: Served) -> None:
+    with RawPeer(agent.run_dir.store_socket) as peer:
+        peer.send(encode([b"wait", b"31536000000000", b"t-thousand-years"]))
+        assert agent.client.call("get_info")["pid"] == agent.process.pid
+        with RawPeer(agent.run_dir.store_socket) as other:
+            assert other.ask_store(b"set", b"t-thousand-years", b"over") == [b""]
+
+
+def test_values_larger_than_the_sockets_buffer_arrive_whole(agent: Served) -> None:
+    with RawPeer(agent.run_dir.store_socket) as peer:
+        for size in (1 << 10, 1 << 18, 1 << 23):
+            value = random.Random(size).randbytes(size)
+            assert peer.ask_store(b"set", b"t-large", value) == [b""]
+            assert peer.ask_store(b"wait", b"1000", b"t-large") == [value]
+        assert peer.ask_store(b"delete", b"t-large") == [b"1"]
+
+
+def test_replies_wait_for_a_client_that_reads_late(agent: Served) -> None:
+    with RawPeer(agent.run_dir.agent_socket) as peer:
+        number = 2000
+        for identity in range(number):
+            peer.send(json.dumps({"id": identity, "cmd": "get_info"}).encode() + b"\n")
+        assert agent.client.call("get_info")["pid"] == agent.process.pid
+        assert [peer.line()["id"] for _ in range(number)] == list(range(number))
+
+
+def test_a_client_that_leaves_while_it_waits_harms_nobody(agent: Served) -> None:
+    with RawPeer(agent.run_dir.store_socket) as leaver:
+        leaver.send(encode([b"wait", b"60000", b"t-left"]))
+        assert leaver.ask_store(b"count")  # the wait has been taken in
+    with RawPeer(agent.run_dir.store_socket) as other:
+        assert other.ask_store(b"set", b"t-left", b"1") == [b""]
+        assert other.ask_store(b"wait", b"1000", b"t-left") == [b"1"]
+
+
+def test_more_connections_than_the_agent_has_file_descriptors(make_agent: MakeAgent) -> None:
+    served = make_agent()
+    resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (32, 32))
+    with contextlib.ExitStack() as peers:
+        for _ in range(60):
+            peers.enter_context(RawPeer(served.run_dir.store_socket))
+        assert until(lambda: served.process.num_fds() >= 32)
+        assert served.client.call("get_info")["pid"] == served.process.pid
+    with RawPeer(served.run_dir.store_socket) as peer:
+        assert peer.ask_store(b"count") == [b"0"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can connect as somebody else")
+def test_another_users_connection_is_closed_at_once(make_agent: MakeAgent) -> None:
+    served = make_agent()
+    sockets = [served.run_dir.agent_socket, served.run_dir.store_socket]
+    assert [path.stat().st_mode & 0o777 for path in sockets] == [0o600, 0o600]
+    for path in (*sockets, served.run_dir.path, served.run_dir.path.parent):
+        path.chmod(0o777)
+    _open_for_search(served.run_dir.path.parent.parent)
+    script = (
+        "import os, socket, sys\nos.setuid(65534)\n"
+        "for path in sys.argv[1:]:\n    sock = socket.socket(socket.AF_UNIX)\n    sock.settimeout(20)\n"
+        "    sock.connect(path)\n    print(sock.recv(1))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, sockets)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["b''", "b''"], done.stderr
+    assert served.client.call("get_info")["pid"] == served.process.pid
+
+
+def _open_for_search(folder: Path) -> None:
+    while folder != folder.parent and not folder.stat().st_mode & 0o001:
+        folder.chmod(folder.stat().st_mode | 0o011)
+        folder = folder.parent

@@ -1,0 +1,224 @@
+"""Where a cluster keeps its files: private, short, on a folder that is ours, and empty again afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from axon_nb.host.rundir import RunDir, base_dir, list_run_dirs
+from tests.host.agents import ROOT, dead
+from tests.host.conftest import MakeAgent
+from tests.kernel.processes import modes, until
+
+OWN = f"axon_nb-{os.getuid()}"
+OTHER_UID = 61_234
+"""A user that no machine has."""
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can take on another user's identity")
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short folder that `AXON_NB_RUNTIME_DIR` names; nothing else is set."""
+    with tempfile.TemporaryDirectory(prefix="axr-", dir="/tmp") as folder:
+        monkeypatch.setenv("AXON_NB_RUNTIME_DIR", folder)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        yield Path(folder)
+
+
+def test_the_folder_is_private_and_made_once(root: Path) -> None:
+    assert base_dir() == base_dir() == root / OWN
+    assert stat.S_IMODE((root / OWN).stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_could_enter_is_closed_to_them(root: Path) -> None:
+    (root / OWN).mkdir(mode=0o755)
+    (root / OWN).chmod(0o777)
+    assert base_dir() == root / OWN
+    assert stat.S_IMODE((root / OWN).stat().st_mode) == 0o700
+
+
+def test_the_runtime_folder_of_the_desktop_comes_second(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "xdg").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "xdg"))
+    assert base_dir() == root / OWN
+    monkeypatch.setenv("AXON_NB_RUNTIME_DIR", "")
+    assert base_dir() == root / "xdg" / OWN
+
+
+UNFIT: list[tuple[str, Callable[[Path], str]]] = []
+
+
+def unfit(make: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Collects ways in which a folder cannot hold a cluster; each returns what to put into the environment."""
+    UNFIT.append((make.__name__.strip("_").replace("_", " "), make))
+    return make
+
+
+@unfit
+def _not_there(folder: Path) -> str:
+    return str(folder / "nowhere")
+
+
+@unfit
+def _a_file(folder: Path) -> str:
+    (folder / "file").touch()
+    return str(folder / "file")
+
+
+@unfit
+def _a_file_in_its_place(folder: Path) -> str:
+    (folder / OWN).touch()
+    return str(folder)
+
+
+@unfit
+def _too_long(folder: Path) -> str:
+    long = folder / ("long" * 20)
+    long.mkdir()
+    return str(long)
+
+
+@unfit
+def _a_link_in_its_place(folder: Path) -> str:
+    (folder / "elsewhere").mkdir()
+    (folder / OWN).symlink_to(folder / "elsewhere")
+    return str(folder)
+
+
+@unfit
+def _a_dangling_link_in_its_place(folder: Path) -> str:
+    (folder / OWN).symlink_to(folder / "elsewhere")
+    return str(folder)
+
+
+@pytest.mark.parametrize("make", [make for _, make in UNFIT], ids=[name for name, _ in UNFIT])
+def test_an_unfit_folder_is_passed_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str]
+) -> None:
+    (root / "bad").mkdir()
+    (root / "next").mkdir()
+    monkeypatch.setenv("AXON_NB_RUNTIME_DIR", make(root / "bad"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "next"))
+    assert base_dir() == root / "next" / OWN
+    assert not list((root / "bad").glob("elsewhere/*"))
+
+
+@as_root
+def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root: Path) -> None:
+    """A user for whom no folder fits: one is not writable, one too long, one belongs to someone else."""
+    closed, long = root / "closed", root / ("long" * 20)
+    closed.mkdir(mode=0o755)
+    long.mkdir()
+    long.chmod(0o777)
+    root.chmod(0o755)
+    planted = [Path(folder) / f"axon_nb-{OTHER_UID}" for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp"))]
+    for folder in planted:
+        folder.mkdir()
+    script = (
+        "import os, sys\nfrom axon_nb.errors import StartError\nfrom axon_nb.host.rundir import base_dir\n"
+        f"import tempfile; tempfile.gettempdir(); os.setuid({OTHER_UID})\n"
+        "try:\n    print('used', base_dir())\nexcept StartError as error:\n    print(error)"
+    )
+    env = {**os.environ, "AXON_NB_RUNTIME_DIR": str(closed), "XDG_RUNTIME_DIR": str(long), "PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    finally:
+        for folder in planted:
+            folder.rmdir()
+    message = done.stdout.strip()
+    assert f"{closed}/axon_nb-{OTHER_UID}: Permission denied" in message
+    assert f"{long}/axon_nb-{OTHER_UID}: longer than a Unix socket's path may be" in message
+    assert f"/tmp/axon_nb-{OTHER_UID}: belongs to someone else" in message
+    assert message.endswith("set AXON_NB_RUNTIME_DIR to a short path on a local disk.")
+
+
+@as_root
+def test_a_folder_of_someone_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / OWN).mkdir()
+    os.chown(root / OWN, OTHER_UID, OTHER_UID)
+    (root / "next").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "next"))
+    assert base_dir() == root / "next" / OWN
+    assert not list((root / OWN).iterdir())
+
+
+def test_everything_in_a_new_folder_is_for_its_owner_alone(root: Path) -> None:
+    path = RunDir.create().path
+    assert path.parent == root / OWN
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for name, mode in modes(path).items():
+        assert mode == (0o700 if (path / name).is_dir() else 0o600), name
+
+
+def test_a_living_agents_folder_stays_and_a_dead_ones_goes(root: Path, make_agent: MakeAgent) -> None:
+    served, doomed = make_agent(), make_agent()
+    doomed.process.kill()
+    assert until(lambda: dead(doomed.process))
+    assert doomed.run_dir.agent_socket.exists()
+    assert [entry.path for entry in list_run_dirs()] == [served.run_dir.path]
+    assert not doomed.run_dir.path.exists()
+    assert served.client.call("get_info")["pid"] == served.process.pid
+
+
+def test_a_folder_whose_agent_is_being_started_stays(root: Path) -> None:
+    run_dir = RunDir.create()
+    assert [entry.path for entry in list_run_dirs()] == [run_dir.path]
+
+
+def test_a_folder_whose_starter_died_before_its_agent_came_goes(root: Path) -> None:
+    script = "from axon_nb.host.rundir import RunDir; print(RunDir.create().path)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    path = Path(done.stdout.strip())
+    assert path.is_dir()
+    assert list_run_dirs() == []
+    assert not path.exists()
+
+
+def test_what_is_no_cluster_does_not_stop_the_search(root: Path, make_agent: MakeAgent) -> None:
+    served = make_agent()
+    (base_dir() / "a file").touch()
+    (base_dir() / "empty").mkdir()
+    (root / "outside").mkdir()
+    (root / "outside" / "precious").touch()
+    (base_dir() / "link").symlink_to(root / "outside")
+    assert [entry.path for entry in list_run_dirs()] == [served.run_dir.path]
+    assert (root / "outside" / "precious").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", json.dumps({"name": "x"})[:-1]], ids=repr)
+def test_a_broken_description_reads_as_none(run_dir: RunDir, text: str) -> None:
+    (run_dir.path / "agent.json").write_text(text)
+    assert run_dir.read_info() == {}
+    assert run_dir.name == ""
+
+
+def test_the_description_is_replaced_in_one_step(run_dir: RunDir) -> None:
+    run_dir.write_info({"name": "one"})
+    with open(run_dir.path / "agent.json") as before:
+        run_dir.write_info({"name": "two"})
+        assert json.load(before) == {"name": "one"}
+    assert run_dir.name == "two"
+    assert stat.S_IMODE((run_dir.path / "agent.json").stat().st_mode) == 0o600
+
+
+def test_the_socket_path_fits_where_the_base_folder_fits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest base folder that is taken still lets an agent listen."""
+    room = 107 - 40 - len(os.fsencode(root)) - len("/") * 2 - len(OWN)
+    longest = root / ("x" * room)
+    longest.mkdir()
+    monkeypatch.setenv("AXON_NB_RUNTIME_DIR", str(longest))
+    run_dir = RunDir.create()
+    assert run_dir.path.is_relative_to(longest)
+    assert len(os.fsencode(run_dir.agent_socket)) <= 107
+    assert len(os.fsencode(run_dir.store_socket)) <= 107
+    run_dir.remove()
