@@ -169,7 +169,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
     async def stop(self) -> None:
         """End the engines; an agent of our own ends with them."""
         if self._own_run_dir is not None:
-            await asyncio.to_thread(self.agent.stop)
+            self.agent.stop()  # in place: at the end of the interpreter no thread can be started
             return
         self.signal(signal.SIGTERM)
         end = time.monotonic() + 5.0
