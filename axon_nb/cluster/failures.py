@@ -45,7 +45,8 @@ def cell_error(
         timeout_s: The cell's time limit in seconds when it was the limit that ended it.
     """
     if explanation:
-        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, set())])
+        told = {error.rank for error in errors.values() if error.kind == "ended"}
+        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, told)])
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = f"rank {cause.rank}" if len(alike) == 1 else f"ranks {format_ranks(alike)}"

@@ -74,9 +74,8 @@ class Watch:
     def _as_part_of_cell(self, state: RankState) -> RankState:
         with self._lock:
             over = self._over.get(state.rank)
-        if state.activity is Activity.IDLE and over is not None:
-            return dataclasses.replace(state, activity=over)
-        return state
+        # A sample that was taken before the rank's reply may come after it.
+        return state if over is None else dataclasses.replace(state, activity=over, call="", line=None)
 
     def flush(self) -> None:
         """On the notebook's thread: show what has come, and renew the watch when it is due."""

@@ -24,7 +24,8 @@ class LiveArea:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._fixed: list[tuple[list[int], str]] = []
+        self._fixed: list[tuple[int, list[int], str]] = []
+        self._turns: dict[int, int] = {}
         self._shown = ""
         self._display_id = ""
 
@@ -34,13 +35,15 @@ class LiveArea:
         return bool(self._display_id)
 
     def fix(self, rank: int, row: str) -> None:
-        """A row that will not change any more."""
-        for ranks, text in self._fixed:
+        """A row that will not change any more; rows of the same turn are shown in the order of ranks."""
+        turn = self._turns[rank] = self._turns.get(rank, 0) + 1
+        for _, ranks, text in self._fixed:
             if text == row and rank not in ranks:
                 ranks.append(rank)
                 break
         else:
-            self._fixed.append(([rank], row))
+            self._fixed.append((turn, [rank], row))
+        self._fixed.sort(key=lambda fixed: (fixed[0], min(fixed[1])))
         del self._fixed[:-_MAX_FIXED]
 
     def show(self, rows: Mapping[int, Sequence[str]]) -> None:
@@ -54,18 +57,20 @@ class LiveArea:
                         break
                 else:
                     live.append(([rank], text))
-        text = "\n".join(f"{label(ranks)} {row}" for ranks, row in [*self._fixed, *live])
+        text = "\n".join(f"{label(ranks)} {row}" for ranks, row in [*((r, t) for _, r, t in self._fixed), *live])
         if text == self._shown:
             return
         update = bool(self._display_id)
         if not update:
             self._display_id = f"axon_nb-live-{uuid.uuid4().hex}"
         self._shown = text
-        markup = f'<pre style="margin: 0; line-height: 1.3; white-space: pre">{html.escape(text)}</pre>'
+        style = "margin: 0; line-height: inherit; font-size: inherit; white-space: pre"
+        markup = f'<pre style="{style}">{html.escape(text)}</pre>'
         bundle = {"text/plain": text, "text/html": markup}
         self._sink.display(bundle, {}, display_id=self._display_id, update=update)
 
     def reset(self) -> None:
         """The cell's output was cleared."""
         self._fixed.clear()
+        self._turns.clear()
         self._shown = self._display_id = ""
