@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -62,6 +63,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     wanted = set(range(layout.num_ranks))
     while not connection.client.wait_registered(wanted, 0.1):
         _raise_if_dead(connection, deaths)
+        _raise_if_ended(cluster.engines["ranks"])
         if time.monotonic() > end:
             there = connection.client.registered
             raise StartError(f"Only engines {there} of {sorted(wanted)} registered within {timeout_s:.0f} s.")
@@ -89,6 +91,7 @@ def rank_environment(layout: Layout) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(layout.threads)}
     if layout.visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = layout.visible
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers the cards, which named them
     return env
 
 
@@ -96,8 +99,8 @@ def _precreate_logs(connection: Connection, num_ranks: int) -> None:
     # ipyparallel opens its logs with the user's umask; a file that is there keeps its mode.
     folder = connection.run_dir.profile / "log"
     folder.mkdir(mode=0o700, exist_ok=True)
-    for index in range(num_ranks):
-        path = folder / f"ipengine--ranks-{index}.log"
+    for name in [*(f"ipengine--ranks-{index}" for index in range(num_ranks)), f"ipengine-ranks-{os.getpid()}"]:
+        path = folder / f"{name}.log"
         path.touch(mode=0o600)
         path.chmod(0o600)
 
@@ -111,6 +114,17 @@ def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
         raise StartError(
             f"Rank {rank} ended with code {code} while starting: {' | '.join(lines) or 'it wrote nothing'}"
         )
+
+
+def _raise_if_ended(launcher: Any) -> None:
+    """Notice processes that ipyparallel's own launchers started on this host and that are gone again."""
+    parts = list(getattr(launcher, "launchers", {}).values()) or [launcher]
+    for part in parts:
+        process = getattr(part, "process", None)
+        if process is not None and not process.is_running():
+            text = str(part.get_output()).strip().splitlines()
+            lines = [line for line in text if "Error" in line][-1:] or text[-5:]
+            raise StartError(f"An engine ended while starting: {' | '.join(lines) or 'it wrote nothing'}")
 
 
 def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:

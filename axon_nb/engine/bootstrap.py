@@ -55,6 +55,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         torch.cuda.set_device(device)
     session = RankSession(config=config, kernel=kernel, device=device, main_thread=threading.get_ident())
     set_current(session)
+    missing = kernel_hooks.missing(kernel)  # before ours are set under the same names
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
@@ -72,7 +73,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
-    return {**describe(), "device": str(device), "hooks_missing": kernel_hooks.missing(kernel)}
+    return {**describe(), "device": str(device), "hooks_missing": missing}
 
 
 def _shell() -> Any:

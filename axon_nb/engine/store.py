@@ -33,13 +33,25 @@ class AgentStore(Store):
         self._path = path
         self._timeout = timeout
         self._lock = threading.RLock()
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(path)
+        self._sock = self._connect()
+        self._broken = False
+
+    def _connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(self._path)
+        return sock
 
     def _call(self, *parts: bytes) -> list[bytes]:
         with self._lock:
+            if self._broken:
+                self._sock.close()
+                self._sock = self._connect()
+            # An interrupt between request and answer: the next call on that connection would get this one's answer.
+            self._broken = True
             self._sock.sendall(encode(list(parts)))
-            return receive(self._sock)
+            answer = receive(self._sock)
+            self._broken = False
+            return answer
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set one key."""
@@ -64,6 +76,10 @@ class AgentStore(Store):
     def num_keys(self) -> int:
         """How many keys there are."""
         return int(self._call(b"count")[0])
+
+    # The names under which torch's C++ side looks for the two, as when a PrefixStore is put over this store.
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of `key`."""

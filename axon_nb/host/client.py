@@ -64,7 +64,11 @@ class AgentClient:
         self.closed = threading.Event()
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
-        self.greeting = self.call("hello", owner=owner)
+        try:
+            self.greeting = self.call("hello", owner=owner)
+        except BaseException:
+            self.close()
+            raise
 
     def on_event(self, handler: Callable[[dict[str, Any]], None]) -> None:
         """Have `handler` called, on the reader's thread, with each event; `{"event": "closed"}` is the last."""

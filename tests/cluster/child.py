@@ -36,9 +36,12 @@ def main() -> None:
 def _run(code: str, namespace: dict[str, Any]) -> Any:
     """Execute; the value of the last expression."""
     tree = ast.parse(code)
-    last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        return exec(compile(tree, "<sent>", "exec"), namespace)
+    del tree.body[-1]
     exec(compile(tree, "<sent>", "exec"), namespace)
-    return eval(compile(last, "<sent>", "eval"), namespace) if last is not None else None
+    return eval(compile(ast.Expression(last.value), "<sent>", "eval"), namespace)
 
 
 if __name__ == "__main__":

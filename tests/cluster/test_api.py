@@ -214,10 +214,12 @@ def test_the_cluster_says_what_it_is(script: Script) -> None:
     )
 
 
-def test_a_script_needs_no_ipython_on_screen(script: Script) -> None:
-    assert script.ok("c.run('import pandas as pd\\npd.DataFrame({\"a\": [1]})', show_value=True)").out.startswith(
-        "[ranks 0-1]"
-    )
+def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
+    cell = "import pandas as pd\npd.DataFrame({'column': [71]})"
+    out = script.ok(f"c.run({cell!r}, ranks=[1], show_value=True)").out
+    assert out.startswith("[rank 1]\n")
+    assert "column" in out
+    assert "71" in out
 
 
 def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:

@@ -17,7 +17,7 @@ __all__ = ["run"]
 def run(argv: list[str]) -> None:
     """Do what the first word says."""
     word, *rest = argv
-    {"report": _report, "wait": _wait, "exit": _exit, "fail": _fail, "child": _child, "deaf": _deaf}[word](*rest)
+    globals()[f"_{word}"](*rest)
 
 
 def _publish(path: str, content: Any) -> None:

@@ -1,0 +1,54 @@
+"""Our launchers under ipyparallel's own `Cluster`, as its entry points offer them."""
+
+from __future__ import annotations
+
+from tests.cluster.script import run_script
+from tests.kernel.processes import until
+
+START = """
+import os, signal, time
+import ipyparallel as ipp
+
+cluster = ipp.Cluster(n=2, engines="axon", log_level=40)
+client = cluster.start_and_connect_sync(activate=False)
+"""
+STOP = """
+cluster.stop_cluster_sync()
+client.close()
+"""
+
+
+def test_it_starts_by_itself_and_leaves_nothing() -> None:
+    done = run_script(
+        START
+        + """
+view = client[:]
+print(client.ids, len(set(view.apply_sync(os.getpid))))
+view.push({"x": 20})
+view.execute("y = x + 1", block=True)
+print(view["y"])
+print(view.apply_sync(lambda n: n * 2, 21))
+print(view.apply_sync(lambda: "torch" in __import__("sys").modules))
+try:
+    view.execute("1 / 0", block=True)
+except ipp.CompositeError as error:
+    print(len(error.elist))
+busy = view.apply_async(time.sleep, 600)
+end = time.monotonic() + 30
+while not busy.ready() and time.monotonic() < end:
+    cluster.signal_engines_sync(signal.SIGINT)
+    busy.wait(0.2)
+print("interrupted", busy.ready(), view.apply_sync(lambda: 1))
+"""
+        + STOP
+    )
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["[0, 1] 2", "[21, 21]", "[42, 42]", "[True, True]", "2", "interrupted True [1, 1]"]
+    assert until(lambda: not done.left(), timeout=10), done.left()
+
+
+def test_a_script_that_forgets_to_stop_leaves_nothing() -> None:
+    done = run_script(START + "print(client.ids)\nraise SystemExit(3)")
+    assert done.out == "[0, 1]\n", done.err
+    assert "Error stopping cluster" not in done.err
+    assert until(lambda: not done.left(), timeout=10), done.left()

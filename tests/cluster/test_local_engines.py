@@ -1,0 +1,92 @@
+"""`engines="local"`: ranks that ipyparallel itself starts; the same cells, the same end."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.script import Script, family
+from tests.kernel.processes import until
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with 2 ranks that were not forked by the host agent."""
+    with Script(tmp_path_factory.mktemp("local")) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(2, engines='local', devices='cpu')")
+        yield script
+
+
+def test_the_same_cell_gives_the_same(script: Script) -> None:
+    answer = script.ok("r = c.run('t = torch.ones(2) * (rank + 1)\\ndist.all_reduce(t)\\nprint(t.tolist())\\nrank')")
+    assert answer.out == "[ranks 0-1] [3.0, 3.0]\n"
+    assert script.value("dict(r.values), c.engines") == ({0: 0, 1: 1}, "local")
+
+
+def test_ranks_have_their_names_and_environment(script: Script) -> None:
+    cell = "import os\n(rank, world_size, local_rank, os.environ['RANK'], os.environ['OMP_NUM_THREADS'])"
+    values = script.value(f"dict(c.run({cell!r}).values)")
+    assert {rank: value[:4] for rank, value in values.items()} == {0: (0, 2, 0, "0"), 1: (1, 2, 1, "1")}
+
+
+def test_data_moves_and_ranks_answer(script: Script) -> None:
+    script.ok("c.push({'x': [1, 2]})")
+    assert script.value("c.pull('x + [rank]')") == {0: [1, 2, 0], 1: [1, 2, 1]}
+    assert script.value("c.status()['state'].tolist()") == ["idle", "idle"]
+
+
+def test_a_failing_rank_releases_the_other(script: Script) -> None:
+    answer = script.run("c.run('if rank == 0: raise ValueError(\"first\")\\nimport time\\ntime.sleep(600)')")
+    assert answer.message == "rank 0: ValueError: first"
+    assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
+
+
+def test_all_files_are_for_their_owner_alone(script: Script) -> None:
+    folder = Path(script.value("str(c.connection.run_dir.path)"))
+    logs = list(folder.rglob("*.log"))
+    assert len(logs) >= 4
+    for path in folder.rglob("*"):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None:
+    folder = Path(script.value("str(c.connection.run_dir.path)"))
+    answer = script.run(
+        "c.run('import os, signal, time\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\\ntime.sleep(600)')"
+    )
+    assert answer.kinds[0] == "CellError"
+    assert answer.message.startswith("rank 1 is gone")
+    later = script.run("c.run('1')")
+    assert later.kinds[0] == "ClusterGone"
+    assert "rank 1 is gone" in later.message
+    assert script.value("dict(c.run('rank', ranks='0').values)") == {0: 0}
+    script.ok("c.stop()")
+    assert until(lambda: not script.others(), timeout=15), [process.cmdline() for process in script.others()]
+    assert not folder.exists()
+
+
+def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
+    with Script(tmp_path) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(2, engines='local', devices='cpu')")
+        assert len(script.others()) >= 4
+        script.ok("c.stop()")
+        assert until(lambda: not script.others(), timeout=15), [process.cmdline() for process in script.others()]
+    assert not family(script.mark)
+
+
+def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: Path) -> None:
+    """The host agent runs already when the environment turns bad, so that the engines alone meet it."""
+    with Script(tmp_path) as script:
+        script.ok(
+            "import os, axon_nb\nfrom axon_nb.cluster import warmup\nfrom axon_nb.cluster.settings import settings\n"
+            "warmup.begin()\nassert warmup.wait_until_idle(60)\nsettings.set('start_timeout=30')\n"
+            "os.environ['PYTHONHOME'] = '/nowhere'"
+        )
+        answer = script.run("axon_nb.start(2, engines='local', devices='cpu')")
+        assert answer.kinds[0] == "StartError"
+        assert "encodings" in answer.message
+        assert until(lambda: not script.others(), timeout=15)

@@ -1,0 +1,94 @@
+"""However a script ends, nothing of its cluster outlives it for longer than it should."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.script import Finished, Script, family, run_script
+from tests.kernel.processes import until
+
+START = "import axon_nb\nc = axon_nb.start(2, devices='cpu')\nprint('alive:', c.run('rank', quiet=True)[1])\n"
+
+ENDINGS = {
+    "the context manager": (
+        (
+            "import axon_nb\nwith axon_nb.start(2, devices='cpu') as c:\n    print('alive:', c.run('rank')[1])\n"
+            "assert not c.running\nprint('after')"
+        ),
+        0,
+        "",
+    ),
+    "falling off the end": (START, 0, ""),
+    "an exception": (START + "raise LookupError('in the middle')", 1, "LookupError: in the middle"),
+    "an exception inside the with block": (
+        (
+            "import axon_nb\nwith axon_nb.start(2, devices='cpu') as c:\n    print('alive:', c.run('rank')[1])\n"
+            "    raise LookupError('in the middle')"
+        ),
+        1,
+        "LookupError: in the middle",
+    ),
+    "a failing cell": (START + "c.run('1 / (rank - 1)')", 1, "axon_nb.errors.CellError: rank 1: ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_script_is_the_end_of_its_ranks(ending: str) -> None:
+    code, exit_code, message = ENDINGS[ending]
+    done = run_script(code)
+    assert "alive: 1" in done.out, done.err
+    assert done.code == exit_code, done.err
+    assert message in done.err
+    if not message:
+        assert done.err == ""
+    assert until(lambda: not done.left(), timeout=5), done.left()
+
+
+def test_a_background_cell_does_not_keep_a_script_alive() -> None:
+    began = time.monotonic()
+    done = run_script(START + "h = c.run_noblock('import time\\ntime.sleep(600)', quiet=True)")
+    assert (done.code, done.err) == (0, "")
+    assert time.monotonic() - began < 30
+    assert until(lambda: not done.left(), timeout=5), done.left()
+
+
+def test_a_script_that_never_starts_one_starts_nothing() -> None:
+    done = run_script("import axon_nb\naxon_nb.start\nprint(axon_nb.Cluster.__name__)")
+    assert (done.code, done.out, done.err) == (0, "Cluster\n", "")
+    assert done.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, number: signal.Signals) -> None:
+    script = Script(tmp_path)
+    script.ok(
+        "import axon_nb\nfrom axon_nb.cluster.settings import settings\nsettings.set('keep_alive=1')\n"
+        "c = axon_nb.start(2, devices='cpu')"
+    )
+    assert len(script.others()) >= 4
+    script.process.send_signal(number)
+    assert script.end() == -number
+    assert len(family(script.mark)) >= 4
+    assert until(lambda: not family(script.mark), timeout=10)
+
+
+def test_a_script_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.submit("import axon_nb\nc = axon_nb.start(2, devices='cpu')")
+    assert until(lambda: any("axon_nb.host" in process.cmdline() for process in script.others()))
+    script.process.kill()
+    assert script.end() == -signal.SIGKILL
+    assert until(lambda: not family(script.mark), timeout=30)
+
+
+def test_output_of_ranks_is_the_scripts_output() -> None:
+    done: Finished = run_script(
+        "import axon_nb\nwith axon_nb.start(2, devices='cpu') as c:\n"
+        '    c.run(\'import sys\\nprint("out")\\nprint("err", rank, file=sys.stderr)\')'
+    )
+    assert done.out == "[ranks 0-1] out\n"
+    assert sorted(done.err.splitlines()) == ["[rank 0] err 0", "[rank 1] err 1"]

@@ -1,0 +1,155 @@
+"""What we use of the private parts of other packages is there: the first tests to fail after an update."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch._C import _distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import axon_nb
+from axon_nb.cluster import client
+from axon_nb.engine import dist_hooks
+from axon_nb.engine.groups import install
+from tests.kernel.driver import Kernel
+
+ENGINE = Path(axon_nb.__file__).parent / "engine"
+
+
+def test_ipyparallels_client_has_our_hooks() -> None:
+    assert client.missing() == []
+
+
+def test_the_engines_kernel_has_our_hooks_before_any_of_them_is_set() -> None:
+    """In a process of its own: after `install` the names that we set ourselves would be there in any case."""
+    script = (
+        "from ipyparallel.engine.kernel import IPythonParallelKernel\nfrom axon_nb.engine import kernel_hooks\n"
+        "print(kernel_hooks.missing(IPythonParallelKernel()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-Xfrozen_modules=off", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
+    reply = own_kernel.ok(
+        "%%distributed\nfrom axon_nb.engine import kernel_hooks\nkernel_hooks.missing(get_ipython().kernel)"
+    )
+    assert reply.lines() == ["[ranks 0-1] []"]
+
+
+def test_torch_is_one_that_recoverable_groups_were_tested_with() -> None:
+    assert install.missing() == []
+    assert install.supported()
+
+
+def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:
+    assert {"init_process_group", "destroy_process_group"} <= set(vars(dist)) & set(vars(dist.distributed_c10d))
+    assert callable(vars(multiprocessing)["spawn"])
+    assert callable(dist_hooks.install)
+
+
+HOMES: dict[str, tuple[Any, ...]] = {
+    "torch.distributed.distributed_c10d": (dist.distributed_c10d,),
+    "torch._C._distributed_c10d": (_distributed_c10d,),
+    "ProcessGroup": (dist.ProcessGroup,),
+    "ProcessGroupGloo": (_distributed_c10d.ProcessGroupGloo,),
+    "Backend": (_distributed_c10d.Backend,),
+    "Work": (_distributed_c10d.Work,),
+    "sys": (sys,),
+}
+"""Where private names can live that are seen without running anything."""
+
+
+def test_private_modules_of_torch_have_what_is_imported_from_them() -> None:
+    absent = []
+    for path, node in _nodes(ast.ImportFrom):
+        if node.module and node.module.startswith("torch._"):
+            module = __import__(node.module, fromlist=["_"])
+            absent += [f"{path.name}: {node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]
+    assert absent == []
+
+
+def test_private_names_of_torchs_groups_are_where_they_are_used() -> None:
+    """Every private name called on `c10d`, a backend or an inner group exists on the class that it is called on."""
+    receivers = {
+        "c10d": HOMES["torch.distributed.distributed_c10d"],
+        "_gloo": HOMES["torch._C._distributed_c10d"] + HOMES["ProcessGroupGloo"],
+        "backend": HOMES["ProcessGroupGloo"] + HOMES["Backend"],
+        "inner": HOMES["ProcessGroup"],
+        "self._inner": HOMES["ProcessGroup"],
+        "sys": HOMES["sys"],
+    }
+    absent = []
+    for path, node in _nodes(ast.Attribute):
+        homes = receivers.get(ast.unparse(node.value))
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if homes and private and not any(hasattr(home, node.attr) for home in homes):
+            absent.append(f"{path.relative_to(ENGINE)}:{node.lineno}: {ast.unparse(node)}")
+    assert absent == []
+
+
+def test_operations_that_are_wrapped_include_all_that_torch_sends_through_a_group() -> None:
+    """A collective that torch has and we do not wrap would go around the recoverable group."""
+    from axon_nb.engine.groups.recoverable import operations
+
+    collective = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if name.startswith(("all", "_all", "broadcast", "gather", "recv", "reduce", "_reduce", "scatter", "send"))
+    }
+    assert collective - set(operations()) == set()
+
+
+@pytest.fixture
+def one_rank_world() -> Any:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=_distributed_c10d.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank_world")
+def test_ddp_has_what_its_reset_and_rebuild_use() -> None:
+    module = DistributedDataParallel(nn.Linear(2, 2))
+    module(torch.ones(1, 2)).sum().backward()
+    for name in ("_has_rebuilt_buckets", "_build_params_for_reducer", "_build_debug_param_to_name_mapping"):
+        assert hasattr(module, name), name
+    assert callable(module.reducer._reset_state)
+    assert len(inspect.signature(module._ddp_init_helper).parameters) >= 4
+
+
+@pytest.mark.usefixtures("one_rank_world")
+def test_fsdp2_has_what_its_reset_uses() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    module(torch.ones(1, 2)).sum().backward()
+    state = module._get_fsdp_state()
+    assert state._is_root is True
+    assert callable(module.reset_iter_state)
+    (group,) = state._fsdp_param_groups
+    assert hasattr(group, "_all_gather_result")
+    for parameter in group.fsdp_params:
+        assert hasattr(parameter, "_unsharded_param")
+        assert hasattr(parameter, "unsharded_accumulated_grad")
+
+
+def _nodes(kind: type[Any]) -> list[tuple[Path, Any]]:
+    return [
+        (path, node)
+        for path in sorted(ENGINE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kind)
+    ]

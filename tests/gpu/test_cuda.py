@@ -1,0 +1,100 @@
+"""Ranks on a GPU: alone with NCCL, and two that share one card over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.script import Script
+
+pytestmark = pytest.mark.gpu
+
+DDP_STEP = """
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(rank)
+model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = [p.detach().clone() for p in model.parameters()]
+loss = model(torch.randn(4, 8, device=device)).square().mean()
+loss.backward()
+optimizer.step()
+flat = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+(next(model.parameters()).device.type, changed, flat.tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with one rank on NCCL."""
+    with Script(tmp_path_factory.mktemp("nccl")) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(1, backend='nccl')", timeout=120)
+        yield script
+
+
+@pytest.fixture(scope="module")
+def shared_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with two ranks on the first card, over Gloo."""
+    with Script(tmp_path_factory.mktemp("gloo")) as script:
+        answer = script.ok("import axon_nb\nc = axon_nb.start(2, backend='gloo', devices='0')", timeout=120)
+        assert "2 ranks share 1 GPU (Gloo)." in answer.out
+        yield script
+
+
+def test_one_rank_computes_on_its_card_with_nccl(nccl: Script) -> None:
+    assert nccl.value("c.run('str(device)')[0]") == "cuda:0"
+    assert nccl.value("c.backend, c.run('dist.get_backend()')[0]") == ("nccl", "nccl")
+    cell = "t = torch.arange(4.0, device=device)\ndist.all_reduce(t)\n(str(t.device), t.tolist())"
+    assert nccl.value(f"c.run({cell!r})[0]") == ("cuda:0", [0.0, 1.0, 2.0, 3.0])
+
+
+def test_a_step_of_ddp_on_nccl(nccl: Script) -> None:
+    kind, changed, weights = nccl.value(f"c.run({DDP_STEP!r})[0]")
+    assert (kind, changed) == ("cuda", True)
+    assert len(weights) == 161
+
+
+def test_status_tells_the_cards_memory(nccl: Script) -> None:
+    nccl.ok("c.run('block = torch.zeros(64 << 20, dtype=torch.uint8, device=device);', quiet=True)")
+    device, used = nccl.value("(lambda s: (s['device'][0], int(s['device_memory'][0])))(c.status())")
+    assert device == "cuda:0"
+    assert used >= 64 << 20
+
+
+def test_tensors_come_to_the_notebook_on_the_cpu(nccl: Script) -> None:
+    assert nccl.value(
+        "(lambda t: (str(t.device), t.sum().item()))(c.pull('torch.ones(3, device=device)', ranks=0))"
+    ) == (
+        "cpu",
+        3.0,
+    )
+
+
+def test_two_ranks_reduce_tensors_of_one_card_over_gloo(shared_card: Script) -> None:
+    assert shared_card.value("dict(c.run('str(device)').values)") == {0: "cuda:0", 1: "cuda:0"}
+    cell = "t = torch.full((3,), rank + 1.0, device=device)\ndist.all_reduce(t)\n(t.device.type, t.tolist())"
+    assert shared_card.value(f"dict(c.run({cell!r}).values)") == dict.fromkeys((0, 1), ("cuda", [3.0] * 3))
+
+
+def test_a_step_of_ddp_leaves_the_same_weights_on_both_ranks(shared_card: Script) -> None:
+    values = shared_card.value(f"dict(c.run({DDP_STEP!r}).values)")
+    assert values[0][:2] == values[1][:2] == ("cuda", True)
+    assert values[0][2] == values[1][2]
+
+
+def test_a_failing_rank_releases_the_other_from_a_collective(shared_card: Script) -> None:
+    cell = "if rank == 0: raise ValueError('first')\nt = torch.ones(1, device=device)\ndist.all_reduce(t)"
+    answer = shared_card.run(f"c.run({cell!r})", timeout=60)
+    assert answer.kinds[0] == "CellError"
+    assert "rank 0: ValueError: first" in answer.message
+    assert shared_card.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
+
+
+def test_nccl_with_two_ranks_on_one_card_is_refused(tmp_path: Path) -> None:
+    with Script(tmp_path) as script:
+        answer = script.run("import axon_nb\naxon_nb.start(2, backend='nccl', devices='0')")
+        assert "UsageError" in answer.kinds
+        assert "NCCL needs a GPU of its own for each rank: 2 ranks, 1 free GPUs." in answer.message
