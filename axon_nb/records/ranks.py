@@ -29,11 +29,13 @@ def parse_ranks(spec: str, world_size: int) -> list[int]:
         world_size: Number of ranks.
 
     Raises:
-        UsageError: a part that means nothing, or a rank that does not exist.
+        UsageError: a part that means nothing, a rank that does not exist, or no rank at all.
     """
     chosen: set[int] = set()
-    for part in spec.replace(" ", "").split(","):
-        chosen.update(_parse_part(part, spec, world_size))
+    for part in spec.split(","):
+        chosen.update(_parse_part(part.strip(), spec, world_size))
+    if not chosen:
+        raise UsageError(f"ranks {spec!r} are none of the {world_size}: ranks are 0 to {world_size - 1}.")
     return sorted(chosen)
 
 

@@ -2,134 +2,238 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
 
-__all__ = ["Finished", "LineAssembler", "Row"]
+from axon_nb.cluster.output.rows import Finished, Row, append, take_intruder, whole_line
+from axon_nb.cluster.output.terminal import CONTROL, INCOMPLETE, METER, METER_NAME, UNUSUAL, close_colours
 
-_CONTROL = re.compile(r"(\r\n|\r|\n|\x1b\[[0-9]*A|\x1b\[[0-9]*K)")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_MAX_LINE = 65536
-_BAR_SETTLES_S = 0.15
-"""A bar that is left by a newline may be come back to: nested bars move down and up again."""
+__all__ = ["LineAssembler"]
 
-
-@dataclass(slots=True)
-class Row:
-    """One row on the screen that is not finished yet."""
-
-    text: str = ""
-    bar: bool = False
-    """Whether a carriage return has replaced its text."""
-    changed_at: float = 0.0
-    live: bool = False
-    """Whether it was shown while unfinished; it then stays where it was shown."""
-    fresh: bool = False
-    """Whether the next text replaces the row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A row that will not change any more."""
-
-    text: str
-    live: bool
-    """Whether it was shown in the live area, and stays there."""
+PARTIAL_S = 0.15
+"""A line without its newline is held for this long before it is shown."""
+SETTLES_S = 0.15
+"""A bar or an empty row that is left by a newline may be come back to: nested bars move down and up again."""
+_MAX_ROWS = 64
+_MOVES_S = 0.005
+"""Going down and up again takes several messages, which come within this time."""
 
 
 class LineAssembler:
     """One stream of one rank: follows the few control sequences that progress bars use."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = [Row()]
+        self.order = 0
+        """The highest order that it has given."""
+        self._made = 0
+        self._rows: list[Row] = []
         self._cursor = 0
+        self._incomplete = ""
+        self._has_bars = False
+        self._blanked: deque[int] = deque(maxlen=8)
+        self._lines: list[Finished] = []
+        self._message = 0
+        self._start(0.0)
 
-    def feed(self, text: str, now: float) -> list[Finished]:
-        """Take in text; returns the rows that it finishes."""
-        if "\r" not in text and "\x1b[" not in text and len(self._rows) == 1 and not self._rows[0].fresh:
-            return self._feed_plain(text, now)
-        for piece in _CONTROL.split(text):
-            if piece:
-                self._apply(piece, now)
-        return self.settle(now)
+    def _start(self, now: float) -> Row:
+        self.order += 1
+        row = Row(self._made, self.order, now, now)
+        self._made += 1
+        self._rows.append(row)
+        return row
 
-    def _feed_plain(self, text: str, now: float) -> list[Finished]:
+    def feed(self, text: str, now: float, order: int = 0) -> Sequence[Finished]:
+        """Take in text; returns the rows that it finishes.
+
+        Args:
+            text: The next piece, of any length.
+            now: The time, in seconds.
+            order: A number as high as any that was given to what came before.
+        """
+        self.order, self._message = order, self._message + 1
+        if self._incomplete:
+            text, self._incomplete = self._incomplete + text, ""
+        if "\r\n" in text:
+            text = text.replace("\r\n", "\n")
         row = self._rows[0]
-        *lines, rest = text.split("\n")
-        if lines and not (row.bar or row.live):
-            lines[0] = row.text + lines[0]
-            self._rows[0] = row = Row(changed_at=now)
-            row.text = _cut(rest)
-            return [Finished(_close(_cut(line)), live=False) for line in lines]
-        for index, line in enumerate([*lines, rest]):
-            if index:
-                self._apply("\n", now)
-            if line:
-                self._apply(line, now)
+        if len(self._rows) == 1 and not (row.bar or row.returned or row.fresh) and not UNUSUAL.search(text):
+            return self._feed_lines(text, now)
+        if found := INCOMPLETE.search(text):
+            text, self._incomplete = text[: found.start()], found.group()
+        for i, piece in enumerate(CONTROL.split(text)):
+            if i % 2:
+                self._apply(piece, now)
+            elif piece := piece.replace("\x1b", ""):  # of a sequence that is none
+                self._write(self._rows[self._cursor], piece, now)
         return self.settle(now)
+
+    def _feed_lines(self, text: str, now: float) -> Sequence[Finished]:
+        *lines, rest = text.split("\n")
+        num_empty = 0
+        if lines and not rest and not lines[-1]:
+            # Empty lines at the end may be the way down to a bar.
+            lines = text.rstrip("\n").split("\n") if text.strip("\n") or self._rows[0].text else []
+            num_empty = text.count("\n") - len(lines)
+        finished = []
+        if lines:
+            row = self._rows[0]
+            if row.text:
+                append(row, lines[0])
+                finished.append(Finished(row.shown_text(), number=row.number if row.shown else -1, order=row.order))
+                lines = lines[1:]
+            finished += [Finished(whole_line(line), order=self.order + 1 + i) for i, line in enumerate(lines)]
+            self.order += len(lines)
+            self._rows.clear()
+            self._start(now)
+        if rest:
+            self._write(self._rows[0], rest, now)
+        for _ in range(num_empty):
+            self._apply("\n", now)
+        return finished
 
     def _apply(self, piece: str, now: float) -> None:
         row = self._rows[self._cursor]
-        if piece in ("\n", "\r\n"):
+        if piece == "\n":
+            if (row.bar or row.returned) and (line := take_intruder(row)):
+                self.order += 1
+                self._lines.append(Finished(close_colours(line), order=self.order))
+                return
             row.changed_at = now
             self._cursor += 1
+            if row.bar:
+                self._drop_older_states(row)
             if self._cursor == len(self._rows):
-                self._rows.append(Row(changed_at=now))
+                self._start(now)
+            self._rows[self._cursor].entered = True
+            if len(self._rows) > _MAX_ROWS:
+                self._lines = self.settle(now)
         elif piece == "\r":
-            if not row.text.strip():
-                # A bar that was wiped, as tqdm.write does before it prints a line.
-                row.text, row.bar, row.live = "", False, False
+            self._return(row)
+        elif piece[0] == "\b":
+            row.text, row.joined_at = row.text[: -len(piece)], -1
+            row.bar = row.erased = True
+        elif piece[1] == "[" and piece[-1] == "m":
+            self._write(row, piece, now)
+        elif piece[1] == "[":
+            self._move_or_erase(row, piece[-1], piece[2:-1], now)
+
+    def _return(self, row: Row) -> None:
+        row.entered = False
+        if not row.text or row.text.strip():
             row.fresh = True
-        elif piece.endswith("A") and piece.startswith("\x1b["):
-            self._cursor = max(0, self._cursor - int(piece[2:-1] or 1))
-        elif piece.endswith("K") and piece.startswith("\x1b["):
-            row.text = ""
-        else:
-            if row.fresh:
-                row.bar = row.bar or bool(row.text)
-                row.text, row.fresh = "", False
-            row.text, row.changed_at = _cut(row.text + piece), now
+            return
+        # A bar that was blanked out, as tqdm does before it writes a line: what follows is not a bar, and the next bar
+        # is this one again.
+        if row.bar:
+            self._blanked.append(row.number)
+        self._renew(row)
+
+    def _renew(self, row: Row) -> None:
+        row.text, row.num_cut, row.number = "", 0, self._made
+        row.bar = row.erased = row.fresh = row.returned = row.shown = row.entered = False
+        self._made += 1
+
+    def _move_or_erase(self, row: Row, command: str, argument: str, now: float) -> None:
+        count = int(argument) if argument.isdecimal() and len(argument) < 5 else 0
+        if command in "AF":
+            up = max(0, self._cursor - max(1, count))
+            for passed in self._rows[up : self._cursor]:
+                passed.stepped_over, passed.bar = True, passed.bar or passed.returned
+            self._cursor = up
+        elif command in "BE":
+            self._cursor = min(len(self._rows) - 1, self._cursor + max(1, count))
+        if command in "EF" or (command == "G" and count <= 1):
+            self._return(self._rows[self._cursor])
+        # From the cursor on, which stands behind the text or, after a return, before it; or the whole row.
+        if command in "KJ" and (row.fresh or count == 2):
+            row.bar, row.erased = row.bar or bool(row.text), True
+            row.text, row.num_cut, row.fresh, row.changed_at = "", 0, False, now
+            if command == "J":
+                del self._rows[self._cursor + 1 :]
+
+    def _write(self, row: Row, text: str, now: float) -> None:
+        if row.entered:
+            self._renew(row)
+        if row.fresh:
+            if self._blanked and not row.bar and not row.text:
+                row.number = self._blanked.popleft()
+            # What follows a return on an empty row is a bar, too, once this stream has shown one.
+            row.bar = row.bar or bool(row.text) or self._has_bars
+            row.erased, row.last_length = row.erased and not row.text, len(row.text)
+            row.text, row.num_cut, row.joined_at, row.fresh, row.returned = "", 0, 0, False, True
+            self._has_bars = self._has_bars or row.bar
+        if not row.text:
+            row.written_by = self._message
+            if not row.shown:
+                self.order += 1
+                row.began_at, row.order = now, self.order
+        elif row.written_by != self._message and not row.joined_at:
+            row.joined_at = len(row.text)
+        row.changed_at = now
+        append(row, text)
+        if row.returned and not row.bar and METER.match(row.text):
+            row.bar = self._has_bars = True
 
     def settle(self, now: float, *, final: bool = False) -> list[Finished]:
         """The rows at the top that will not change any more; with `final` all of them."""
-        finished = []
-        while self._cursor > 0 or (final and self._rows):
+        finished, self._lines = self._lines, []
+        while self._rows and (self._cursor > 0 or final):
             row = self._rows[0]
-            kept = row.bar or row.live
-            if kept and not final and now - row.changed_at < _BAR_SETTLES_S:
+            waits = row.bar or row.returned or not row.text
+            if waits and not final and now - row.changed_at < SETTLES_S and not self._is_passed():
                 break
-            unended = self._cursor <= 0
-            if row.text.strip() or not (kept or unended):
-                finished.append(Finished(_close(row.text), kept))
-            self._rows.pop(0)
+            ended = self._cursor > 0
+            if row.text.strip() or (not row.bar and not row.stepped_over and (ended or row.text)):
+                bar, number = row.bar and not row.erased, row.number if row.shown else -1
+                finished.append(Finished(row.shown_text(), bar, ended, number, row.order))
+            del self._rows[0]
             self._cursor -= 1
         if not self._rows:
-            self._rows, self._cursor = [Row(changed_at=now)], 0
+            self._start(now)
+            self._cursor, self._incomplete = 0, ""
         return finished
 
-    def live_rows(self, now: float, after_s: float) -> list[str]:
-        """The rows to show now although they may change: bars, and plain ones unfinished for `after_s` seconds."""
-        shown = []
-        for row in self._rows:
-            if row.text.strip() and (row.bar or row.live or now - row.changed_at >= after_s):
-                row.live = True
-                shown.append(_close(row.text))
-        return shown
+    def _drop_older_states(self, row: Row) -> None:
+        # tqdm draws the end of a bar at the top, and leaves the bar as it last was where it stood.
+        if name := METER_NAME.match(row.text):
+            for other in self._rows[self._cursor :]:
+                found = METER_NAME.match(other.text) if other.bar else None
+                if found and found.groups() == name.groups():
+                    row.number, row.shown = other.number, row.shown or other.shown
+                    self._renew(other)
+
+    def _is_passed(self) -> bool:
+        # Nobody moves up over an ordinary line to change a bar above it.
+        rows = self._rows[1 : self._cursor]
+        return len(self._rows) > _MAX_ROWS or any(row.text and not row.bar for row in rows)
+
+    def live_rows(self, now: float) -> list[Row]:
+        """The rows to show now although they may change: bars, and plain ones unfinished for `PARTIAL_S` seconds."""
+        rows = [row for row in self._rows if row.text.strip() and (row.bar or now - row.began_at >= PARTIAL_S - 1e-6)]
+        for row in rows:
+            row.shown = True
+        return rows
+
+    def has_left(self, row: Row, now: float) -> tuple[bool, bool]:
+        """Whether a newline has ended the row for now, and whether so long ago that it is about to be finished."""
+        ended = self._rows.index(row) < self._cursor
+        return ended, ended and now - row.changed_at >= _MOVES_S
+
+    def next_change(self) -> float | None:
+        """When time alone will change what `settle` and `live_rows` give, in the clock's seconds; None: never."""
+        times = [
+            row.changed_at + SETTLES_S if i < self._cursor else row.began_at + PARTIAL_S
+            for i, row in enumerate(self._rows)
+            if i < self._cursor or (row.text.strip() and not (row.bar or row.shown))
+        ]
+        return min(times, default=None)
 
     @property
-    def pending(self) -> bool:
-        """Whether something is unfinished."""
-        return any(row.text.strip() for row in self._rows) or len(self._rows) > 1
+    def is_live(self) -> bool:
+        """Whether it has a row that is shown, or at once can be, while it may change."""
+        return any(row.bar or row.shown for row in self._rows)
 
-
-def _cut(line: str) -> str:
-    if len(line) <= _MAX_LINE:
-        return line
-    return f"{line[: _MAX_LINE - 100]} … (line cut: longer than {_MAX_LINE:,} characters)"
-
-
-def _close(line: str) -> str:
-    """A line whose colours end with it."""
-    line = line.rstrip("\r")
-    colours = _COLOUR.findall(line)
-    return line + "\x1b[0m" if colours and colours[-1] not in ("\x1b[0m", "\x1b[m", "\x1b[00m") else line
+    @property
+    def unfinished(self) -> str:
+        """The text of the rows that may change, in lines."""
+        return "\n".join(row.shown_text() for row in self._rows if row.text)

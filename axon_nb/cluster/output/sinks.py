@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
-__all__ = ["NotebookSink", "RecordingSink", "Sink"]
+__all__ = ["NotebookSink", "RecordingSink", "Sink", "StreamName", "is_in_place"]
+
+StreamName: TypeAlias = Literal["stdout", "stderr"]
 
 
 class Sink(Protocol):
-    """Takes what is to be shown; called on the notebook's thread."""
+    """Takes what is to be shown; called on the notebook's thread.
 
-    def stream(self, name: Literal["stdout", "stderr"], text: str) -> None:
+    A sink that cannot change what it has shown says so with an attribute ``in_place = False``: progress bars then
+    come as lines, when they are finished.
+    """
+
+    def stream(self, name: StreamName, text: str) -> None:
         """Text of a standard stream."""
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
@@ -21,40 +27,57 @@ class Sink(Protocol):
         """Clear the cell's output."""
 
 
-class NotebookSink:
-    """Publishes into the running cell; plain printing where there is no IPython."""
+def is_in_place(sink: Sink) -> bool:
+    """Whether what the sink has shown can be changed."""
+    return bool(getattr(sink, "in_place", True))
 
-    def stream(self, name: Literal["stdout", "stderr"], text: str) -> None:
+
+class NotebookSink:
+    """Publishes into the running cell; plain printing where there is no notebook."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a kernel shows the output; a script and a terminal only print."""
+        return _kernel_shell() is not None
+
+    def stream(self, name: StreamName, text: str) -> None:
         """Write and flush."""
         stream = sys.stdout if name == "stdout" else sys.stderr
-        stream.write(text)
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:  # a terminal or file of another encoding
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
         """Publish as it is."""
-        shell = _shell()
-        if shell is None:
-            if not update:
-                print(data.get("text/plain", ""))
-            return
-        transient = {"display_id": display_id} if display_id else {}
-        shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
+        shell = _kernel_shell()
+        if shell is not None:
+            transient = {"display_id": display_id} if display_id else {}
+            shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
+        elif not update and (text := data.get("text/plain")):
+            self.stream("stdout", f"{text}\n")
 
     def clear(self, *, wait: bool) -> None:
-        """Clear the cell's output."""
-        shell = _shell()
+        """Clear the cell's output; nothing where that is not possible."""
+        shell = _kernel_shell()
         if shell is not None:
             shell.display_pub.clear_output(wait=wait)
 
 
 class RecordingSink:
-    """Keeps what it gets."""
+    """Keeps what it gets.
 
-    def __init__(self) -> None:
+    Args:
+        in_place: Whether it passes for a sink that can change what it has shown.
+    """
+
+    def __init__(self, *, in_place: bool = True) -> None:
+        self.in_place = in_place
         self.records: list[tuple[str, Any]] = []
         """("stdout" or "stderr", text), ("display", (data, display_id, update)), ("clear", wait), in order."""
 
-    def stream(self, name: Literal["stdout", "stderr"], text: str) -> None:
+    def stream(self, name: StreamName, text: str) -> None:
         """Keep."""
         self.records.append((name, text))
 
@@ -71,6 +94,7 @@ class RecordingSink:
         return "".join(payload for kind, payload in self.records if kind == name)
 
 
-def _shell() -> Any:
+def _kernel_shell() -> Any:
     ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None

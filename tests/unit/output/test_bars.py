@@ -1,31 +1,65 @@
-"""Rows that change: progress bars and lines without an end yet."""
+"""Unfinished lines and progress bars: in place while they change, and never twice."""
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
 
-from tqdm import tqdm
+import pytest
 
 from tests.unit.output.bench import Bench
 
 
-def test_an_unfinished_line_is_shown_live_and_is_whole_in_the_end() -> None:
+def test_an_unfinished_line_is_held_then_shown_live_and_in_the_end_an_ordinary_line() -> None:
     bench = Bench([0])
     bench.print(0, "loading")
-    bench.pass_time(0.5)
+    bench.pass_time(0.14)
+    assert bench.sink.records == []
+    bench.pass_time(0.02)
     assert bench.live() == ["[rank 0] loading"]
-    bench.print(0, " ... done\nnext\n")
+    bench.print(0, " ... ")
+    bench.pass_time(0.2)
+    assert bench.live() == ["[rank 0] loading ..."]
+    bench.print(0, "done\nnext\n")
     bench.pass_time(0.5)
-    assert bench.live() == ["[rank 0] loading ... done"]
-    assert bench.end() == ["[rank 0] next"]
+    assert bench.live() == []
+    assert bench.end() == ["[rank 0] loading ... done", "[rank 0] next"]
+    assert bench.lines() == ["[rank 0] loading ... done", "[rank 0] next"]
 
 
-def test_a_short_line_without_newline_is_an_ordinary_line_at_the_end() -> None:
+def test_a_line_in_pieces_that_come_quickly_is_never_shown_unfinished() -> None:
+    bench = Bench([0])
+    for piece in ("a", "b", "c\n"):
+        bench.print(0, piece)
+        bench.pass_time(0.05)
+    bench.pass_time(1)
+    assert bench.sink.records == [("stdout", "[rank 0] abc\n")]
+
+
+def test_dots_that_keep_coming_are_shown_although_the_line_never_rests() -> None:
+    bench = Bench([0])
+    for _ in range(10):
+        bench.print(0, ".")
+        bench.pass_time(0.05)
+    assert bench.live()[0].startswith("[rank 0] ..")
+
+
+def test_a_line_without_newline_is_an_ordinary_line_at_the_end() -> None:
     bench = Bench([0, 1])
-    bench.print(0, "no newline")
-    bench.print(1, "no newline")
+    for rank in (0, 1):
+        bench.print(rank, "no newline")
     assert bench.end() == ["[ranks 0-1] no newline"]
     assert bench.live() == []
+
+
+def test_unfinished_lines_of_ranks_come_in_order_with_what_follows() -> None:
+    bench = Bench([0])
+    for step in range(3):
+        bench.print(0, f"step {step} ...")
+        bench.pass_time(0.3)
+        assert bench.screen()[-1] == f"[rank 0] step {step} ..."
+        bench.print(0, " ok\n")
+        bench.pass_time(0.3)
+    assert bench.end() == [f"[rank 0] step {step} ... ok" for step in range(3)]
 
 
 def test_progress_bars_stay_in_place_one_line_a_rank() -> None:
@@ -34,11 +68,24 @@ def test_progress_bars_stay_in_place_one_line_a_rank() -> None:
         for rank in (0, 1):
             bench.print(rank, f"\r{step + 1}/50 of rank {rank}", "stderr")
         bench.pass_time(0.1)
-    assert bench.live() == ["[rank 0] 50/50 of rank 0", "[rank 1] 50/50 of rank 1"]
+    last = ["[rank 0] 50/50 of rank 0", "[rank 1] 50/50 of rank 1"]
+    assert bench.screen() == last
     for rank in (0, 1):
         bench.print(rank, "\n", "stderr")
-    assert bench.end() == []
-    assert bench.live() == ["[rank 0] 50/50 of rank 0", "[rank 1] 50/50 of rank 1"]
+    bench.pass_time(1)
+    assert bench.end() == last
+    assert bench.lines("stderr") == []
+    assert len([1 for kind, payload in bench.sink.records if not payload[2]]) == 1
+
+
+def test_a_bar_is_updated_at_most_ten_times_a_second() -> None:
+    bench = Bench([0])
+    for step in range(500):
+        bench.print(0, f"\r{step}/500", "stderr")
+        bench.pass_time(0.01)
+    assert 40 <= len(bench.sink.records) <= 51
+    bench.pass_time(0.2)
+    assert bench.live() == ["[rank 0] 499/500"]
 
 
 def test_equal_bars_are_merged() -> None:
@@ -46,35 +93,157 @@ def test_equal_bars_are_merged() -> None:
     for step in range(3):
         for rank in range(4):
             bench.print(rank, f"\rstep {step}", "stderr")
-        bench.pass_time(0.1)
-    assert bench.live() == ["[ranks 0-3] step 2"]
-
-
-def test_real_tqdm_with_lines_between() -> None:
-    bench, text = Bench([0]), io.StringIO()
-    sent = 0
-    for i in tqdm(range(5), file=text, mininterval=0, ncols=40, desc="epoch"):
-        if i == 2:
-            tqdm.write("a line between", file=text)
-        bench.print(0, text.getvalue()[sent:], "stderr")
-        sent = len(text.getvalue())
         bench.pass_time(0.2)
-    bench.print(0, text.getvalue()[sent:], "stderr")
-    bench.output.flush(final=True)
-    assert bench.sink.text("stderr").splitlines() == ["[rank 0] a line between"]
-    assert len(bench.live()) == 1
-    assert "epoch: 100%" in bench.live()[0]
+    assert bench.screen() == ["[ranks 0-3] step 2"]
 
 
-def test_real_nested_tqdm() -> None:
-    bench, text = Bench([0]), io.StringIO()
-    sent = 0
-    for _ in tqdm(range(2), file=text, mininterval=0, ncols=40, desc="outer", position=0):
-        for _ in tqdm(range(3), file=text, mininterval=0, ncols=40, desc="inner", position=1, leave=False):
-            bench.print(0, text.getvalue()[sent:], "stderr")
-            sent = len(text.getvalue())
-            bench.pass_time(0.05)
-    bench.print(0, text.getvalue()[sent:], "stderr")
-    bench.output.flush(final=True)
-    assert bench.sink.text("stderr") == ""
-    assert [line.split("%")[0] for line in bench.live()] == ["[rank 0] outer: 100"]
+def test_a_bar_that_never_ends_its_line_keeps_its_last_state() -> None:
+    bench = Bench([0])
+    bench.print(0, "\r1/3", "stderr")
+    bench.print(0, "\r2/3", "stderr")
+    assert bench.end() == ["[rank 0] 2/3"]
+    assert bench.lines("stderr") == []
+
+
+def test_a_bar_and_text_of_the_same_moment_keep_their_order() -> None:
+    bench = Bench([0])
+    bench.print(0, "before\n")
+    bench.print(0, "\r1/2\r2/2\n", "stderr")
+    bench.print(0, "after\n")
+    assert bench.end() == ["[rank 0] before", "[rank 0] 2/2", "[rank 0] after"]
+
+
+def test_a_running_bar_stands_where_it_began() -> None:
+    bench = Bench([0])
+    bench.print(0, "before\n")
+    bench.print(0, "\r1/2\r2/2", "stderr")
+    bench.print(0, "after\n")
+    bench.pass_time(0.2)
+    assert bench.screen() == ["[rank 0] before", "[rank 0] 2/2", "[rank 0] after"]
+
+
+def test_a_bar_stands_below_a_line_that_waited_for_other_ranks() -> None:
+    bench = Bench([0, 1])
+    bench.print(0, "before\n")
+    for rank in (0, 1):
+        bench.print(rank, "\r1/2\r2/2", "stderr")
+    bench.pass_time(0.2)
+    assert bench.screen() == ["[rank 0] before", "[ranks 0-1] 2/2"]
+
+
+def test_bars_and_lines_in_turn_read_in_order() -> None:
+    bench = Bench([0, 1])
+    for epoch in range(3):
+        for step in range(4):
+            for rank in (0, 1):
+                bench.print(rank, f"\repoch {epoch}: {step}/3", "stderr")
+            bench.pass_time(0.1)
+        for rank in (0, 1):
+            bench.print(rank, "\n", "stderr")
+            bench.print(rank, f"loss {1 / (1 + epoch):.2f}\n")
+    assert bench.end() == [
+        *("[ranks 0-1] epoch 0: 3/3", "[ranks 0-1] loss 1.00"),
+        *("[ranks 0-1] epoch 1: 3/3", "[ranks 0-1] loss 0.50"),
+        *("[ranks 0-1] epoch 2: 3/3", "[ranks 0-1] loss 0.33"),
+    ]
+
+
+def test_a_thousand_bars_make_few_displays_and_none_is_lost() -> None:
+    bench = Bench([0])
+    for epoch in range(1000):
+        bench.print(0, f"\repoch {epoch}: 1/2\repoch {epoch}: 2/2\n", "stderr")
+        bench.print(0, f"loss {epoch}\n")
+        bench.pass_time(0.05)
+    lines = bench.end()
+    assert {f"[rank 0] epoch {epoch}: 2/2" for epoch in range(1000)} | {
+        f"[rank 0] loss {epoch}" for epoch in range(1000)
+    } == set(lines)
+    assert len(lines) == 2000
+    assert len([1 for kind, payload in bench.sink.records if kind == "display" and not payload[2]]) <= 110
+
+
+def test_a_bar_without_newline_is_not_glued_to_the_next_line() -> None:
+    bench = Bench([0])
+    bench.print(0, "\r1/2", "stderr")
+    bench.print(0, "\r2/2", "stderr")
+    bench.print(0, "a warning\n", "stderr")
+    assert bench.end() == ["[rank 0] 2/2", "[rank 0] a warning"]
+
+
+def test_what_a_bar_adds_to_itself_stays_with_it() -> None:
+    bench = Bench([0])
+    bench.print(0, "\r1/2", "stderr")
+    bench.print(0, "\r2/2 [====]", "stderr")
+    bench.print(0, " - loss: 0.3\n", "stderr")
+    assert bench.end() == ["[rank 0] 2/2 [====] - loss: 0.3"]
+
+
+def test_erased_bars_and_the_line_that_replaces_them() -> None:
+    bench = Bench([0])
+    for step in range(3):
+        bench.print(0, f"\r\x1b[Kstep {step}")
+        bench.pass_time(0.2)
+    assert bench.screen() == ["[rank 0] step 2"]
+    bench.print(0, "\r\x1b[Kall done\n")
+    bench.pass_time(0.5)
+    assert bench.end() == ["[rank 0] all done"]
+    assert bench.lines() == ["[rank 0] all done"]
+
+
+def test_spinners_that_go_back() -> None:
+    bench = Bench([0])
+    bench.print(0, "working -")
+    for frame in "\\|/-\\":
+        bench.print(0, f"\b{frame}")
+        bench.pass_time(0.2)
+    assert bench.screen() == ["[rank 0] working \\"]
+    bench.print(0, "\bdone\n")
+    assert bench.end() == ["[rank 0] working done"]
+
+
+def test_empty_lines_are_lines() -> None:
+    bench = Bench([0])
+    for text in ("a\n\n\n", "b\n", "\n", "c", "\n\n", "\n"):
+        bench.print(0, text)
+        bench.pass_time(0.07)
+    bench.pass_time(0.2)
+    assert bench.lines() == [
+        "[rank 0] a",
+        "[rank 0] ",
+        "[rank 0] ",
+        "[rank 0] b",
+        "[rank 0] ",
+        "[rank 0] c",
+        *["[rank 0] "] * 2,
+    ]
+
+
+def test_where_nothing_can_be_changed_bars_come_as_lines_when_they_are_finished() -> None:
+    bench = Bench([0, 1], in_place=False)
+    for step in range(5):
+        for rank in (0, 1):
+            bench.print(rank, f"\r{step}/4", "stderr")
+        bench.pass_time(0.2)
+    bench.print(0, "unfinished")
+    bench.pass_time(1)
+    assert bench.sink.records == []
+    assert bench.end() == ["[ranks 0-1] 4/4", "[rank 0] unfinished"]
+
+
+def _split(text: str, size: int) -> list[str]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", [str.upper, str.lower])
+def test_control_sequences_may_be_cut_anywhere(size: int, make: Callable[[str], str]) -> None:
+    bench = Bench([0])
+    text = (
+        make("red")
+        + "\r\n\x1b[31mx\x1b[0m\n\n\r 50%|# | 1/2 [00:01<00:01]\r100%|##| 2/2 [00:02<00:00]\n\x1b[A\x1b[?25hok\n"
+    )
+    for piece in _split(text, size):
+        bench.print(0, piece, "stderr")
+    whole = Bench([0])
+    whole.print(0, text, "stderr")
+    assert bench.end() == whole.end()

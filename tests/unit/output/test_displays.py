@@ -1,0 +1,205 @@
+"""Results and rich displays of ranks, their updates, and `clear_output`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.output.bench import Bench
+
+HTML = {"text/plain": "Figure", "text/html": "<b>x</b>"}
+
+
+def displays(bench: Bench) -> list[tuple[dict[str, Any], str | None, bool]]:
+    return [payload for kind, payload in bench.sink.records if kind == "display"]
+
+
+def test_identical_results_and_displays_are_shown_once() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.show(rank, {"text/plain": "42"}, "execute_result")
+        bench.show(rank, dict(HTML))
+    bench.output.flush(final=True)
+    assert bench.sink.records == [("stdout", "[ranks 0-1] 42\n[ranks 0-1]\n"), ("display", (HTML, None, False))]
+
+
+def test_a_result_of_several_lines_stands_under_one_label() -> None:
+    bench = Bench()
+    for rank in range(4):
+        bench.show(rank, {"text/plain": "tensor([[1, 2],\n        [3, 4]])"}, "execute_result")
+    assert bench.end() == ["[ranks 0-3] tensor([[1, 2],", "                    [3, 4]])"]
+
+
+def test_results_that_share_lines_are_not_mixed() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.show(rank, {"text/plain": f"Net(\n  {rank}\n)"}, "execute_result")
+    assert bench.end() == [f"{' ' * 9 if i else f'[rank {r}] '}{t}" for r in (0, 1) for i, t in _lines(r)]
+
+
+def _lines(rank: int) -> list[tuple[int, str]]:
+    return [(0, "Net("), (1, f"  {rank}"), (2, ")")]
+
+
+def test_a_result_with_colours_and_returns() -> None:
+    bench = Bench([0])
+    bench.show(0, {"text/plain": "\x1b[31ma\r\nb\x1b[2K"}, "execute_result")
+    assert bench.end() == ["[rank 0] \x1b[31ma", "         b\x1b[0m"]
+
+
+def test_a_result_of_a_hundred_thousand_lines_is_bounded_like_printed_text() -> None:
+    bench = Bench([0], limit_bytes=50_000)
+    bench.show(0, {"text/plain": "\n".join(f"row {i}" for i in range(100_000))}, "execute_result")
+    bench.output.flush(final=True)
+    assert len(bench.sink.text("stdout") + bench.sink.text("stderr")) < 60_000
+    assert "[rank 0] row 0\n" in bench.sink.text()
+    assert "[rank 0] row 99999\n" in bench.sink.text()
+    assert "not shown" in bench.sink.text("stderr")
+
+
+def test_different_displays_are_labelled_each_in_order_with_the_text() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.print(rank, f"before {rank}\n")
+        bench.show(rank, {"text/html": f"<b>{rank}</b>", "text/plain": f"shown {rank}"})
+        bench.print(rank, f"after {rank}\n")
+    lines = bench.end()
+    for rank in (0, 1):
+        own = [f"[rank {rank}] before {rank}", f"shown {rank}", f"[rank {rank}] after {rank}"]
+        assert [line for line in lines if line in own] == own
+        assert lines[lines.index(f"shown {rank}") - 1] == f"[rank {rank}]"
+
+
+def test_some_ranks_may_show_the_same() -> None:
+    bench = Bench([0, 1, 2])
+    for rank in (0, 2):
+        bench.show(rank, dict(HTML))
+    bench.show(1, {"image/png": "abc"})
+    bench.output.flush(final=True)
+    assert len(displays(bench)) == 2
+    assert set(bench.lines()) == {"[ranks 0,2]", "[rank 1]"}
+
+
+def test_updates_reach_the_display_of_their_own_rank() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.show(rank, {"text/html": "<i>1</i>"}, display_id="plot")
+    bench.show(1, {"text/html": "<i>2</i>"}, "update_display_data", display_id="plot")
+    bench.output.flush(final=True)
+    shown = displays(bench)
+    assert len({display_id for _, display_id, _ in shown}) == 2
+    assert shown[-1] == ({"text/html": "<i>2</i>"}, shown[1][1], True)
+
+
+def test_an_update_in_a_later_cell_reaches_the_display() -> None:
+    first, second = Bench([0]), Bench([0])
+    first.show(0, dict(HTML), display_id="plot")
+    first.end()
+    second.show(0, {"text/html": "new"}, "update_display_data", display_id="plot")
+    second.end()
+    assert displays(second) == [({"text/html": "new"}, displays(first)[0][1], True)]
+
+
+def test_of_many_updates_the_last_counts() -> None:
+    bench = Bench([0])
+    bench.show(0, dict(HTML), display_id="plot")
+    for step in range(5000):
+        bench.show(0, {"text/html": f"{step}" * 100}, "update_display_data", display_id="plot")
+        bench.pass_time(0.001)
+    bench.output.flush(final=True)
+    shown = displays(bench)
+    assert shown[-1][0] == {"text/html": "4999" * 100}
+    assert len(shown) < 100
+
+
+def test_a_display_with_an_id_is_not_merged_but_text_with_an_id_is_a_display_too() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.show(rank, {"text/plain": "status"}, display_id="s")
+    assert bench.end() == ["[rank 0]", "status", "[rank 1]", "status"]
+
+
+def test_ten_thousand_displays_do_not_drown_the_notebook() -> None:
+    bench = Bench([0])
+    for i in range(10_000):
+        bench.show(0, {"text/html": f"<b>{i}</b>"})
+        bench.pass_time(0.001)
+    bench.output.flush(final=True)
+    assert len(displays(bench)) <= 1000
+    assert "9,000 displays" in bench.sink.text("stderr")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_clear_output(wait: bool) -> None:
+    bench = Bench([0])
+    for step in range(5):
+        bench.clear(0, wait=wait)
+        bench.print(0, f"step {step}\n")
+        bench.pass_time(0.02)
+    assert bench.end() == ["[rank 0] step 4"]
+
+
+def test_clears_of_one_flush_are_one() -> None:
+    bench = Bench()
+    for rank in range(4):
+        for step in range(10):
+            bench.clear(rank, wait=True)
+            bench.print(rank, f"step {step} of {rank}\n")
+    lines = bench.end()
+    assert lines == [f"[rank {rank}] step 9 of {rank}" for rank in range(4)]
+    assert [kind for kind, _ in bench.sink.records].count("clear") == 1
+
+
+def test_a_clear_that_waits_leaves_what_is_there_until_output_follows() -> None:
+    bench = Bench([0])
+    bench.print(0, "old\n")
+    bench.clear(0, wait=True)
+    bench.pass_time(1)
+    assert bench.screen() == ["[rank 0] old"]
+    bench.print(0, "new\n")
+    bench.pass_time(1)
+    assert bench.end() == ["[rank 0] new"]
+    bench.clear(0, wait=True)
+    assert bench.end() == ["[rank 0] new"]
+
+
+def test_a_clear_leaves_the_other_ranks_lines_of_that_moment() -> None:
+    bench = Bench([0, 1])
+    bench.print(0, "zero\n")
+    bench.print(1, "one\n")
+    bench.clear(0)
+    assert bench.end() == ["[rank 1] one"]
+
+
+def test_a_clear_takes_the_ranks_bar_and_unfinished_line_along() -> None:
+    bench = Bench([0, 1])
+    for rank in (0, 1):
+        bench.print(rank, f"\r1/9 of {rank}\r2/9 of {rank}", "stderr")
+    bench.print(0, "unfinished")
+    bench.pass_time(0.5)
+    assert len(bench.screen()) == 3
+    bench.clear(0)
+    bench.print(0, "new\n")
+    bench.pass_time(0.5)
+    assert sorted(bench.end()) == ["[rank 0] new", "[rank 1] 2/9 of 1"]
+
+
+def test_a_display_that_is_renewed_all_day_does_not_meet_the_limit() -> None:
+    bench = Bench([0], limit_bytes=20_000)
+    for step in range(200):
+        bench.clear(0, wait=True)
+        bench.print(0, f"step {step} " + "x" * 2000 + "\n")
+        bench.pass_time(0.1)
+    (line,) = bench.end()
+    assert line.startswith("[rank 0] step 199 ")
+
+
+def test_updates_for_ids_that_nobody_gave_and_empty_ones_break_nothing() -> None:
+    bench = Bench([0])
+    bench.show(0, {"text/plain": "x"}, "update_display_data")
+    bench.show(0, {}, "update_display_data", display_id="a")
+    bench.show(0, {})
+    bench.show(0, {"application/json": {"a": object()}})
+    bench.output.flush(final=True)
+    assert len(displays(bench)) == 2

@@ -1,0 +1,257 @@
+"""Floods: bounded output, bounded memory, bounded rate, and an honest count of what is left out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import tracemalloc
+
+import pytest
+
+from axon_nb.cluster.output.limits import Rate
+from axon_nb.cluster.output.transcript import Transcript
+from tests.unit.output.bench import Bench
+
+MIB = 1 << 20
+RAISE = "`%distributed config output_limit=4MiB` raises that"
+
+
+def counted(text: str) -> int:
+    """The lines that the notes say are not shown; a note of several ranks counts for each."""
+    total = 0
+    for label, lines, each in re.findall(r"\[(ranks? [0-9,-]+)\] … ([0-9,]+) lines? \([^)]*\)( each)? not", text):
+        low, _, high = label.split(" ")[1].partition("-")
+        total += int(lines.replace(",", "")) * ((int(high) - int(low) + 1) if each else 1)
+    return total
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_ten_megabytes_of_four_ranks(flushes: bool) -> None:
+    line = "line {} of rank {} " + "x" * 60
+    per_rank = 2_500_000 // len(line.format(10_000, 0))
+    chunks = [
+        ("".join(line.format(i, rank) + "\n" for i in range(start, min(start + 1000, per_rank))), rank)
+        for start in range(0, per_rank, 1000)
+        for rank in range(4)
+    ]
+    tracemalloc.start()
+    bench = Bench()
+    for text, rank in chunks:
+        bench.print(rank, text, "stderr")
+        if flushes:
+            bench.pass_time(0.01)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    bench.output.flush(final=True)
+    shown = bench.sink.text("stderr")
+    assert peak < 40 * MIB
+    assert MIB * 0.9 < len(shown) < MIB * 1.1
+    assert f"not shown: a cell shows 1 MiB; {RAISE}" in shown
+    for rank in range(4):
+        assert f"line {per_rank - 1} of rank {rank} " in shown
+    assert counted(shown) + len(re.findall("line [0-9]+ of rank", shown)) == 4 * per_rank
+
+
+def test_short_lines_do_not_take_more_memory_than_long_ones() -> None:
+    bench = Bench()
+    text = "x\n" * 60_000
+    tracemalloc.start()
+    for rank in range(4):
+        bench.print(rank, text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    bench.output.flush(final=True)
+    assert peak < 120 * MIB
+    shown = bench.sink.text("stdout")
+    merged = sum(4 if line.startswith("[ranks 0-3]") else 1 for line in shown.splitlines())
+    assert counted(bench.sink.text("stderr")) + merged == 4 * 60_000
+
+
+def test_equal_floods_count_once_against_the_limit() -> None:
+    bench = Bench(limit_bytes=100_000)
+    text = "".join(f"line {i}\n" for i in range(4000))
+    for rank in range(4):
+        bench.print(rank, text)
+    lines = bench.end()
+    assert lines == [f"[ranks 0-3] line {i}" for i in range(4000)]
+
+
+def test_equal_notes_and_last_lines_are_merged() -> None:
+    bench = Bench(limit_bytes=1000)
+    for rank in range(4):
+        bench.print(rank, "".join(f"line {i}\n" for i in range(1000)))
+    lines = bench.end()
+    (note,) = [line for line in lines if "not shown" in line]
+    assert note.startswith("[ranks 0-3] … ")
+    assert " each not shown: " in note
+    assert lines[-40:] == [f"[ranks 0-3] line {i}" for i in range(960, 1000)]
+    assert counted(note) == 4 * (1000 - len([line for line in lines if " line " in line]))
+
+
+def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_cell() -> None:
+    bench = Bench([0])
+    bench.print(0, "unfinished")
+    bench.print(0, "second last\nlast\n", dropped={"lines": 7, "bytes": 900_000})
+    bench.print(0, "after\n", "stderr")
+    assert bench.end() == [
+        "[rank 0] unfinished",
+        "[rank 0] after",
+        f"[rank 0] … 7 lines (900.0 kB) not shown: a cell shows 1 MiB; {RAISE} …",
+        "[rank 0] second last",
+        "[rank 0] last",
+    ]
+    assert bench.output.text(0) == "unfinished… 7 lines (0.9 MB) left out on the rank …\nsecond last\nlast\nafter\n"
+
+
+def test_the_counts_of_the_rank_and_of_the_notebook_are_added() -> None:
+    bench = Bench([2], limit_bytes=1000)
+    bench.print(2, "x\n" * 1000)
+    bench.print(2, "y\n" * 40, dropped={"lines": 1000, "bytes": 2000})
+    lines = bench.end()
+    shown = len([line for line in lines if line[-1] in "xy"])
+    assert counted("\n".join(lines)) == 2040 - shown
+
+
+def test_the_flood_of_one_rank_leaves_the_last_lines_of_another() -> None:
+    bench = Bench([0, 1], limit_bytes=10_000)
+    for _ in range(100):
+        bench.print(0, "flood\n" * 1000)
+        bench.pass_time(0.01)
+    bench.print(1, "important\n", "stderr")
+    bench.print(0, "flood\n" * 1000)
+    assert "[rank 1] important" in bench.end()
+
+
+def test_no_more_than_the_servers_rate_goes_out_in_any_second() -> None:
+    bench = Bench([0], limit_bytes=10 * MIB)
+    sizes: list[tuple[float, int]] = []
+    bench.print(0, ("x" * 99 + "\n") * 20_000)
+    for _ in range(1000):
+        before = len(bench.sink.text())
+        bench.pass_time(0.01)
+        sizes.append((bench.now, len(bench.sink.text()) - before))
+    for end, _ in sizes:
+        assert sum(size for at, size in sizes if end - 0.99 < at <= end) <= 400_000
+    assert bench.output.drained
+    assert len(bench.lines()) == 20_000
+    last = max(at for at, size in sizes if size)
+    assert last - 100 < 7, "the rate is used"
+
+
+def test_the_end_of_a_cell_sends_no_more_at_once_than_the_server_takes() -> None:
+    bench = Bench([0], limit_bytes=10 * MIB)
+    bench.print(0, "".join(f"line {i} {'x' * 90}\n" for i in range(50_000)))
+    text = "\n".join(bench.end())
+    assert len(text) < 2_100_000
+    assert "more at once than a notebook takes" in text
+    assert "line 49999 " in text
+    assert counted(text) + len(re.findall("line [0-9]+ x", text)) == 50_000
+
+
+def test_a_script_has_no_server_and_no_rate() -> None:
+    bench = Bench([0], limit_bytes=10 * MIB, in_place=False)
+    bench.print(0, ("x" * 99 + "\n") * 50_000)
+    bench.pass_time(0.1)
+    assert len(bench.lines()) == 50_000
+
+
+def test_a_very_long_line_is_cut_and_says_so() -> None:
+    bench = Bench([0])
+    bench.print(0, "y" * 100_000 + "\nnext\n")
+    for _ in range(200):
+        bench.print(0, "z" * 1000)
+    bench.print(0, "\n")
+    first, second, third = bench.end()
+    assert first == "[rank 0] " + "y" * 65536 + " … 34,464 more characters of this line not shown …"
+    assert second == "[rank 0] next"
+    assert third == "[rank 0] " + "z" * 65536 + " … 134,464 more characters of this line not shown …"
+
+
+def test_bars_without_end_take_bounded_room() -> None:
+    bench = Bench([0], limit_bytes=20_000)
+    tracemalloc.start()
+    for start in range(0, 30_000, 1000):
+        bench.print(0, "".join(f"bar {i}: 1\rbar {i}: 2\n" for i in range(start, start + 1000)), "stderr")
+        bench.pass_time(0.05)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    lines = bench.end()
+    assert peak < 10 * MIB
+    assert len("\n".join(lines)) < 30_000
+    assert counted("\n".join(lines)) + len([line for line in lines if ": 2" in line]) == 30_000
+
+
+@pytest.mark.parametrize(
+    "piece", ["1\r2\n", "\x1b[31mred\x1b[K\n", "\x1b[A\n", "\b\n", "\r", "\n", "\r\n", "x\r\x1b[K"]
+)
+def test_no_kind_of_text_is_slow(piece: str) -> None:
+    bench = Bench([0])
+    began = time.process_time()
+    bench.print(0, piece * 40_000)
+    bench.output.flush(final=True)
+    assert time.process_time() - began < 3.0
+
+
+def test_the_limit_in_the_note_is_the_cells_own() -> None:
+    bench = Bench([0], limit_bytes=8 * MIB, in_place=False)
+    bench.print(0, ("x" * 99 + "\n") * 100_000)
+    assert "a cell shows 8 MiB; `%distributed config output_limit=32MiB`" in "\n".join(bench.end())
+
+
+def test_rate_is_of_any_second() -> None:
+    rate = Rate(100)
+    sent = []
+    for i in range(1000):
+        now = i / 100
+        if rate.allows(30, now):
+            rate.take(30, now)
+            sent.append(now)
+    for first, fourth in zip(sent, sent[3:], strict=False):
+        assert fourth - first >= 1.0
+    assert len(sent) >= 30
+    rate = Rate(100)
+    assert rate.allows(1000, 0.0), "larger than the rate itself: goes when nothing else did"
+    rate.take(1000, 0.0)
+    assert not rate.allows(1, 0.5)
+
+
+def test_a_transcript_keeps_both_ends() -> None:
+    transcript = Transcript(1000)
+    for i in range(1000):
+        transcript.add(f"line {i}\n")
+    text = transcript.text()
+    assert len(text) < 1100
+    assert text.startswith("line 0\nline 1\n")
+    assert text.endswith("line 998\nline 999\n")
+    (left_out,) = re.findall(r"\n… ([0-9,]+) characters left out …\n", text)
+    whole = sum(len(f"line {i}\n") for i in range(1000))
+    assert int(left_out.replace(",", "")) == whole - (len(text) - len(f"\n… {left_out} characters left out …\n"))
+
+
+def test_a_transcript_under_its_limit_is_exact() -> None:
+    transcript = Transcript(5000)
+    pieces = [str(i) * (i % 7) for i in range(200)]
+    for piece in pieces:
+        transcript.add(piece)
+    assert transcript.text() == "".join(pieces)
+
+
+def test_a_flooded_transcript_of_one_piece() -> None:
+    transcript = Transcript(1000)
+    transcript.add("a" * 10_000 + "end")
+    assert transcript.text().endswith("aend")
+    assert len(transcript.text()) < 1100
+
+
+def test_note_comes_before_the_last_lines_and_they_are_the_last() -> None:
+    bench = Bench([0], limit_bytes=1000)
+    bench.print(0, "".join(f"line {i}\n" for i in range(500)))
+    bench.pass_time(1)
+    bench.print(0, "".join(f"line {i}\n" for i in range(500, 1000)))
+    lines = bench.end()
+    numbers = [int(line.rsplit(" ", 1)[1]) for line in lines if "not shown" not in line]
+    gaps = [(a, b) for a, b in itertools.pairwise(numbers) if b != a + 1]
+    assert len(gaps) == 1, "one gap, and the order is kept"
+    note = next(i for i, line in enumerate(lines) if "not shown" in line)
+    assert numbers[note:] == list(range(960, 1000))
