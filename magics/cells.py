@@ -121,7 +121,6 @@ class CellMagics(Magics):
             raise UsageError(f"--out {options.out}: it is no variable name.")
         code = cell_code.with_head(cell, f"%%{name} {line}")
         number = _prompt(self.shell)
-        cell_code.check(code, name=f"Cell In[{number}]")
         cluster = _cluster()
         return _Request(
             cluster=cluster,

@@ -124,8 +124,8 @@ class Cluster:
         return CellHandle(run, lambda: self._end(run, options))
 
     def _begin(self, code: str, options: CellOptions) -> CellRun:
-        cell_code.check(code)
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
+        cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
         chosen = resolve_ranks(options.get("ranks"), self.world_size)
         self.health.refuse(chosen)
         if timeout is not None and timeout <= 0:

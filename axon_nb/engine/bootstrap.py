@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -53,7 +52,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    session = RankSession(config=config, kernel=kernel, device=device, main_thread=threading.get_ident())
+    session = RankSession(config=config, kernel=kernel, device=device)
     set_current(session)
     missing = kernel_hooks.missing(kernel)  # before ours are set under the same names
     _install(session)

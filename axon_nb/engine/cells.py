@@ -42,7 +42,7 @@ class CellRunner:
         shell.history_manager.input_hist_parsed[-1:] = [session.kernel.get_parent("shell")["content"]["code"]]
         self._budget.begin()
         session.cell = cell if cell is not None else 0
-        session.cell_started_ns = start = time.monotonic_ns()
+        start = time.monotonic_ns()
         calls = activity.started()
         self._interrupts.running = True
         try:

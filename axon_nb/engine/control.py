@@ -21,9 +21,6 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
     def status(content: dict[str, Any]) -> dict[str, Any]:
         return dataclasses.asdict(sampler.sample())
 
-    def interrupt(content: dict[str, Any]) -> dict[str, Any]:
-        return {"interrupted": interrupts.interrupt()}
-
     def watch(content: dict[str, Any]) -> dict[str, Any]:
         telemetry.watch(hz=float(content["hz"]), seconds=float(content["seconds"]))
         return {}
@@ -46,7 +43,6 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
 
     return {
         "axon_abort": abort_cell,
-        "axon_interrupt": interrupt,
         "axon_status": status,
         "axon_stop": stop,
         "axon_waits": tell_waits,

@@ -49,9 +49,6 @@ class RankSession:
     device: torch.device
     cell: int | None = None
     """Number of the notebook cell that runs; None when idle."""
-    cell_started_ns: int = 0
-    main_thread: int = 0
-    """Identifier of the thread that runs cells."""
     extras: dict[str, Any] = field(default_factory=dict)
 
 

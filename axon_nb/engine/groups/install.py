@@ -28,12 +28,8 @@ c10d = dist.distributed_c10d
 class GroupsState:
     """What all groups of this rank share."""
 
-    root: Store | None = None
-    """The store that all ranks reach."""
     epoch = 0
     """How often the groups have been formed anew."""
-    rank = 0
-    """This rank in the default group."""
     installed = False
 
 
@@ -55,7 +51,7 @@ def missing() -> list[str]:
 
 def install(root: Store, *, rank: int, epoch: int = 0) -> None:
     """From now on every Gloo group is a recoverable one."""
-    groups_state.root, groups_state.rank, groups_state.epoch = root, rank, epoch
+    groups_state.epoch = epoch
     if groups_state.installed:
         return
     groups_state.installed = True

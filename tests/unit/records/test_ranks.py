@@ -1,52 +1,42 @@
-"""Sets of ranks as text."""
+"""Sets of ranks as text: compact one way, forgiving about blanks and doubles the other way."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([], ""), ([2], "2"), ([0, 1], "0-1"), ([3, 2, 0], "0,2-3"), ([1, 1, 5, 6, 7], "1,5-7"), (range(8), "0-7")],
+)
+def test_format(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
     ("spec", "ranks"),
-    [
-        ("0", [0]),
-        ("3,1", [1, 3]),
-        ("0,2-3", [0, 2, 3]),
-        ("0-3", [0, 1, 2, 3]),
-        (":2", [0, 1]),
-        ("2:", [2, 3]),
-        ("-1", [3]),
-        ("all", [0, 1, 2, 3]),
-        ("even", [0, 2]),
-        ("odd", [1, 3]),
-        ("1,1, 1", [1]),
-    ],
+    [(" 0 , 2-3 ", [0, 2, 3]), ("even,odd", [0, 1, 2, 3]), ("-2:", [2, 3]), ("::2", [0, 2]), ("0,-1", [0, 3])],
 )
 def test_parse(spec: str, ranks: list[int]) -> None:
     assert parse_ranks(spec, 4) == ranks
 
 
 @pytest.mark.parametrize(
-    ("spec", "sentence"),
+    ("spec", "world_size", "sentence"),
     [
-        ("7", "rank 7 of 4 does not exist: ranks are 0 to 3."),
-        ("2-9", "rank 9 of 4 does not exist"),
-        ("-5", "rank -5 of 4 does not exist"),
-        ("x", "'x' is no rank; write ranks as in 0,2-3."),
-        ("", "'' is no rank"),
-        ("3-1", "runs backwards; write 1-3."),
-        ("1:2:3:4", "is no rank"),
+        ("0 2", 4, "ranks '0 2': '0 2' is no rank; write ranks as in 0,2-3."),
+        ("0,,2", 4, "ranks '0,,2': '' is no rank; write ranks as in 0,2-3."),
+        (":0", 4, "ranks ':0' are none of the 4: ranks are 0 to 3."),
+        ("odd", 1, "ranks 'odd' are none of the 1: ranks are 0 to 0."),
+        ("::0", 4, "ranks '::0': '::0' is no rank; write ranks as in 0,2-3."),
+        ("7", 4, "rank 7 of 4 does not exist: ranks are 0 to 3."),
+        ("1.5", 4, "ranks '1.5': '1.5' is no rank; write ranks as in 0,2-3."),
     ],
 )
-def test_errors(spec: str, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence.replace(".", r"\.")):
-        parse_ranks(spec, 4)
-
-
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_round_trip(ranks: set[int]) -> None:
-    assert parse_ranks(format_ranks(ranks), 41) == sorted(ranks)
+def test_an_error_is_one_clear_sentence(spec: str, world_size: int, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_ranks(spec, world_size)
+    assert str(raised.value) == sentence
