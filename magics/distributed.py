@@ -32,6 +32,7 @@ def _start_parser() -> LineParser:
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
     parser.add_argument("--name", default=None, help="what the cluster is called")
+    parser.add_argument("--interface", default=None, help="network interface on which other hosts' ranks reach this")
     return parser
 
 
@@ -57,6 +58,7 @@ class DistributedMagics(Magics):
 
         repair [--ranks R] · attach [NAME] · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+        start -n N --engines ssh --interface eth0: ranks on several hosts
         """
         commands: dict[str, Callable[[list[str]], Any]] = {
             "start": self._start,
@@ -76,7 +78,12 @@ class DistributedMagics(Magics):
     def _start(self, words: list[str]) -> None:
         options = parse(_start_parser(), words)
         cluster = startup.start(
-            options.n, devices=options.devices, backend=options.backend, engines=options.engines, name=options.name
+            options.n,
+            devices=options.devices,
+            backend=options.backend,
+            engines=options.engines,
+            name=options.name,
+            interface=options.interface,
         )
         display(cluster)
 

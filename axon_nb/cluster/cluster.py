@@ -63,7 +63,8 @@ class Cluster:
         self.settings = settings
         self.launched: Any = None
         """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
-        self._places = list(places)
+        self.places = list(places)
+        """What each rank says of its host: host, pid, device, cores, gpus."""
         self._numbers = itertools.count(1)
         self._runs: list[CellRun] = []
         self._lock = threading.Lock()
@@ -229,10 +230,10 @@ class Cluster:
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""
-        self._places[rank] = place
+        self.places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
-        self.connection.agent.call("set_info", info={"places": self._places})
+        self.connection.agent.call("set_info", info={"places": self.places})
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
@@ -241,7 +242,7 @@ class Cluster:
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""
-        return cluster_info(self, self._places, self.health.dead)
+        return cluster_info(self, self.places, self.health.dead)
 
     def status(self) -> pd.DataFrame:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
-from axon_nb.cluster.bringup import gather, join_settings, rank_environment
+from axon_nb.cluster.bringup import gather, join_settings, store_address
+from axon_nb.cluster.hosts import seats
 from axon_nb.cluster.launcher import fork_request
+from axon_nb.cluster.launching import rank_environment
 from axon_nb.cluster.recovery import next_epoch
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.ranks import format_ranks
@@ -57,8 +59,10 @@ def repair(cluster: Cluster, ranks: Sequence[int] | None) -> list[int]:
         rank: remote.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
         for rank in survivors
     }
+    seated = seats(cluster.layout, cluster.places)
+    store = store_address(connection, {place["host"] for place in cluster.places})
     for rank in chosen:
-        arguments = join_settings(connection, cluster.layout, settings, rank)
+        arguments = join_settings(cluster.layout, settings, rank, seated[rank], store)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     answers = gather(calls, _LIMIT_S, connection)

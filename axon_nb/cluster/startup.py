@@ -9,10 +9,12 @@ import time
 from typing import Any
 
 from axon_nb.cluster import current, warmup
-from axon_nb.cluster.bringup import join_world, launch_engines
+from axon_nb.cluster.bringup import join_world
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.connection import Connection, open_existing
+from axon_nb.cluster.connection import Connection, open_existing, open_new
+from axon_nb.cluster.hosts import LOOPBACK, interface_ip
 from axon_nb.cluster.kept import end_kept, find, running
+from axon_nb.cluster.launching import launch_engines, stop_engines
 from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
 from axon_nb.cluster.settings import settings
@@ -28,6 +30,7 @@ def start(
     backend: str = "auto",
     engines: str | None = None,
     name: str | None = None,
+    interface: str | None = None,
 ) -> Cluster:
     """Start a cluster and make it the current one. Returns when every rank is in the group and one barrier has passed.
 
@@ -37,12 +40,16 @@ def start(
         backend: ``auto``, ``gloo`` or ``nccl``.
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.
         name: What the cluster is called; several clusters of one user need different names.
+        interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
+            all ranks are here, and nothing but loopback and Unix sockets listens.
 
     Raises:
         UsageError: the wish cannot be met.
         StartError: the ranks did not come up.
     """
-    layout = plan_layout(n, devices=devices, backend=backend, threads=settings.threads)
+    ip = LOOPBACK if interface is None else interface_ip(interface)
+    several_hosts = interface is not None
+    layout = plan_layout(n, devices=devices, backend=backend, threads=settings.threads, several_hosts=several_hosts)
     chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     if current.get() is not None:
         there = current.require("start")
@@ -52,16 +59,28 @@ def start(
         )
     for line in end_kept():
         print(line)
+    if several_hosts and chosen in ("axon", "local"):
+        raise UsageError(
+            f"--interface {interface}: the launcher {chosen!r} starts ranks on this host alone; see --engines."
+        )
     title = _free_name(name)
     for note in layout.notes:
         print(note)
     end = time.monotonic() + settings.start_timeout
-    connection = warmup.take(settings.start_timeout)
+    if several_hosts:
+        warmup.discard()
+        connection = open_new(ip=ip)
+        print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
+    else:
+        connection = warmup.take(settings.start_timeout)
+    launched = None
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
         cluster = _publish(connection, layout, title, chosen, places)
     except BaseException:
+        if launched is not None:
+            stop_engines(launched, chosen)
         connection.stop()
         raise
     cluster.launched = launched
@@ -73,6 +92,7 @@ def _publish(connection: Connection, layout: Layout, name: str, engines: str, pl
     facts = {
         "name": name,
         "engines": engines,
+        "ip": connection.ip,
         "world_size": layout.num_ranks,
         "keep_alive_s": settings.keep_alive,
         "layout": dataclasses.asdict(layout),
@@ -135,7 +155,10 @@ def restart() -> Cluster:
         "engines": old.engines,
         "name": old.name,
     }
-    warmup.begin()  # the next agent comes up while the old one ends
+    if old.connection.ip != LOOPBACK:
+        shape["interface"] = old.connection.ip
+    else:
+        warmup.begin()  # the next agent comes up while the old one ends
     old.stop()
     current.drop(old)
     return start(old.world_size, **shape)

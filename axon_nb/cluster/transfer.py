@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.launching import stop_engines
 from axon_nb.errors import UsageError
 from axon_nb.records.state import Activity, RankState
 
@@ -70,10 +71,8 @@ def _result(rank: int, future: Future[Any], what: str) -> Any:
 
 def shut_down_foreign(cluster: Cluster) -> None:
     """End the engines of other launchers than ours; the host agent ends its own."""
-    if cluster.engines == "axon":
-        return
-    with contextlib.suppress(Exception):  # whatever is left ends when it misses the controller's heartbeat
-        if cluster.launched is not None:
-            cluster.launched.stop_engines_sync()
-        else:
+    if cluster.launched is not None:
+        stop_engines(cluster.launched, cluster.engines)
+    elif cluster.engines != "axon":
+        with contextlib.suppress(Exception):
             cluster.client.shutdown(targets="all", hub=False, block=False)

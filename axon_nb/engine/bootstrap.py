@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
+from axon_nb.engine import dist_hooks, kernel_hooks, leaving, namespace, short_traceback
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, recovery
+from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.host.cores import usable_cores
+from axon_nb.host.sealing import store_key
 
 __all__ = ["describe", "join", "run_engine"]
 
@@ -33,8 +36,13 @@ def run_engine(argv: list[str]) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """Where this process is, before it joins: host and pid."""
-    return {"host": socket.gethostname(), "pid": os.getpid()}
+    """Where this process is, before it joins: host and pid, cores that it may use and GPUs that it sees."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cores": usable_cores(),
+        "gpus": torch.cuda.device_count(),
+    }
 
 
 def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
@@ -56,9 +64,12 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     set_current(session)
     missing = kernel_hooks.missing(kernel)  # before ours are set under the same names
     _install(session)
-    store = AgentStore(config.store, timedelta(seconds=config.timeout_s))
+    store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
     session.extras["store"] = store
+    listen_on(store.own_ip)
+    if store.own_ip != LOOPBACK:
+        leaving.install()
     form_default_group(
         config.backend,
         store=store,

@@ -19,6 +19,7 @@ from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
 from axon_nb.host.preload import Preload
 from axon_nb.host.rundir import RunDir
 from axon_nb.host.store import StoreTable
+from axon_nb.host.tcp import SealedStorePeer, TcpListener
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -64,13 +65,14 @@ class Agent:
             "signal": self._signal,
             "set_info": self._set_info,
             "get_info": self._get_info,
+            "serve_store": self._serve_store,
             "stop": self._stop,
         }
 
     def run(self) -> None:
         """Serve until stopped; at the end no child and no file is left."""
         with self._signals():
-            self._listeners = [
+            self._listeners: list[Listener | TcpListener] = [
                 Listener(self.run_dir.store_socket, self._selector, self._accept_store),
                 Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
             ]
@@ -145,6 +147,19 @@ class Agent:
 
     def _accept_store(self, sock: socket.socket) -> None:
         self._peers.add(StorePeer(sock, self._selector, self._closed, self._store.handle))
+
+    def _serve_store(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        """Serve the store over TCP too, for ranks on other hosts."""
+        key = bytes.fromhex(message["key"])
+
+        def accept(sock: socket.socket) -> None:
+            for silent in [peer for peer in self._peers if isinstance(peer, SealedStorePeer) and peer.overdue]:
+                silent.close()
+            self._peers.add(SealedStorePeer(sock, self._selector, self._closed, self._store.handle, key))
+
+        listener = TcpListener(str(message["ip"]), self._selector, accept)
+        self._listeners.append(listener)
+        return {"port": listener.port}
 
     def _closed(self, peer: Peer) -> None:
         self._peers.discard(peer)

@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.threads import run_in_helper
 
-__all__ = ["connect", "leak", "leaked", "poison", "shared_device"]
+__all__ = ["LOOPBACK", "connect", "leak", "leaked", "listen_on", "poison", "shared_device"]
+
+LOOPBACK = "127.0.0.1"
 
 _CONNECT_LIMIT = timedelta(seconds=3)
 _POISON_TAG = 0x7FFFFFF0
@@ -26,13 +28,20 @@ _PIECE_S = 0.02
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
+_address = [LOOPBACK]
 _graveyard: list[Any] = []
 
 
-def shared_device(hostname: str = "127.0.0.1") -> Any:
+def listen_on(ip: str) -> None:
+    """Have groups made from now on listen on this address of the host alone."""
+    _address[:] = [ip]
+    _device.clear()
+
+
+def shared_device() -> Any:
     """The Gloo device of this process: one for all groups, else each costs threads and file descriptors."""
     if not _device:
-        _device.append(_gloo.create_device(hostname=hostname, lazy_init=False))
+        _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
     return _device[0]
 
 
