@@ -219,19 +219,34 @@ class MockGroup(NamedGroup):
         return MockWork(lambda: True, lambda ready: None, list(tensors))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> MockWork:
-        """Take a message, when it is there."""
+        """Take the next message; several are taken in the order in which they were asked for."""
         got: list[int] = []
 
-        def ready() -> bool:
-            if not got and (message := self._hub.take(source, self._own_rank, tag)) is not None:
-                got.append(source)
-                self._fill("recv", tensors[0], message)
-            return bool(got)
+        def take(message: torch.Tensor) -> None:
+            self._fill("recv", tensors[0], message)
+            got.append(source)
+
+        self._hub.ask(source, self._own_rank, tag, take)
 
         def wait(ready: Callable[[], bool]) -> None:
             self._wait(ready, lambda: f"recv for {_named([self._hub.ranks[source]])}")
 
-        return MockWork(ready, wait, list(tensors))
+        return MockWork(lambda: bool(got), wait, list(tensors))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> MockWork:
+        """Take a message of whoever has sent one; the lowest rank comes first."""
+        got: list[int] = []
+
+        def ready() -> bool:
+            if not got and (found := self._hub.take_any(self._own_rank, tag)) is not None:
+                self._fill("recv", tensors[0], found[1])
+                got.append(found[0])
+            return bool(got)
+
+        def wait(ready: Callable[[], bool]) -> None:
+            self._wait(ready, lambda: "recv for any rank")
+
+        return MockWork(ready, wait, list(tensors), lambda: got[0])
 
     def _check_shapes(self, name: str, parts: Tensors) -> None:
         for rank, part in enumerate(parts):

@@ -35,7 +35,7 @@ class Hub:
         self.ranks = ranks
         self._meetings: dict[int, Meeting] = {}
         self._counts = [0] * len(ranks)
-        self._mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
+        self._lines: dict[tuple[int, int, int], _Line] = {}
 
     def join(self, rank: int, name: str, brings: Any, carry_out: Callable[[list[Any]], None]) -> Meeting:
         """One rank makes its next collective; the last one to come carries it out for all.
@@ -63,10 +63,33 @@ class Hub:
         return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in meeting.brought]
 
     def post(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leave a message; it is copied, so that the sender may go on."""
-        self._mail.setdefault((source, target, tag), deque()).append(tensor.detach().clone())
+        """Leave a message for who has asked first; it is copied, so that the sender may go on."""
+        line = self._lines.setdefault((source, target, tag), _Line())
+        line.messages.append(tensor.detach().clone())
+        line.deliver()
 
-    def take(self, source: int, target: int, tag: int) -> torch.Tensor | None:
-        """The oldest message of `source`; None when there is none."""
-        box = self._mail.get((source, target, tag))
-        return box.popleft() if box else None
+    def ask(self, source: int, target: int, tag: int, take: Callable[[torch.Tensor], None]) -> None:
+        """Have `take` called with the next message that nobody has asked for before: in the order of asking."""
+        line = self._lines.setdefault((source, target, tag), _Line())
+        line.takers.append(take)
+        line.deliver()
+
+    def take_any(self, target: int, tag: int) -> tuple[int, torch.Tensor] | None:
+        """The oldest message of the lowest rank that has sent one; None when there is none."""
+        for source in range(len(self.ranks)):
+            line = self._lines.get((source, target, tag))
+            if line is not None and line.messages:
+                return source, line.messages.popleft()
+        return None
+
+
+@dataclass
+class _Line:
+    """From one rank to another: messages and those that wait for them, in order."""
+
+    messages: deque[torch.Tensor] = field(default_factory=deque)
+    takers: deque[Callable[[torch.Tensor], None]] = field(default_factory=deque)
+
+    def deliver(self) -> None:
+        while self.messages and self.takers:
+            self.takers.popleft()(self.messages.popleft())

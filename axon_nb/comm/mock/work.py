@@ -19,10 +19,18 @@ class MockWork(Work):
         ready: Whether it is over; may complete it.
         wait: Lets others run until `ready()`.
         output: The tensors that a future gives.
+        source: Whom a message was from.
     """
 
-    def __init__(self, ready: Callable[[], bool], wait: Callable[[Callable[[], bool]], None], output: Any) -> None:
+    def __init__(
+        self,
+        ready: Callable[[], bool],
+        wait: Callable[[Callable[[], bool]], None],
+        output: Any,
+        source: Callable[[], int] = lambda: -1,
+    ) -> None:
         super().__init__()
+        self._source = source
         self._ready = ready
         self._wait = wait
         self._output = output
@@ -52,8 +60,8 @@ class MockWork(Work):
         """Nothing."""
 
     def source_rank(self) -> int:
-        """Not known."""
-        return -1
+        """Whom a message was from; -1 where that was said in the call."""
+        return self._source()
 
     _source_rank = source_rank
 

@@ -1,0 +1,8 @@
+"""Everything that a training script of ours begins with: ``from axon_nb.prelude import *``."""
+
+from __future__ import annotations
+
+from axon_nb import comm
+from axon_nb.comm import *  # noqa: F403 - that is what a prelude is
+
+__all__ = comm.__all__
