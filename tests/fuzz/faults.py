@@ -153,8 +153,7 @@ def _deadlock(rng: random.Random, message: str) -> Fault:
             ("ring of recv", "dist.recv(torch.ones(1), (rank + 1) % 4)", r"waits in recv"),
             (
                 "opposite order",
-                "groups = [pair, dist.group.WORLD][:: -1 if rank else 1]\n"
-                "for group in groups:\n    if rank < 2 or group is not pair: dist.barrier(group=group)",
+                "for g in [pair, None][:: -1 if rank else 1]:\n    if g is None or rank < 2: dist.barrier(group=g)",
                 r"waits? in barrier",
             ),
         ]

@@ -220,7 +220,7 @@ def sums() -> list[float]:
 
 
 def after(start: int) -> dict[str, object]:
-    """What the fault has left: where each object is, whether it goes on as if nothing had been, what this rank holds."""
+    """What the fault has left: where each object is, whether it steps on as ever, what this rank holds."""
     from axon_nb.engine.groups import activity
     from axon_nb.engine.groups.gloo import leaked
     from axon_nb.engine.groups.install import all_groups, groups_state
@@ -253,7 +253,7 @@ COLLECTIVES = {
     "all_gather": lambda: dist.all_gather([torch.empty(999) for _ in range(world_size)], torch.ones(999)),
     "all_gather_object": lambda: dist.all_gather_object([None] * world_size, {"rank": rank}),
     "all_to_all": lambda: dist.all_to_all_single(torch.empty(4000), torch.ones(4000)),
-    "barrier": lambda: dist.barrier(),
+    "barrier": dist.barrier,
     "broadcast": lambda: dist.broadcast(torch.ones(99_999), 1),
     "broadcast_object_list": lambda: dist.broadcast_object_list([{"a": 1}] if rank == 2 else [None], 2),
     "functional": lambda: functional.all_reduce(torch.ones(999), "sum", dist.group.WORLD) + 1,
@@ -272,7 +272,9 @@ COLLECTIVES = {
     "send and recv": lambda: (
         dist.send(torch.ones(1 << 22), rank + 1) if rank % 2 == 0 else dist.recv(torch.empty(1 << 22), rank - 1)
     ),
-    "subgroups": lambda: dist.all_reduce(torch.ones(999), group=pair if rank == 0 else rest),
+    "subgroups": lambda: [
+        dist.all_reduce(torch.ones(999), group=g) for g in (pair, rest) if rank in dist.get_process_group_ranks(g)
+    ],
 }
 
 
