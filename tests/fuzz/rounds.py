@@ -37,12 +37,12 @@ class Bounds:
     recoveries: int = 0
 
     def breaches(self, now: dict[str, Any]) -> list[str]:
-        """What has grown beyond its bound: 2 threads a group given up, 4 descriptors a new group, 1 MiB a recovery."""
+        """What has grown beyond its bound: 2 threads a group given up, 4 descriptors a new group, 2 MiB a recovery."""
         groups = now["groups"] - self.groups + now["leaked"] - self.leaked
         limits = {
             "threads": self.threads + 2 * groups + 16,
             "fds": self.fds + 4 * (now["groups"] - self.groups) + 24,
-            "rss": self.rss + (96 << 20) + self.recoveries * (1 << 20),
+            "rss": self.rss + (192 << 20) + self.recoveries * (2 << 20),
         }
         return [f"{what} {now[what]} > {limit}" for what, limit in limits.items() if now[what] > limit]
 
@@ -197,7 +197,7 @@ class Fuzz:
             if now["pending"]:
                 outcome.problems.append(f"rank {rank} still has {now['pending']} under way")
             if torn := [name for name, place in now["found"].items() if place < 0]:
-                outcome.problems.append(f"rank {rank}: {torn} at no place of an undisturbed run")
+                outcome.problems.append(f"rank {rank}: {torn} at no place of an undisturbed run {now['inside']}")
             if wrong := [name for name, well in now["again"].items() if not well]:
                 outcome.problems.append(f"rank {rank}: {wrong} step on differently than an undisturbed run")
             bounds = self._bounds[rank]

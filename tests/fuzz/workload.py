@@ -133,7 +133,8 @@ optimizers: dict[str, torch.optim.Optimizer] = {}
 schedules: dict[str, object] = {}
 history: dict[str, list[list[torch.Tensor]]] = {}
 done: dict[str, int] = {}
-training = [""]
+training = ["", ""]
+"""The object that steps, and what cannot be undone there."""
 
 
 def step(name: str) -> None:
@@ -155,7 +156,9 @@ def step(name: str) -> None:
         point("after forward")
         loss.backward()
     point("before optimizer")
+    training[1] = f"inside the optimizer's step of {name}"
     optimizer.step()
+    training[1] = ""
     done[name] += 1
 
 
@@ -226,6 +229,7 @@ def after(start: int) -> dict[str, object]:
     from axon_nb.engine.groups.install import all_groups, groups_state
 
     plan.clear()
+    inside, training[1] = training[1], ""
     pending = [call.name for call in activity.pending()]
     found = {name: place(name) for name in NAMES}
     answers = sums()
@@ -240,7 +244,7 @@ def after(start: int) -> dict[str, object]:
     with open("/proc/self/statm") as statm:
         rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
-        "pending": pending, "found": found, "sums": answers, "again": again, "epoch": groups_state.epoch,
+        "pending": pending, "found": found, "inside": inside, "sums": answers, "again": again, "epoch": groups_state.epoch,
         "threads": len(os.listdir("/proc/self/task")), "python_threads": threading.active_count(),
         "fds": len(os.listdir("/proc/self/fd")), "rss": rss, "leaked": leaked(), "groups": len(all_groups()),
         "pid": os.getpid(),

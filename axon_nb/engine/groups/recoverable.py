@@ -114,6 +114,8 @@ class RecoverableGroup(dist.ProcessGroup):
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
         if self._inner is not None:
+            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
+            self.poison()
             leak(self._inner)
         self.sequence = 0
         self._inner = inner
