@@ -244,7 +244,8 @@ def after(start: int) -> dict[str, object]:
     with open("/proc/self/statm") as statm:
         rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
-        "pending": pending, "found": found, "inside": inside, "sums": answers, "again": again, "epoch": groups_state.epoch,
+        "pending": pending, "found": found, "inside": inside,
+        "sums": answers, "again": again, "epoch": groups_state.epoch,
         "threads": len(os.listdir("/proc/self/task")), "python_threads": threading.active_count(),
         "fds": len(os.listdir("/proc/self/fd")), "rss": rss, "leaked": leaked(), "groups": len(all_groups()),
         "pid": os.getpid(),

@@ -200,6 +200,97 @@ def test_a_slow_rank_is_never_ended(trained: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] 'met'"]
 
 
+def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: Kernel) -> None:
+    trained.ok("%%distributed\nlame = dist.new_group([1, 2])\nif rank == 1: dist.destroy_process_group(lame)")
+    reply = trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()")
+    assert "ValueError: bug" in reply.traceback
+    assert "[rank 0] 2.0" in trained.ok("%%distributed\nstep()\nprint(groups_work())").lines()
+    reply = trained.run("%%distributed\nif rank == 2: dist.all_reduce(torch.ones(1), group=lame)")
+    assert "is not on all of its ranks; make it again with `dist.new_group`" in reply.traceback
+
+
+def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
+    """The others connect to it in C++; left alone they would stand between the next forming and the store."""
+    for failing in range(4):
+        reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])", timeout=30)
+        assert "ZeroDivisionError" in reply.traceback
+    assert "[rank 0] 2.0" in trained.ok("%%distributed\nprint(groups_work())").lines()
+
+
+def test_connections_of_groups_that_were_given_up_are_closed(trained: Kernel) -> None:
+    count = "%%distributed --out fds\nimport os\nlen(os.listdir('/proc/self/fd'))"
+    seen = []
+    for _ in range(2):
+        trained.ok(count)
+        seen.append(trained.value("fds.values"))
+        for _ in range(12):
+            trained.run("%%distributed\nif rank == 2: 1 / 0\nif rank in (1, 3): dist.barrier(group=rest)")
+    trained.ok(count)
+    seen.append(trained.value("fds.values"))
+    assert all(seen[2][rank] <= seen[0][rank] + 8 for rank in range(4)), seen
+
+
+PIPELINE = """%%distributed
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        blow("forward")
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        blow("backward")
+        return grad
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return Fuse.apply(self.linear(x))
+
+def blow(where):
+    if where == armed and rank == 2:
+        raise ValueError("bug")
+
+def build():
+    global parts, schedules
+    torch.manual_seed(rank)
+    parts = nn.ModuleList(Stage() for _ in range(3))
+    places = ((rank, world_size), (rank, 2 * world_size), (rank + world_size, 2 * world_size))
+    stages = [PipelineStage(part, *place, torch.device("cpu")) for part, place in zip(parts, places)]
+    schedules = [
+        Schedule1F1B(stages[0], 4, loss_fn=nn.functional.mse_loss),
+        ScheduleInterleaved1F1B(stages[1:], 4, loss_fn=nn.functional.mse_loss),
+    ]
+
+def run(which):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    last = {"target": torch.zeros(8, 8), "losses": []} if rank == world_size - 1 else {}
+    parts.zero_grad()
+    schedules[which].step(*(x,) if rank == 0 else (), **last)
+    return torch.stack([p.grad for p in parts.parameters() if p.grad is not None and p.dim() == 2])
+
+armed = ""
+build()
+good = [run(0), run(1)]
+"""
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["its first step", "a later step"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("which", [0, 1], ids=["1F1B", "interleaved"])
+def test_a_pipeline_goes_on_after_a_failure_in(trained: Kernel, which: int, where: str, first: bool) -> None:
+    trained.ok(PIPELINE)
+    if first:
+        trained.ok("%%distributed\nbuild()")
+    reply = trained.run(f"%%distributed\narmed = {where!r}\nrun({which})", timeout=30)
+    assert "ValueError: bug" in reply.traceback
+    after = trained.ok(f"%%distributed\narmed = ''\ntorch.equal(run({which}), good[{which}])")
+    assert after.lines() == ["[ranks 0-3] True"]
+
+
 def test_repair_replaces_a_dead_rank_and_the_others_keep_everything() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4")

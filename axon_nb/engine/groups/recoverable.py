@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect, leak, poison
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
@@ -119,6 +119,19 @@ class RecoverableGroup(dist.ProcessGroup):
             leak(self._inner)
         self.sequence = 0
         self._inner = inner
+
+    def give_up(self) -> None:
+        """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
+        self.poison()
+        leak(self._inner)
+
+        def refuse(name: str, *_: Any) -> Any:
+            raise GroupBroken(
+                f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
+                "`dist.new_group` on all ranks."
+            )
+
+        self.run = refuse
 
     def poison(self) -> None:
         """From any thread: end all waits in this group on this rank."""
