@@ -35,6 +35,8 @@ DEATHS = {
     "segfault": r"was killed by SIGSEGV",
 }
 _INTERRUPTED = r"KeyboardInterrupt"
+_EARLIEST_S = 0.05
+"""An interrupt before that can land in ipykernel's own code, which then sends no reply."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _die(rng: random.Random, message: str) -> Fault:
 
 
 def _interrupt(rng: random.Random, message: str) -> Fault:
-    moments = (rng.uniform(0, 0.8), *((rng.uniform(0, 0.4),) if rng.random() < 0.25 else ()))
+    moments = (rng.uniform(_EARLIEST_S, 0.8), *((rng.uniform(0, 0.4),) if rng.random() < 0.25 else ()))
     names: tuple[str, ...] = ()
     if rng.random() < 0.6:
         names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
@@ -138,7 +140,7 @@ def _raise_and_interrupt(rng: random.Random, message: str) -> Fault:
     raised = _raise(rng, message)
     says = f"{message}|{_INTERRUPTED}"
     ends = ("CellError", "CellInterrupt", "KeyboardInterrupt")
-    moments = (rng.uniform(0, 0.3),)
+    moments = (rng.uniform(_EARLIEST_S, 0.3),)
     return Fault("raise and interrupt", raised.detail, raised.code, ends, says, moments, names=raised.names)
 
 

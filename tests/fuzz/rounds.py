@@ -188,6 +188,12 @@ class Fuzz:
         began = time.monotonic()
         reply = self._kernel.ok("%distributed repair", timeout=_PATIENCE_S)
         assert f"rank {fault.dies}" in reply.stdout, reply.stdout
+        left = [rank for rank in range(4) if rank != fault.dies]
+        code = "[name for name in NAMES if place(name) < 0]"
+        self._kernel.ok(f"%%distributed --ranks {','.join(map(str, left))} --out torn\n{code}", timeout=_PATIENCE_S)
+        for rank, names in ast.literal_eval(self._kernel.ok("torn.values").result).items():
+            if names:
+                outcome.problems.append(f"rank {rank} has survived, and {names} are at no place of an undisturbed run")
         outcome.report += f"\nrepaired in {time.monotonic() - began:.2f} s"
         self._build()
 

@@ -99,6 +99,7 @@ def build() -> None:
     """Make all objects, alike on all ranks, and their history."""
     global pair, rest
     plan.clear()
+    before = dict(history)
     models.clear(), optimizers.clear(), schedules.clear()
     pair, rest = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
     mesh = init_device_mesh("cpu", (world_size,))
@@ -125,6 +126,8 @@ def build() -> None:
         for _ in range(LAST + 1):
             step(name)
             history[name].append([tensor.clone() for tensor in tensors(name)])
+        for kept, earlier in zip(history[name], before.get(name, history[name]), strict=True):
+            assert all(map(torch.equal, kept, earlier)), f"{name}: the same training has given other weights"
         restore(name, 0)
 
 

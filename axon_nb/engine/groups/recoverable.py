@@ -6,6 +6,7 @@ Gloo this is the only way: it has no abort, and a poisoned backend cannot be men
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -135,7 +136,11 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def poison(self) -> None:
         """From any thread: end all waits in this group on this rank."""
-        poison(self._inner._get_backend(_CPU))
+        self.poisoner()()
+
+    def poisoner(self) -> Callable[[], None]:
+        """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
+        return functools.partial(poison, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""

@@ -32,7 +32,7 @@ def abort(*, again: bool) -> None:
     threads = []
     if not again:
         # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        threads = [threading.Thread(target=group.poison, daemon=True) for group in all_groups()]
+        threads = [threading.Thread(target=group.poisoner(), daemon=True) for group in all_groups()]
     for thread in threads:
         thread.start()
     fail_all()
