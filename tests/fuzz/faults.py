@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["KINDS", "Fault", "make_fault"]
+__all__ = ["COLLECTIVES", "KINDS", "ONE_END", "POINTS", "Fault", "make_fault"]
 
 NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
 COLLECTIVES = (
@@ -116,8 +117,14 @@ def _die(rng: random.Random, message: str) -> Fault:
     )
 
 
+def _two_interrupts(rng: random.Random, message: str) -> Fault:
+    once = _interrupt(rng, message)
+    moments = (*once.interrupts, rng.uniform(0, 0.4))
+    return dataclasses.replace(once, kind="two interrupts", interrupts=moments)
+
+
 def _interrupt(rng: random.Random, message: str) -> Fault:
-    moments = (rng.uniform(_EARLIEST_S, 0.8), *((rng.uniform(0, 0.4),) if rng.random() < 0.25 else ()))
+    moments = (rng.uniform(_EARLIEST_S, 0.8),)
     names: tuple[str, ...] = ()
     if rng.random() < 0.6:
         names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
@@ -131,7 +138,7 @@ def _interrupt(rng: random.Random, message: str) -> Fault:
             detail, f"stay({detail!r})"
         )
     return Fault(
-        "interrupt" if len(moments) == 1 else "two interrupts", detail, code, ("CellInterrupt", "KeyboardInterrupt"),
+        "interrupt", detail, code, ("CellInterrupt", "KeyboardInterrupt"),
         _INTERRUPTED, moments, names=names,
     )  # fmt: skip
 
@@ -165,13 +172,17 @@ def _deadlock(rng: random.Random, message: str) -> Fault:
 
 KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
     "raise": (_raise, 0.38),
-    "interrupt": (_interrupt, 0.30),
+    "interrupt": (_interrupt, 0.22),
+    "two interrupts": (_two_interrupts, 0.08),
     "raise and interrupt": (_raise_and_interrupt, 0.06),
     "swallow": (_swallow, 0.08),
     "deadlock": (_deadlock, 0.12),
     "death": (_die, 0.06),
 }
 """The kinds, and how often each is chosen."""
+ONE_END = ("raise", "interrupt", "swallow", "deadlock", "death")
+"""The kinds that give a cell one reason to end. With two, the stop button may be pressed just as the cell ends; where
+that hits ipykernel's own code it sends no reply."""
 
 
 def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:
