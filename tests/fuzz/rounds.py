@@ -14,14 +14,15 @@ from typing import Any
 from tests.fuzz.faults import Fault, make_fault
 from tests.kernel.driver import Kernel, Reply
 
-__all__ = ["CEILING_S", "Fuzz", "Outcome"]
+__all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
 
 CEILING_S = 15.0
 """A cell must be over so many seconds after its fault; times are recorded, and only this is asserted."""
 _PATIENCE_S = 60.0
 _RENEW_EVERY = 100
 """After so many rounds the cluster is restarted: each recovery leaves threads behind, which end with the ranks."""
-WORKLOAD = Path(__file__).with_name("workload.py")
+SENT = [Path(__file__).with_name(name) for name in ("workload.py", "blocking.py")]
+"""Run on the ranks as cells, in this order."""
 _STARTS = 8
 
 
@@ -114,7 +115,8 @@ class Fuzz:
         self._kernel.__exit__(kind, error, trace)
 
     def _build(self) -> None:
-        self._kernel.ok(f"%%distributed\n{WORKLOAD.read_text()}", timeout=_PATIENCE_S)
+        for path in SENT:
+            self._kernel.ok(f"%%distributed\n{path.read_text()}", timeout=_PATIENCE_S)
         self._kernel.ok(f"%%distributed\nCLOCK = {str(self._clock)!r}\nbuild()", timeout=_PATIENCE_S)
         self._bounds = {}
         self._start = 0
