@@ -202,7 +202,7 @@ class CellRun:
         if self._recovery is not None:
             return self._recovery.step()
         if self._over(now):
-            return not self._begin_recovery()
+            return self._ending.settled(now) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True
         self._ending.step(

@@ -14,6 +14,8 @@ __all__ = ["Ending"]
 _ABORT_AFTER_S = 0.3
 """When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
 _ASK_EVERY_S = 0.03
+_ANSWER_S = 2.0
+"""An abort that has not been answered after this long will not be: the rank is dead."""
 _REPEAT_S = 0.25
 """An abort is sent again as often: code may swallow the exception and go on."""
 
@@ -41,6 +43,8 @@ class Ending:
         """When ranks were first told to abort; None while they were not."""
         self._cut: ConsistentCut | None = None
         self._last_abort = 0.0
+        self._aborts: list[Any] = []
+        self._last_sent: float | None = None
         self._asked: dict[int, Any] = {}
         self._asked_at = 0.0
 
@@ -48,6 +52,11 @@ class Ending:
     def begun(self) -> bool:
         """Whether ranks have been told to end, gently or not."""
         return self.aborted_at is not None or self._cut is not None
+
+    def settled(self, now: float) -> bool:
+        """Whether every abort has been carried out: a late one would break the groups that are formed anew."""
+        late = self._last_sent is not None and now - self._last_sent > _ANSWER_S
+        return late or all(future.done() for future in self._aborts)
 
     def hurry(self) -> None:
         """Tell them again at the next step."""
@@ -71,8 +80,8 @@ class Ending:
             self.aborted_at = now
         if now - self._last_abort >= _REPEAT_S:
             again, self._last_abort = bool(self._last_abort), now
-            for rank in unfinished:
-                self._client.request(rank, "axon_abort", again=again)
+            self._last_sent = now
+            self._aborts += [self._client.request(rank, "axon_abort", again=again) for rank in unfinished]
 
     def _due(
         self, now: float, unfinished: Sequence[int], failed_at: float | None, interrupted: bool, timed_out: bool

@@ -45,6 +45,7 @@ class Recovery:
         self._health = health
         self._attempt = 0
         self._futures: dict[int, Future[Any]] = {}
+        self._aborts: list[Future[Any]] = []
         self._since = 0.0
         self._aborted_at = 0.0
 
@@ -60,6 +61,8 @@ class Recovery:
             return self._begin(now)
         failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
         if all(future.done() for future in self._futures.values()):
+            if not all(future.done() for future in self._aborts):
+                return False  # a late one would break what has been formed
             if not failed:
                 self._health.broken = ""
                 self._tell_leaks([future.result()["leaked"] for future in self._futures.values()])
@@ -95,7 +98,7 @@ class Recovery:
             self._aborted_at = now
             for rank, future in self._futures.items():
                 if not future.done():
-                    self._client.request(rank, "axon_abort", again=True)
+                    self._aborts.append(self._client.request(rank, "axon_abort", again=True))
 
     def _stand_down(self, missing: Sequence[int]) -> bool:
         what = "is dead" if missing[0] in self._health.dead else "is stuck in an earlier cell"

@@ -79,7 +79,9 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         timeout_s=config.timeout_s,
         epoch=epoch,
     )
-    recovery.recreate(list(groups))
+    if epoch:  # the other ranks are in `recover`
+        whole = recovery.agree_on_groups({group["name"]: group["ranks"] for group in groups})
+        recovery.recreate([group for group in groups if group["name"] in whole])
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)

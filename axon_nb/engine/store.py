@@ -18,11 +18,23 @@ from torch.distributed import DistStoreError
 from axon_nb.host.framing import encode, receive
 from axon_nb.host.sealing import Seal, greet
 
-__all__ = ["AgentStore"]
+__all__ = ["AgentStore", "give_up_waits", "want_waits"]
 
 _SLICE_MS = b"50"
 _CONNECT_S = 10.0
 _TCP = "tcp:"
+
+_given_up: set[int] = set()
+
+
+def give_up_waits(thread: int) -> None:
+    """Nobody wants the result of what `thread` waits for: the wait ends, and stands in nobody's way any more."""
+    _given_up.add(thread)
+
+
+def want_waits() -> None:
+    """Waits of this thread are wanted, whatever it did before."""
+    _given_up.discard(threading.get_ident())
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -163,5 +175,7 @@ class AgentStore(Store):
             values = self._call(b"wait", _SLICE_MS, *wanted)
             if values:
                 return values
+            if threading.get_ident() in _given_up:
+                raise DistStoreError(f"the wait for {list(keys)[:4]} was given up")
             if time.monotonic() > end:
                 raise DistStoreError(f"waited {timeout} in the rendezvous store for {list(keys)[:4]}")

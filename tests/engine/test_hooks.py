@@ -146,6 +146,23 @@ def test_fsdp2_has_what_its_reset_uses() -> None:
         assert hasattr(parameter, "unsharded_accumulated_grad")
 
 
+@pytest.mark.usefixtures("one_rank_world")
+def test_pipelines_have_what_their_reset_uses() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    stages = [PipelineStage(nn.Linear(2, 2), i, 2, torch.device("cpu")) for i in range(2)]
+    single: Any = Schedule1F1B(PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu")), 2)
+    several: Any = ScheduleInterleaved1F1B(stages, 2)
+    assert single._stage_forward_initialized is single._stage_backward_initialized is False
+    assert several._stages_forward_initialized is several._stages_backward_initialized is False
+    for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
+        assert hasattr(several, name), name
+    for stage in [single._stage, *several._stages]:
+        assert callable(stage.clear_runtime_states)
+        for name in ("bwd_cache", "backward_state", "dw_runner"):
+            assert hasattr(stage, name), name
+
+
 def _nodes(kind: type[Any]) -> list[tuple[Path, Any]]:
     return [
         (path, node)

@@ -200,6 +200,46 @@ def test_a_slow_rank_is_never_ended(trained: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] 'met'"]
 
 
+def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: Kernel) -> None:
+    trained.ok("%%distributed\nlame = dist.new_group([1, 2])\nif rank == 1: dist.destroy_process_group(lame)")
+    reply = trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()")
+    assert "ValueError: bug" in reply.traceback
+    assert "[rank 0] 2.0" in trained.ok("%%distributed\nstep()\nprint(groups_work())").lines()
+    reply = trained.run("%%distributed\nif rank == 2: dist.all_reduce(torch.ones(1), group=lame)")
+    assert "is not on all of its ranks; make it again with `dist.new_group`" in reply.traceback
+
+
+def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
+    """The others connect to it in C++; left alone they would stand between the next forming and the store."""
+    for failing in range(4):
+        reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])", timeout=30)
+        assert "ZeroDivisionError" in reply.traceback
+    assert "[rank 0] 2.0" in trained.ok("%%distributed\nprint(groups_work())").lines()
+
+
+def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -> None:
+    trained.ok(
+        "%%distributed\nfrom axon_nb.engine.groups.install import all_groups\n"
+        "late = [group.poisoner() for group in all_groups()]"
+    )
+    assert "bug" in trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()").traceback
+    reply = trained.ok("%%distributed\nfor poison in late: poison()\nstep()\nprint(groups_work())")
+    assert "[rank 0] 2.0" in reply.lines()
+
+
+def test_connections_of_groups_that_were_given_up_are_closed(trained: Kernel) -> None:
+    count = "%%distributed --out fds\nimport os\nlen(os.listdir('/proc/self/fd'))"
+    seen = []
+    for _ in range(2):
+        trained.ok(count)
+        seen.append(trained.value("fds.values"))
+        for _ in range(12):
+            trained.run("%%distributed\nif rank == 2: 1 / 0\nif rank in (1, 3): dist.barrier(group=rest)")
+    trained.ok(count)
+    seen.append(trained.value("fds.values"))
+    assert all(seen[2][rank] <= seen[0][rank] + 8 for rank in range(4)), seen
+
+
 def test_repair_replaces_a_dead_rank_and_the_others_keep_everything() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.threads import run_in_helper
+from axon_nb.engine.store import give_up_waits, want_waits
 
 __all__ = ["LOOPBACK", "connect", "leak", "leaked", "listen_on", "poison", "shared_device"]
 
@@ -68,7 +69,11 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     box: list[Any] = []
     done = threading.Event()
 
+    thread: list[int] = []
+
     def build() -> None:
+        thread.append(threading.get_ident())
+        want_waits()
         try:
             box.append(ProcessGroupGloo(store, rank, size, options))
         except BaseException as error:
@@ -76,12 +81,15 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
         done.set()
 
     run_in_helper(build)
-    while not done.wait(_PIECE_S):
-        try:
+    try:
+        while not done.wait(_PIECE_S):
             give_up()
-        except BaseException:
-            _graveyard.append(box)
-            raise
+    except BaseException:  # an interrupt may land anywhere here
+        _graveyard.append(box)
+        # Else it would stand between the next forming and the store until its limit is over: 3 seconds.
+        if thread:
+            give_up_waits(thread[0])
+        raise
     if isinstance(box[0], BaseException):
         raise box[0]
     backend = box[0]
@@ -96,10 +104,9 @@ def poison(backend: Any) -> None:
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue
+        # All peers: where the first has closed its side the error comes at once, and closes nothing on this side.
         with contextlib.suppress(RuntimeError):
             backend.recv([probe], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
-            continue
-        return
 
 
 def leak(group: dist.ProcessGroup) -> None:

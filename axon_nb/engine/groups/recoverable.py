@@ -6,6 +6,7 @@ Gloo this is the only way: it has no abort, and a poisoned backend cannot be men
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect, leak, poison
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
@@ -114,13 +115,32 @@ class RecoverableGroup(dist.ProcessGroup):
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
         if self._inner is not None:
+            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
+            self.poison()
             leak(self._inner)
         self.sequence = 0
         self._inner = inner
 
+    def give_up(self) -> None:
+        """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
+        self.poison()
+        leak(self._inner)
+
+        def refuse(name: str, *_: Any) -> Any:
+            raise GroupBroken(
+                f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
+                "`dist.new_group` on all ranks."
+            )
+
+        self.run = refuse
+
     def poison(self) -> None:
         """From any thread: end all waits in this group on this rank."""
-        poison(self._inner._get_backend(_CPU))
+        self.poisoner()()
+
+    def poisoner(self) -> Callable[[], None]:
+        """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
+        return functools.partial(poison, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""

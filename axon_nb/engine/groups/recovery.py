@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
-__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
+__all__ = ["abort", "agree_on_groups", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
 
 _POISON_LIMIT_S = 1.0
 
@@ -31,7 +32,7 @@ def abort(*, again: bool) -> None:
     threads = []
     if not again:
         # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        threads = [threading.Thread(target=group.poison, daemon=True) for group in all_groups()]
+        threads = [threading.Thread(target=group.poisoner(), daemon=True) for group in all_groups()]
     for thread in threads:
         thread.start()
     fail_all()
@@ -87,11 +88,41 @@ def recreate(groups: list[dict[str, Any]]) -> None:
         dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
 
 
+def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
+    """Names of this rank's groups that all of their ranks have; collective over all ranks.
+
+    A rank that was ended in `new_group`, or that destroyed a group by itself, lacks one: the others would wait for it
+    in vain.
+
+    Args:
+        own: Global ranks of each group that this rank has, by name.
+    """
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, sorted(own))
+    return {name for name, ranks in own.items() if all(name in said[rank] for rank in ranks)}
+
+
 def agree_on_names(device: torch.device | str = "cpu") -> None:
     """Set the number of the next group to the highest of all ranks: those that differ would hang in `new_group`."""
     count = torch.tensor(c10d._world.group_count, device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
+
+
+def _reform(epoch: int) -> int:
+    groups = all_groups()
+    if not groups:
+        return 0
+    default, *others = groups
+    default.reform(epoch)
+    whole = agree_on_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
+    for group in others:
+        if group.group_name in whole:
+            group.reform(epoch)
+        else:
+            group.give_up()
+            c10d.destroy_process_group(group)
+    return 1 + len(whole)
 
 
 def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
@@ -108,11 +139,9 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stop_at(None)
     activity.forget_all()
     groups_state.epoch = epoch
-    groups = all_groups()
-    for group in groups:
-        group.reform(epoch)
+    formed = _reform(epoch)
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
     agree_on_names()
-    return {"groups": len(groups), "wrappers": wrappers, "leaked": leaked()}
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}

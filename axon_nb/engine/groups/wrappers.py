@@ -1,4 +1,4 @@
-"""Putting DDP and FSDP2 back to the state before a step, after one was aborted in the middle.
+"""Putting DDP, FSDP2 and pipelines back to the state before a step, after one was aborted in the middle.
 
 Private hooks into torch; each step says what goes wrong without it (measured on torch 2.13).
 """
@@ -6,6 +6,7 @@ Private hooks into torch; each step says what goes wrong without it (measured on
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from typing import Any
 
@@ -27,9 +28,14 @@ def _fsdp_modules() -> list[Any]:
     return _living(module.FSDPModule) if module is not None else []
 
 
+def _schedules() -> list[Any]:
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    return _living(module._PipelineSchedule) if module is not None else []
+
+
 def reset_wrappers() -> int:
-    """Reset every DDP and FSDP2 module of this process; returns how many."""
-    ddp, fsdp = _ddp_modules(), _fsdp_modules()
+    """Reset every DDP and FSDP2 module and every pipeline schedule of this process; returns how many."""
+    ddp, fsdp, schedules = _ddp_modules(), _fsdp_modules(), _schedules()
     for module in ddp:
         module._has_rebuilt_buckets = False
         module.reducer._reset_state()
@@ -45,7 +51,29 @@ def reset_wrappers() -> int:
     for module in fsdp:
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
-    return len(ddp) + len(fsdp)
+    for schedule in schedules:
+        _reset_schedule(schedule)
+    return len(ddp) + len(fsdp) + len(schedules)
+
+
+def _reset_schedule(schedule: Any) -> None:
+    # Losses of the aborted step would be taken for those of the next: "backward through the graph a second time".
+    schedule._internal_losses.clear()
+    # Receives begun in the aborted step: "receiving twice", or a wait on a group that is gone.
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "backward_counter"):
+        if hasattr(schedule, name):
+            getattr(schedule, name).clear()
+    # Stages agree on shapes in their first step. Aborted there, or with a rank replaced, some have and some have not:
+    # the next step would hang. And a receive that was under way holds the buffers; they are made anew with the rest.
+    for stages, way in itertools.product(("stage", "stages"), ("forward", "backward")):
+        if hasattr(schedule, name := f"_{stages}_{way}_initialized"):
+            setattr(schedule, name, False)
+    for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
+        stage.clear_runtime_states()
+        # Gradients that were not sent yet, and work on weights that was put off.
+        stage.bwd_cache.clear()
+        stage.backward_state.clear()
+        stage.dw_runner.clear()
 
 
 def rebuild_reducers() -> None:
