@@ -46,6 +46,7 @@ fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY
 bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the tables go to benchmarks/results
 	$(VENV)/bin/python -m benchmarks.main_job
 	$(VENV)/bin/python -m benchmarks.overhead
+	$(VENV)/bin/python -m benchmarks.collectives
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py

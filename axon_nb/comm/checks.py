@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 from collections.abc import Iterator
 
@@ -26,7 +27,10 @@ _NAMES = (
     "barrier",
 )
 _MAX_DIMS = 8
-_asked = [os.environ.get("AXON_NB_CHECK", "0").lower() in ("1", "on", "true", "yes")]
+# A context variable: ranks of a mock world are threads, and each asks for itself.
+_asked = contextvars.ContextVar(
+    "axon_nb_check", default=os.environ.get("AXON_NB_CHECK", "0").lower() in ("1", "on", "true", "yes")
+)
 
 
 @contextlib.contextmanager
@@ -35,11 +39,11 @@ def checking(on: bool = True) -> Iterator[None]:
 
     One small all_gather more for each call. `AXON_NB_CHECK=1` in the environment has the same effect everywhere.
     """
-    before, _asked[0] = _asked[0], on
+    token = _asked.set(on)
     try:
         yield
     finally:
-        _asked[0] = before
+        _asked.reset(token)
 
 
 def check_agreement(
@@ -51,7 +55,7 @@ def check_agreement(
         CallMismatch: a rank makes another call.
         TensorMismatch: a rank brings another dtype or shape.
     """
-    if not _asked[0]:
+    if not _asked.get():
         return
     device = tensor.device if group.backend is Backend.NCCL else torch.device("cpu")
     own = torch.tensor(_signature(name, op, root, tensor), dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from axon_nb.comm.errors import InvalidRank, NotInGroup, WorldClosed
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, MockBackend
 
-__all__ = ["GroupLike", "ProcessGroup", "checked_ranks", "forget_groups", "resolve"]
+__all__ = ["GroupLike", "ProcessGroup", "checked_ranks", "resolve"]
 
 
 class ProcessGroup:
@@ -135,8 +136,9 @@ GroupLike = ProcessGroup | dist.ProcessGroup | None
 """What `group=` takes: ours, torch's, or None for the default group."""
 
 
-# torch keeps its groups in such maps too, until they are destroyed.
-_wrapped: dict[Any, ProcessGroup] = {}
+# What never changes of a group of torch's. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
+# process down when it ends ("terminate called without an active exception").
+_facts: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Backend]] = weakref.WeakKeyDictionary()
 
 
 def resolve(group: Any) -> ProcessGroup:
@@ -151,16 +153,14 @@ def resolve(group: Any) -> ProcessGroup:
         chosen: ProcessGroup = default()
         return chosen
     torch_group: Any = dist.group.WORLD if group is None else group
-    known = None if torch_group is None else _wrapped.get(torch_group)
-    if known is None:
-        known = ProcessGroup.wrap(torch_group)
-        _wrapped[torch_group] = known
+    facts = None if torch_group is None else _facts.get(torch_group)
+    if facts is None:
+        wrapped = ProcessGroup.wrap(torch_group)
+        _facts[wrapped._torch] = (wrapped.ranks, wrapped.backend)
+        return wrapped
+    known = ProcessGroup.__new__(ProcessGroup)
+    known._torch, (known.ranks, known._backend) = torch_group, facts
     return known
-
-
-def forget_groups() -> None:
-    """The world is closed: no group of it is known any more."""
-    _wrapped.clear()
 
 
 def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm.errors import CommError, InvalidRank
-from axon_nb.comm.group import ProcessGroup, checked_ranks, forget_groups
+from axon_nb.comm.group import ProcessGroup, checked_ranks
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, Hub, MockBackend, MockGroup, RankContext, Turns, isolated_threads, missing
 
@@ -119,7 +119,6 @@ class _Run:
         self._store = HashStore()
         _register()
         isolated_threads(True)
-        forget_groups()
 
     def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> MockGroup:
         """One rank's end of the group called `name`."""
@@ -139,7 +138,6 @@ class _Run:
     def end(self) -> None:
         """Take the hooks away."""
         isolated_threads(False)
-        forget_groups()
 
 
 def _register() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, WorldClosed
-from axon_nb.comm.group import ProcessGroup, forget_groups, resolve
+from axon_nb.comm.group import ProcessGroup, resolve
 from axon_nb.comm.kinds import Backend, choose_backend
 from axon_nb.comm.launch_env import torchrun_environment
 from axon_nb.comm.mock_world import MockWorld
@@ -111,7 +111,6 @@ class World:
         """Leave the default group and all others; in a cell the group stays, as the next cells need it."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_groups()
 
     @staticmethod
     def _check_open() -> None:

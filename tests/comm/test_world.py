@@ -59,6 +59,16 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert _run(command, tmp_path) == [CLOSED, CLOSED, *RANKS]
 
 
+def test_a_world_that_torch_itself_destroys_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "destroys.py").write_text(
+        "import torch, torch.distributed as dist\nfrom axon_nb import comm\nworld = comm.World.init()\n"
+        "comm.all_reduce_sum(torch.ones(1))\ndist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(tmp_path / "destroys.py")], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs mpiexec, such as Open MPI's")
 def test_under_mpiexec(tmp_path: Path) -> None:
     changes = {
