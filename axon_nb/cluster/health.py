@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.failures import REPAIR
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
@@ -36,9 +36,9 @@ class Health:
         if self.gone:
             return
         if event["event"] == "exit" and event["rank"] is not None:
-            self.die(event["rank"], _how(event["code"]))
+            self.die(event["rank"], describe_death(event))
         elif event["event"] == "controller_exit":
-            self.lose(f"lost its ipyparallel controller, which {_how(event['code'])},")
+            self.lose(f"lost its ipyparallel controller, which {describe_death(event)},")
         elif event["event"] == "closed":
             self.lose("lost its host agent")
 
@@ -85,10 +85,3 @@ class Health:
         if stuck:
             self.stuck |= stuck
             run.on_late_reply = self.stuck.discard
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
