@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ class Health:
         self._runs = runs
         self.dead: dict[int, str] = {}
         """Why each dead rank died; reads after its name."""
+        self.awaited: set[int] = set()
+        """Ranks that are being ended on request: their death is no news."""
         self.stuck: set[int] = set()
         """Ranks that an earlier cell was given up on, and that have not come back."""
         self.broken = ""
@@ -49,10 +52,16 @@ class Health:
 
     def die(self, rank: int, reason: str) -> None:
         """A rank is dead."""
+        news = rank not in self.dead
         self.dead.setdefault(rank, reason)
         self.stuck.discard(rank)
-        for run in self._runs():
+        runs = self._runs()
+        for run in runs:
             run.on_death(rank, self.dead[rank])
+        if rank in self.awaited:
+            self.awaited.discard(rank)
+        elif news and not any(rank in run.ranks for run in runs):
+            print(f"rank {rank} {reason}, while it was idle. {REPAIR}", file=sys.stderr, flush=True)
 
     def lose(self, reason: str) -> None:
         """The cluster is gone."""
