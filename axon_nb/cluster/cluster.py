@@ -97,6 +97,11 @@ class Cluster:
         """Whether cells can be sent."""
         return not self.health.gone
 
+    @property
+    def busy(self) -> list[int]:
+        """The ranks that run a cell now."""
+        return sorted({rank for run in list(self._runs) for rank in run.unfinished})
+
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run `code` on ranks and wait for it.
 

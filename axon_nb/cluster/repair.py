@@ -61,7 +61,8 @@ def repair(
 def auto_repair(cluster: Cluster) -> None:
     """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
     dead = cluster.health.dead
-    if dead and not cluster.health.gone and cluster.engines == "axon" and len(dead) < cluster.world_size:
+    possible = cluster.engines == "axon" and len(dead) < cluster.world_size and not cluster.health.gone
+    if dead and possible and not cluster.busy and not cluster.health.stuck:
         print("\n".join(repair(cluster, None).lines(why=True)))
 
 
@@ -80,6 +81,16 @@ def _refuse(cluster: Cluster, chosen: Sequence[int], source: int | None, names: 
         raise UsageError(f"--from {source}: ranks are 0 to {cluster.world_size - 1}.")
     if source is not None and (source in chosen or source in cluster.health.dead):
         raise UsageError(f"--from {source}: that rank is replaced itself; variables come from one that lives on.")
+    stuck = sorted(cluster.health.stuck - set(chosen))
+    if stuck:
+        both = format_ranks(sorted({*stuck, *chosen}))
+        raise UsageError(
+            f"Rank {format_ranks(stuck)} is stuck in an earlier cell and cannot join the groups anew: "
+            f"`%distributed repair --ranks {both}` replaces it too."
+        )
+    busy = [rank for rank in cluster.busy if rank not in chosen]
+    if busy:
+        raise UsageError(f"Ranks {format_ranks(busy)} still run a cell: wait for its end or interrupt it, then repair.")
 
 
 def _replace(cluster: Cluster, chosen: Sequence[int], survivors: Sequence[int]) -> None:

@@ -205,6 +205,55 @@ def test_sharded_objects_are_not_copied() -> None:
         kernel.ok(SHARDED)
 
 
+def test_a_stage_that_only_the_dead_rank_held_is_named() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        code = "from torch.distributed.pipelining import PipelineStage\n"
+        code += "stage = PipelineStage(torch.nn.Linear(4, 4), rank, world_size, device)"
+        kernel.ok(f"%%distributed\n{code}")
+        kernel.run(DIE)
+        lines = kernel.ok("%distributed repair --from 0").lines()
+        assert "Not copied: `stage` is a pipeline stage: each rank holds its own." in lines
+        assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`stage`): load a checkpoint")
+
+
+def test_rank_0_and_unusual_ddp_objects_are_replaced_too() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        code = """import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+others = dist.new_group([0, 2])
+fixed = DDP(nn.Linear(8, 8), static_graph=True)
+hooked = DDP(nn.Linear(8, 8))
+hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+two = DDP(nn.Linear(8, 8), process_group=others) if rank != 1 else None
+models = [model for model in (fixed, hooked, two) if model is not None]
+optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+def step(seed):
+    for model, optimizer in zip(models, optimizers):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + rank))).sum().backward()
+        optimizer.step()
+for seed in range(3): step(seed)"""
+        kernel.ok(f"%%distributed\n{code}")
+        assert "Replaced rank 0" in kernel.ok("%distributed repair --ranks 0 --from 2").stdout
+        kernel.ok("%%distributed\nfor seed in range(3): step(10 + seed)")
+        for ranks, model in (("0-2", "fixed"), ("0-2", "hooked"), ("0,2", "two")):
+            told = kernel.ok(f"%%distributed --ranks {ranks}\nprint({model}.module.weight.double().sum().item().hex())")
+            assert len(told.lines()) == 1, model
+
+
+def test_a_repair_waits_for_no_cell() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.ok("%%distributed --ranks 0 --noblock --out handle\nimport time\ntime.sleep(600)")
+        reply = kernel.run("%distributed repair --ranks 2")
+        assert "Ranks 0 still run a cell: wait for its end or interrupt it, then repair." in reply.traceback
+        kernel.ok("handle.cancel()\ntry: handle.result(30)\nexcept KeyboardInterrupt: pass")
+        assert "Replaced rank 2" in kernel.ok("%distributed repair --ranks 2").stdout
+
+
 def test_auto_repair_replaces_before_the_next_cell() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3\n%distributed config auto_repair=on")

@@ -60,6 +60,8 @@ def renew_reducer(module: Any) -> None:
     names = module._build_debug_param_to_name_mapping(parameters)
     module._ddp_init_helper(parameters, sparse, names, module.static_graph)
     if module.static_graph:
+        # A fresh reducer learns the graph in its first backward, whose gradients it must be told to reduce.
+        module._static_graph_delay_allreduce_enqueued = False
         module.reducer._set_static_graph()
         module.logger._set_static_graph()
     for hook, state in module._comm_hooks:
