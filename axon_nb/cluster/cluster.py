@@ -24,7 +24,7 @@ from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
-from axon_nb.cluster.repair import auto_repair, repair
+from axon_nb.cluster.repair import auto_repair, repair, replace_stuck
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
@@ -184,7 +184,7 @@ class Cluster:
                 f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
             )
         self.health.follow_stuck(run)
-        replaced = repair(self, run.to_replace).lines() if run.to_replace and not self.health.gone else []
+        replaced = replace_stuck(self, run.to_replace)
         if run.interrupted_at is not None and check:
             raise interrupt_error(run.errors, run.ranks, replaced)
         if (run.errors or run.explanation) and check:

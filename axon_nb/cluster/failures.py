@@ -79,7 +79,11 @@ def interrupt_error(
     if replaced:
         report += replaced
     elif len(stopped) < len(ranks):
-        report.append(f"Interrupt once more while a cell ends, and such ranks are replaced by fresh ones; or: {REPAIR}")
+        stuck = format_ranks([rank for rank in ranks if rank not in stopped])
+        report.append(
+            f"`%distributed repair --ranks {stuck}` replaces what has not stopped by fresh ranks, as a second "
+            "interrupt while a cell ends does; the others keep all they have."
+        )
     return CellInterrupt(message, report)
 
 

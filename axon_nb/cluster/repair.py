@@ -16,14 +16,14 @@ from axon_nb.cluster.launcher import fork_request
 from axon_nb.cluster.recovery import next_epoch
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.takeover import copy_variables
-from axon_nb.errors import StartError, UsageError
+from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.connection import Connection
 
-__all__ = ["auto_repair", "repair"]
+__all__ = ["auto_repair", "repair", "replace_stuck"]
 
 _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
@@ -32,22 +32,28 @@ _LIMIT_S = 30.0
 
 
 def repair(
-    cluster: Cluster, ranks: Sequence[int] | None, *, source: int | None = None, names: Sequence[str] = ()
+    cluster: Cluster,
+    ranks: Sequence[int] | None,
+    *,
+    source: int | None = None,
+    names: Sequence[str] = (),
+    all_allowed: bool = False,
 ) -> RepairReport:
     """Replace ranks, and form the groups of all anew.
 
     Args:
         cluster: The cluster.
-        ranks: Which; None: those that are dead. One that lives is killed first: the user asked for it.
+        ranks: Which, besides those that are dead; one that lives is killed first: the user asked for it.
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
+        all_allowed: Whether these may be all ranks, of which none keeps anything.
 
     Raises:
         UsageError: there is nothing to replace, these ranks cannot be, or the source cannot give.
         StartError: a newcomer did not come up.
     """
-    chosen = sorted(cluster.health.dead) if ranks is None else list(ranks)
-    _refuse(cluster, chosen, source, names)
+    chosen = sorted({*cluster.health.dead, *(ranks or ())})
+    _refuse(cluster, chosen, source, names, all_allowed)
     survivors = [rank for rank in cluster.ranks if rank not in chosen]
     with _uninterrupted():
         reasons = {rank: cluster.health.dead.get(rank, "") for rank in chosen}
@@ -55,7 +61,7 @@ def repair(
         lost = _ask(cluster.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
         _replace(cluster, chosen, survivors)
         copied = None if source is None else copy_variables(cluster, chosen, survivors, source, names)
-    return RepairReport.of(chosen, reasons, source, copied, lost)
+    return RepairReport.of(chosen, survivors, reasons, source, copied, lost)
 
 
 def auto_repair(cluster: Cluster) -> None:
@@ -66,14 +72,26 @@ def auto_repair(cluster: Cluster) -> None:
         print("\n".join(repair(cluster, None).lines(why=True)))
 
 
-def _refuse(cluster: Cluster, chosen: Sequence[int], source: int | None, names: Sequence[str]) -> None:
+def replace_stuck(cluster: Cluster, ranks: Sequence[int]) -> list[str]:
+    """Replace ranks that do not react, all of them if need be; what to tell the user, also when it cannot be done."""
+    if not ranks or cluster.health.gone:
+        return []
+    try:
+        return repair(cluster, ranks, all_allowed=True).lines()
+    except AxonError as error:
+        return [f"They could not be replaced: {error}"]
+
+
+def _refuse(
+    cluster: Cluster, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
+) -> None:
     if not chosen:
         raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
     if cluster.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {cluster.engines!r} cannot be replaced one by one: `%distributed restart`."
         )
-    if len(chosen) == cluster.world_size:
+    if len(chosen) == cluster.world_size and not all_allowed:
         raise UsageError("No rank would be left to keep anything: `%distributed restart` starts all ranks afresh.")
     if names and source is None:
         raise UsageError(f"Names are copied from a rank: `--from 0 {' '.join(names)}`.")

@@ -40,6 +40,8 @@ class RepairReport:
 
     ranks: tuple[int, ...]
     """The ranks that were replaced."""
+    kept: tuple[int, ...]
+    """The other ranks, which keep all they have."""
     reasons: dict[int, str]
     """Why each was dead; reads after its name. Empty for one that lived and was replaced on request."""
     source: int | None = None
@@ -57,6 +59,7 @@ class RepairReport:
     def of(
         cls,
         ranks: Sequence[int],
+        kept: Sequence[int],
         reasons: Mapping[int, str],
         source: int | None,
         copied: Mapping[str, Any] | None,
@@ -72,6 +75,7 @@ class RepairReport:
         chosen = dict(copied or {"copied": (), "skipped": {}, "size": 0})
         return cls(
             tuple(ranks),
+            tuple(kept),
             dict(reasons),
             source,
             tuple(chosen["copied"]),
@@ -86,7 +90,8 @@ class RepairReport:
         reasons = ", ".join(dict.fromkeys(reason for reason in self.reasons.values() if reason)) if why else ""
         began = "fresh and empty" if self.source is None else self._copied()
         told = f", which {reasons}" if reasons else ""
-        lines = [f"Replaced {who}{told}: {began}; the other ranks keep all they have."]
+        others = "the other ranks keep all they have" if self.kept else "no rank keeps anything"
+        lines = [f"Replaced {who}{told}: {began}; {others}."]
         lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
         if self.lost:
             plural = "its part" if len(self.ranks) == 1 else "their part"

@@ -134,6 +134,28 @@ def test_a_second_interrupt_replaces_ranks_in_c_code(what: str) -> None:
         assert sorted(after.lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, None)", "[rank 2] (3.0, 2)"]
 
 
+def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        request = kernel.submit(f"%%distributed\nimport hashlib\nprint('go', flush=True)\n{IN_C['C code']}")
+        kernel.wait_for_output(request, "go")
+        kernel.interrupt()
+        assert not until(lambda: False, timeout=2)
+        kernel.interrupt()
+        reply = kernel.collect(request, timeout=60)
+        assert "Replaced ranks 0-1: fresh and empty; no rank keeps anything." in reply.traceback
+        after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), 'hashlib' in globals()")
+        assert after.lines() == ["[ranks 0-1] (2.0, False)"]
+
+
+def test_dead_ranks_are_replaced_along_with_the_chosen_one() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.run(DIE)
+        assert "Replaced ranks 1-2: " in kernel.ok("%distributed repair --ranks 1").stdout
+        assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-2] 1"]
+
+
 def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
@@ -146,7 +168,7 @@ def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code() -> None:
         reply = kernel.collect(request, timeout=60)
         assert "ranks 0 have stopped." in reply.traceback
         assert "[rank 1] is still in C code at line 4 and does not react to interrupts" in reply.traceback
-        assert "Interrupt once more" in reply.traceback
+        assert "`%distributed repair --ranks 1` replaces what has not stopped" in reply.traceback
         assert "still stuck in an earlier cell" in kernel.run("%%distributed\n1").traceback
         kernel.ok("%distributed repair --ranks 1")
         assert kernel.ok("%%distributed --ranks 1\nimport os\nprint(os.getpid())").lines() != pid
