@@ -61,7 +61,7 @@ def repair(
         lost = _ask(cluster.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
         _replace(cluster, chosen, survivors)
         copied = None if source is None else copy_variables(cluster, chosen, survivors, source, names)
-    return RepairReport.of(chosen, survivors, reasons, source, copied, lost)
+    return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
 
 
 def auto_repair(cluster: Cluster) -> None:

@@ -60,6 +60,7 @@ class RepairReport:
         cls,
         ranks: Sequence[int],
         kept: Sequence[int],
+        *,
         reasons: Mapping[int, str],
         source: int | None,
         copied: Mapping[str, Any] | None,
