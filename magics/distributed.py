@@ -13,7 +13,6 @@ from axon_nb.cluster import current, startup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
-from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
 
@@ -56,7 +55,7 @@ class DistributedMagics(Magics):
     def distributed(self, line: str) -> Any:
         """The cluster: `%distributed start | status | stop | restart | repair | attach | config`.
 
-        repair [--ranks R] · attach [NAME] · config [key=value …]
+        repair [--ranks R] [--from R [names …]] · attach [NAME] · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         """
@@ -105,10 +104,11 @@ class DistributedMagics(Magics):
     def _repair(self, words: list[str]) -> None:
         parser = LineParser("%distributed repair", "Replace dead ranks by fresh ones.")
         parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
+        parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
+        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
         options = parse(parser, words)
-        ranks = current.require("%distributed repair").repair(options.ranks)
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-        print(f"Replaced {who}: fresh and empty; the other ranks keep all they have.")
+        cluster = current.require("%distributed repair")
+        print(cluster.repair(options.ranks, source=options.source, names=options.names))
 
     def _attach(self, words: list[str]) -> None:
         options = parse(_attach_parser(), words)

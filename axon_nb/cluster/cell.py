@@ -24,6 +24,11 @@ _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
 
 
+_INSIST_AFTER_S = 1.0
+"""An interrupt counts as the second one when so much time has passed since the first."""
+_INSIST_GRACE_S = 0.5
+"""Ranks that are still in C code this long after the second interrupt are given up."""
+
 _ENDED = ("Aborted",)
 
 
@@ -79,6 +84,8 @@ class CellRun:
         self.failed_order: list[int] = []
         self.timed_out = False
         self.interrupted_at: float | None = None
+        self.to_replace: list[int] = []
+        """Ranks that are in C code and that the user, by a second interrupt, wants to be replaced."""
         self.lost = ""
         """Why there is no cluster any more; empty while there is."""
         self.on_late_reply: Callable[[int], None] = lambda rank: None
@@ -96,6 +103,7 @@ class CellRun:
         self._started = time.monotonic()
         self.timeout_s = timeout_s
         self._first_failure: float | None = None
+        self._insisted_at: float | None = None
         self._recovery: Stepped | None = None
         self._communicated = False
         self._view_due = 0.0
@@ -177,9 +185,12 @@ class CellRun:
                 self._first_failure = time.monotonic()
 
     def interrupt(self) -> None:
-        """The user wants the cell to end."""
+        """The user wants the cell to end; when it does not, a second time, that ranks in C code are replaced."""
+        now = time.monotonic()
         if self.interrupted_at is None:
-            self.interrupted_at = time.monotonic()
+            self.interrupted_at = now
+        elif self._insisted_at is None and now - self.interrupted_at >= _INSIST_AFTER_S:
+            self._insisted_at = now
         self._ending.hurry()
         self.wake()
 
@@ -218,10 +229,15 @@ class CellRun:
         if self.output.drained and all(part.over(now) for part in self._parts.values()):
             return True
         begun = self._ending.aborted_at
-        if begun is not None and now - begun > _GIVE_UP_S:
+        if begun is None:
+            return False
+        insisted = self._insisted_at is not None and now - self._insisted_at > _INSIST_GRACE_S
+        if insisted and self._recover is not None and all(map(self._ending.deaf, self.unfinished)):
+            self.to_replace = self.unfinished
+        if self.to_replace or now - begun > _GIVE_UP_S:
             self._given_up = True
             for rank in self.unfinished:
-                self._fail(rank, RankError(rank, "stuck", "", "is still busy and does not react to interrupts"))
+                self._fail(rank, RankError(rank, "stuck", "", self._ending.why_stuck(rank)))
             return True
         return False
 

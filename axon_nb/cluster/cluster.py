@@ -24,9 +24,11 @@ from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
-from axon_nb.cluster.repair import repair
+from axon_nb.cluster.repair import auto_repair, repair, replace_stuck
+from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.status import cluster_info, status_frame
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
@@ -96,6 +98,11 @@ class Cluster:
         """Whether cells can be sent."""
         return not self.health.gone
 
+    @property
+    def busy(self) -> list[int]:
+        """The ranks that run a cell now."""
+        return sorted({rank for run in list(self._runs) for rank in run.unfinished})
+
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run `code` on ranks and wait for it.
 
@@ -128,6 +135,8 @@ class Cluster:
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
         chosen = resolve_ranks(options.get("ranks"), self.world_size)
+        if process_settings.auto_repair:
+            auto_repair(self)
         self.health.refuse(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
@@ -176,8 +185,9 @@ class Cluster:
                 f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
             )
         self.health.follow_stuck(run)
+        replaced = replace_stuck(self, run.to_replace)
         if run.interrupted_at is not None and check:
-            raise interrupt_error(run.errors, run.ranks)
+            raise interrupt_error(run.errors, run.ranks, replaced)
         if (run.errors or run.explanation) and check:
             raise cell_error(
                 run.errors,
@@ -217,16 +227,21 @@ class Cluster:
         values = transfer.pull(self.connection.client, chosen, name)
         return values[chosen[0]] if single else values
 
-    def repair(self, ranks: str | Iterable[int] | None = None) -> list[int]:
+    def repair(
+        self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
+    ) -> RepairReport:
         """Replace dead ranks by fresh ones and form all groups anew; the other ranks keep everything.
 
         Args:
             ranks: Which, as for `run`; None: those that are dead. One that lives is killed first.
+            source: A rank whose variables and random state the replaced ranks get; None: they start empty.
+            names: Which variables; empty: all that can be copied.
 
         Returns:
-            The replaced ranks. They start empty: what only they held is lost.
+            What was replaced and copied, and what only those ranks held, which is lost; its text says so.
         """
-        return repair(self, None if ranks is None else resolve_ranks(ranks, self.world_size))
+        chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
+        return repair(self, chosen, source=source, names=list(names))
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""

@@ -47,6 +47,8 @@ class Ending:
         self._last_sent: float | None = None
         self._asked: dict[int, Any] = {}
         self._asked_at = 0.0
+        self._answers: dict[int, Any] = {}
+        self._deaf: dict[int, str] = {}
 
     @property
     def begun(self) -> bool:
@@ -81,7 +83,31 @@ class Ending:
         if now - self._last_abort >= _REPEAT_S:
             again, self._last_abort = bool(self._last_abort), now
             self._last_sent = now
-            self._aborts += [self._client.request(rank, "axon_abort", again=again) for rank in unfinished]
+            for rank in unfinished:
+                self._listen(rank)
+                self._answers[rank] = self._client.request(rank, "axon_abort", again=again)
+                self._aborts.append(self._answers[rank])
+
+    def _listen(self, rank: int) -> None:
+        """Take in how the rank answered to the abort before the next: one in C code has not noticed it."""
+        before = self._answers.get(rank)
+        if before is None:
+            return
+        answer = before.result()["content"] if before.done() else {"unheard": 1}  # C code that keeps the GIL
+        line = answer.get("line")
+        self._deaf.pop(rank, None)
+        if answer.get("unheard"):
+            self._deaf[rank] = f" at line {line}" if line else ""
+
+    def deaf(self, rank: int) -> bool:
+        """Whether the rank is in C code: it was told to end and has not noticed."""
+        return rank in self._deaf
+
+    def why_stuck(self, rank: int) -> str:
+        """What a rank does that does not end; reads after its name."""
+        if rank in self._deaf:
+            return f"is still in C code{self._deaf[rank]} and does not react to interrupts"
+        return "is still busy and does not react to interrupts"
 
     def _due(
         self, now: float, unfinished: Sequence[int], failed_at: float | None, interrupted: bool, timed_out: bool

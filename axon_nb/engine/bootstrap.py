@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, kernel_hooks, leaving, namespace, short_traceback
+from axon_nb.engine import dist_hooks, exits, kernel_hooks, leaving, namespace, native_output, short_traceback
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, recovery
@@ -32,7 +32,8 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it ends; the entry of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
-    IPEngine.launch_instance(argv=argv)
+    native_output.keep_crash_reports()
+    IPEngine.launch_instance(argv=argv, out_stream_factory=native_output.RankStream)
 
 
 def describe() -> dict[str, Any]:
@@ -100,6 +101,7 @@ def _install(session: RankSession) -> None:
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit))
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
+    exits.install(kernel.shell)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))

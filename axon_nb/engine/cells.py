@@ -6,8 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from axon_nb.engine import native_output
+from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.release import release_traceback
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.short_traceback import take_place
 from axon_nb.engine.stdio import OutputBudget
@@ -51,6 +54,7 @@ class CellRunner:
             self._interrupts.running = False
             end = time.monotonic_ns()
             session.cell = None
+            native_output.drain(wait=True)
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
@@ -60,12 +64,16 @@ class CellRunner:
             self._values[token] = value
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
+        ended_in = take_place()
+        if ended_in:
+            release_traceback(shell)
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
-            "ended_in": take_place(),
+            "ended_in": ended_in,
             "has_value": has_value,
         }
+        tell_exit(reply, shell)
         return _bounded(reply)
 
     def take_value(self, token: str) -> Any:

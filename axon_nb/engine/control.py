@@ -28,9 +28,10 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
     def abort_cell(content: dict[str, Any]) -> dict[str, Any]:
         # The flag first: what the interrupt wakes must not begin to wait again.
         ABORT.set()
+        unheard = interrupts.unheard
         interrupted = interrupts.interrupt()
         abort(again=bool(content.get("again")))
-        return {"interrupted": interrupted}
+        return {"interrupted": interrupted, "unheard": unheard, "line": sampler.sample().line if unheard else None}
 
     def tell_waits(content: dict[str, Any]) -> dict[str, Any]:
         state = sampler.sample()

@@ -35,12 +35,15 @@ class Interrupts:
         self._task: Any = None
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
+        self.unheard = 0
+        """Interrupts that were sent and that the main thread has not noticed: it is in C code."""
 
     def install(self) -> None:
         """Take over SIGINT; call it on the main thread."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        self.unheard = 0
         if not self.running:
             return
         if user_frame(frame) is not None:
@@ -60,5 +63,6 @@ class Interrupts:
     def interrupt(self) -> bool:
         """From any thread: interrupt the cell; False when none runs."""
         if self.running:
+            self.unheard += 1
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return self.running

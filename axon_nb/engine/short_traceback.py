@@ -15,7 +15,7 @@ import torch.distributed as dist
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
-__all__ = ["PUBLIC_CALLS", "install", "take_place"]
+__all__ = ["PUBLIC_CALLS", "find_place", "install", "take_place"]
 
 C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
@@ -28,7 +28,7 @@ def install(shell: Any) -> None:
     """Have `shell` show one line when a cell was aborted or interrupted."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
-        line, call = _find(trace)
+        line, call = find_place(trace)
         _place.update(line=line, call=call)
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
@@ -44,7 +44,8 @@ def take_place() -> dict[str, Any]:
     return place
 
 
-def _find(trace: TracebackType | None) -> tuple[int | None, str]:
+def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
+    """The cell's line, and the function of torch.distributed that it had called, in a traceback."""
     line, call = None, ""
     while trace is not None:
         frame = trace.tb_frame

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from typing import Any
 
+from axon_nb.engine import native_output
+
 __all__ = ["OutputBudget"]
 
 _FIRST_FLUSH_S = 0.004
@@ -116,6 +118,7 @@ class _Limited:
 
     def flush(self) -> None:
         """Send what is pending."""
+        native_output.drain()  # values and displays are sent after a flush: what C code wrote before comes before
         # ipykernel flushes both streams several times a request, and each waits for a thread.
         if self._pending:
             self._pending = False

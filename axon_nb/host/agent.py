@@ -15,6 +15,8 @@ from typing import Any
 
 from axon_nb.host.children import Children, Death
 from axon_nb.host.forking import ForkRequest, become_rank, signals_held
+from axon_nb.host.last_words import LastWords
+from axon_nb.host.oom import OomCounter
 from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
 from axon_nb.host.preload import Preload
 from axon_nb.host.rundir import RunDir
@@ -48,6 +50,8 @@ class Agent:
         self.run_dir = run_dir
         self.options = options
         self.children = Children()
+        self._last_words = LastWords()
+        self._oom = OomCounter()
         self.info: dict[str, Any] = {}
         self.keep_alive_s = 300.0
         self._store = StoreTable()
@@ -131,9 +135,9 @@ class Agent:
 
     def _announce(self, death: Death) -> None:
         event = "exit" if death.rank is not None else "controller_exit"
-        self._broadcast(
-            {"event": event, "rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
-        )
+        told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
+        last_words = {} if death.rank is None else self._last_words.of(death.rank)
+        self._broadcast({"event": event, **told, "out_of_memory": self._oom.look(), **last_words})
         if death.rank is None and self._stopping is None:
             self._begin_stop()
 
@@ -221,6 +225,7 @@ class Agent:
             try:
                 request = ForkRequest.from_json({**message, "entry": self.options.entry})
                 agent_pid = os.getpid()
+                self._last_words.begin(request.rank, request.log)
                 with signals_held():
                     pid = os.fork()
                     if pid == 0:

@@ -10,7 +10,7 @@ import itertools
 import sys
 from typing import Any
 
-__all__ = ["rebuild_reducers", "reset_wrappers"]
+__all__ = ["rebuild_reducers", "renew_reducer", "reset_wrappers"]
 
 
 def _living(kind: type) -> list[Any]:
@@ -79,6 +79,18 @@ def _reset_schedule(schedule: Any) -> None:
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
     for module in _ddp_modules():
-        parameters, sparse = module._build_params_for_reducer()
-        names = module._build_debug_param_to_name_mapping(parameters)
-        module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+        renew_reducer(module)
+
+
+def renew_reducer(module: Any) -> None:
+    """Give one DDP module a fresh reducer, with what was set on the old one; does not talk to the other ranks."""
+    parameters, sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+    if module.static_graph:
+        # A fresh reducer learns the graph in its first backward, whose gradients it must be told to reduce.
+        module._static_graph_delay_allreduce_enqueued = False
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
+    for hook, state in module._comm_hooks:
+        sys.modules["torch.distributed"]._register_comm_hook(module.reducer, state, hook)
