@@ -79,28 +79,28 @@ def _start_engines(
     cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any], *, name: str, timeout_s: float
 ) -> None:
     # ssh and the like block for as long as another host pleases: in a thread, which is left behind when it is too long.
-    started: Future[Any] = Future()
+    launched: Future[Any] = Future()
 
     def start() -> None:
         try:
-            started.set_result(cluster.start_engines_sync(num_ranks, **options))
+            launched.set_result(cluster.start_engines_sync(num_ranks, **options))
         except BaseException as error:
-            started.set_exception(error)
+            launched.set_exception(error)
 
     if name in _ON_THIS_HOST:
         start()
     else:
         threading.Thread(target=start, name="axon_nb-launch", daemon=True).start()
     try:
-        started.result(timeout_s)
+        launched.result(timeout_s)
     except TimeoutError:
         raise StartError(f"The engine launcher {name!r} has not started the ranks within {timeout_s:.0f} s.") from None
     except Exception as error:
         raise StartError(f"The engine launcher {name!r} failed: {error}") from error
-    launchers = getattr(cluster.engines["ranks"], "launchers", None)
-    if launchers is not None and len(launchers) < num_ranks:
+    started = int(cluster.engines["ranks"].n)
+    if started < num_ranks:
         raise StartError(
-            f"The engine launcher {name!r} has places for {len(launchers)} of {num_ranks} ranks: "
+            f"The engine launcher {name!r} has places for {started} of {num_ranks} ranks: "
             f"`ipcluster_config.py` in {_profile_folder()} names its hosts."
         )
 

@@ -223,7 +223,7 @@ def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
 
 
 def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:
-    script.ok("before = [p['pid'] for p in c._places]\nc.stop()\nc.stop()")
+    script.ok("before = [p['pid'] for p in c.places]\nc.stop()\nc.stop()")
     assert script.value("c.running, 'was stopped' in repr(c)") == (False, True)
     assert not [process for process in script.others() if process.pid in script.value("before")]
     for call in ("c.run('1')", "c.push({'x': 1})", "c.pull('rank')", "c.run_noblock('1')"):
