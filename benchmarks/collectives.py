@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb import comm
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
+from axon_nb.parallel import DDP
 from benchmarks.pairs import PairedRow
 from benchmarks.report import write
 
@@ -63,6 +65,26 @@ def gradient_arms() -> Arms:
     return lambda: comm.sync_gradients(gradients), one_by_one
 
 
+def step_arms() -> Arms:
+    """A training step of DDP: ours, and torch's own."""
+
+    def step_of(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Callable[[], object]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(512, 512) for _ in range(6)]
+        model = wrap(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        x = torch.randn(64, 512)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    return step_of(DDP), step_of(DistributedDataParallel)
+
+
 def seconds(call: Callable[[], object], count: int) -> float:
     """Seconds of one call, over `count` of them."""
     dist.barrier()
@@ -95,6 +117,7 @@ def rank_side(out: Path, *, pairs: int, budget_s: float) -> None:
         for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
         for size in (SMALL, *LARGE)
     }
+    measured["step"] = pairs_of(step_arms(), pairs=pairs, budget_s=budget_s)
     measured["gradients"] = pairs_of(gradient_arms(), pairs=pairs, budget_s=budget_s)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(measured))
@@ -107,6 +130,9 @@ def rows_of(measured: dict[str, list[tuple[float, float]]]) -> list[PairedRow]:
     for name, pairs in measured.items():
         if name == "gradients":
             rows.append(PairedRow.of_ratios(f"{NUM_GRADIENTS} small gradients, buckets / one by one", pairs, 1 / 3))
+            continue
+        if name == "step":
+            rows.append(PairedRow.of_ratios("a training step of DDP", pairs, RATIO))
             continue
         operation, size = name.split()
         if int(size) == SMALL:

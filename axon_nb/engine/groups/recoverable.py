@@ -87,6 +87,8 @@ class RecoverableGroup(dist.ProcessGroup):
         self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
     ) -> None:
         super().__init__(rank, size)
+        self.emits_spans = True
+        """`axon_nb.comm` need not record calls on this group."""
         self._root = root
         self._rank = rank
         self._size = size
