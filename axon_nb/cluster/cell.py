@@ -22,7 +22,8 @@ _BUSY_S = 0.005
 """How often to look while something is being decided."""
 _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
-
+_SURE_S = 0.06
+"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""
 
 _ENDED = ("Aborted",)
 
@@ -85,6 +86,9 @@ class CellRun:
         """Called from the IO thread when a rank ends the cell after it was given up."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
+        self.harmed = False
+        """Whether the groups need forming anew at the end, whatever becomes of the cell."""
+        self._fetch: Callable[[float], None] = lambda now: None
         self._client = client
         self._recover = recover
         self._ending = ending
@@ -102,6 +106,11 @@ class CellRun:
         self._given_up = False
         self._finished = False
 
+    def adopt(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
+        """Instead of `send`: the cell `run` has been on its ranks for `seconds`; `fetch` hands on what they say."""
+        self.token, self._fetch = run, fetch
+        self._started = time.monotonic() - seconds
+
     def send(self, code: str, cell: int, *, keep_value: bool) -> None:
         """Send the cell to its ranks; with `keep_value` they keep the last expression's value for who has `token`."""
         content = {
@@ -112,9 +121,16 @@ class CellRun:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        self._messages = self._client.send_cells(
-            self.ranks, content, {"axon_nb": {"cell": cell, "token": self.token if keep_value else None}}, self
-        )
+        facts = {
+            "cell": cell,
+            "token": self.token if keep_value else None,
+            "run": self.token,
+            "ranks": self.ranks,
+            "timeout": self.timeout_s,
+            "show_value": "execute_result" not in self._hidden,
+            "quiet": self.output.quiet,
+        }
+        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""
@@ -199,6 +215,7 @@ class CellRun:
             self._view.flush()
         if self.lost:
             return True
+        self._fetch(now)
         if self._recovery is not None:
             return self._recovery.step()
         if self._over(now):
@@ -209,7 +226,7 @@ class CellRun:
             now,
             self.unfinished,
             failed_at=self._first_failure,
-            interrupted=self.interrupted_at is not None,
+            interrupted=self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
             timed_out=self.timed_out,
         )
         return False
@@ -226,7 +243,7 @@ class CellRun:
         return False
 
     def _begin_recovery(self) -> bool:
-        harmed = self._ending.begun or (bool(self.errors) and self._communicated)
+        harmed = self.harmed or self._ending.begun or (bool(self.errors) and self._communicated)
         if harmed and self._recover is not None:
             self.finish()
             self._recovery = self._recover()

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster"]
 
+_LEFT = "was left running"
+_BACK = "`%distributed attach` gets both back"
+_AFRESH = "`%distributed start` starts a new one"
+
 
 class Cluster:
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
@@ -63,6 +67,8 @@ class Cluster:
         self.settings = settings
         self.launched: Any = None
         """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
+        self.running_cell: CellHandle | None = None
+        """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
         self._places = list(places)
         self._numbers = itertools.count(1)
         self._runs: list[CellRun] = []
@@ -110,18 +116,18 @@ class Cluster:
         """
         run = self._begin(code, options)
         drive_blocking(run)
-        return self._end(run, options)
+        return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
         run = self._begin(code, options)
         await drive(run)
-        return self._end(run, options)
+        return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
         run = self._begin(code, options)
-        return CellHandle(run, lambda: self._end(run, options))
+        return CellHandle(run, lambda: self.end(run, options))
 
     def _begin(self, code: str, options: CellOptions) -> CellRun:
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
@@ -130,28 +136,30 @@ class Cluster:
         self.health.refuse(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
-        sink = RecordingSink() if quiet else NotebookSink()
-        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit)
-        run = CellRun(
-            self.connection.client,
-            chosen,
-            output,
-            self._ending(chosen),
-            timeout_s=timeout,
-            view=options.get("view"),
-            show_value=options.get("show_value", False),
-            recover=self._recovery if self.backend == "gloo" else None,
-        )
-        with self._lock:
-            ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
-            self._runs.append(run)
+        ahead = [rank for other in list(self._runs) for rank in other.unfinished if rank in chosen]
+        run = self.new_run(chosen, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
         run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
-        for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
-            run.on_death(rank, reason)
-        if self.health.gone:
-            run.on_lost(self.health.gone)
+        self.health.tell(run)  # what has happened while we were sending
+        return run
+
+    def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
+        """A cell that is still to be sent, or adopted; it counts as running until `end`."""
+        quiet = options.get("quiet", False)
+        sink = RecordingSink() if quiet else NotebookSink()
+        run = CellRun(
+            self.connection.client,
+            chosen,
+            CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit),
+            self._ending(chosen),
+            timeout_s=options.get("timeout"),
+            view=options.get("view"),
+            show_value=options.get("show_value", False),
+            recover=self.recovery if self.backend == "gloo" else None,
+        )
+        with self._lock:
+            self._runs.append(run)
         return run
 
     def _ending(self, chosen: Sequence[int]) -> Ending:
@@ -160,19 +168,21 @@ class Cluster:
         watch = DeadlockWatch(client, living, chosen) if gloo else None
         return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
 
-    def _recovery(self) -> Recovery:
+    def recovery(self) -> Recovery:
+        """The forming anew of all groups, to be stepped to its end."""
         for run in self._runs:
             self.health.follow_stuck(run)
         return Recovery(self.connection.client, self.ranks, self.health)
 
-    def _end(self, run: CellRun, options: CellOptions) -> CellResult:
+    def end(self, run: CellRun, options: CellOptions) -> CellResult:
+        """The result of a cell that has been stepped to its end; raises as `run` does."""
         check = options.get("check", True)
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             self._runs.remove(run)
         if run.lost:
             raise ClusterGone(
-                f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
+                f"The cluster {self.name!r} {run.lost} while the cell ran: {_BACK if run.lost == _LEFT else _AFRESH}."
             )
         self.health.follow_stuck(run)
         if run.interrupted_at is not None and check:
@@ -263,9 +273,22 @@ class Cluster:
             run.on_lost("was stopped")
 
     def detach(self) -> None:
-        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back."""
-        self.health.gone = "was left running"
+        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
+        self.leave_cells()
+        self.health.gone = _LEFT
         self.connection.close()
+
+    def leave_cells(self) -> None:
+        """Wait no longer for the cells that run; they go on. From any thread."""
+        for run in list(self._runs):
+            run.on_lost(_LEFT)
+
+    def cancel(self) -> list[int]:
+        """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
+        ranks = {rank for run in self._runs for rank in run.unfinished}
+        for run in list(self._runs):
+            run.interrupt()
+        return sorted(ranks)
 
     def __enter__(self) -> Cluster:
         return self

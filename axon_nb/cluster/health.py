@@ -11,7 +11,7 @@ from axon_nb.cluster.failures import REPAIR
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Health"]
+__all__ = ["Health", "how_it_ended"]
 
 
 class Health:
@@ -36,9 +36,9 @@ class Health:
         if self.gone:
             return
         if event["event"] == "exit" and event["rank"] is not None:
-            self.die(event["rank"], _how(event["code"]))
+            self.die(event["rank"], how_it_ended(event["code"]))
         elif event["event"] == "controller_exit":
-            self.lose(f"lost its ipyparallel controller, which {_how(event['code'])},")
+            self.lose(f"lost its ipyparallel controller, which {how_it_ended(event['code'])},")
         elif event["event"] == "closed":
             self.lose("lost its host agent")
 
@@ -53,6 +53,13 @@ class Health:
         self.stuck.discard(rank)
         for run in self._runs():
             run.on_death(rank, self.dead[rank])
+
+    def tell(self, run: CellRun) -> None:
+        """Tell a new cell what is known already."""
+        for rank, reason in list(self.dead.items()):
+            run.on_death(rank, reason)
+        if self.gone:
+            run.on_lost(self.gone)
 
     def lose(self, reason: str) -> None:
         """The cluster is gone."""
@@ -87,7 +94,8 @@ class Health:
             run.on_late_reply = self.stuck.discard
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """An exit code, or minus a signal's number, in words that read after a process's name."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"

@@ -12,9 +12,11 @@ from axon_nb.cluster import current, warmup
 from axon_nb.cluster.bringup import join_world, launch_engines
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.connection import Connection, open_existing
+from axon_nb.cluster.health import how_it_ended
 from axon_nb.cluster.kept import end_kept, find, running
 from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
+from axon_nb.cluster.resume import resume
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import StartError, UsageError
 
@@ -99,6 +101,8 @@ def _free_name(name: str | None) -> str:
 def attach(name: str | None = None) -> Cluster:
     """Get back a cluster whose kernel was restarted or has died, with everything on its ranks.
 
+    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle.
+
     Args:
         name: Which; None: this notebook's own, or the only one there is.
 
@@ -111,7 +115,8 @@ def attach(name: str | None = None) -> Cluster:
     entry = find(name)
     warmup.discard()
     connection = open_existing(entry.run_dir)
-    info = connection.agent.greeting["info"]
+    greeting = connection.agent.greeting
+    info = greeting["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
     if not connection.client.wait_registered(range(layout.num_ranks), 2.0) and not connection.client.registered:
@@ -120,9 +125,12 @@ def attach(name: str | None = None) -> Cluster:
     cluster = Cluster(
         connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
     )
-    for rank in set(cluster.ranks) - set(connection.client.registered):
-        cluster.health.die(rank, "died while no notebook was connected")
+    living = set(map(int, greeting["ranks"])) if cluster.engines == "axon" else set(connection.client.registered)
+    for rank in set(cluster.ranks) - living:
+        code = greeting["deaths"].get(str(rank))
+        cluster.health.die(rank, "died while no notebook was connected" if code is None else how_it_ended(code))
     current.put(cluster)
+    cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
     return cluster
 
 

@@ -16,7 +16,7 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
-__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
+__all__ = ["abort", "agree_on_names", "condition", "recover", "recreate", "registry", "stand_down", "waits"]
 
 _POISON_LIMIT_S = 1.0
 
@@ -64,6 +64,11 @@ def waits() -> dict[str, Any]:
     return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
 
 
+def condition() -> dict[str, Any]:
+    """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
+    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.forming}
+
+
 def registry() -> list[dict[str, Any]]:
     """The groups that this rank is in besides the default one: name, global ranks, description."""
     default = c10d._get_default_group()
@@ -107,7 +112,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stand_down("")
     stop_at(None)
     activity.forget_all()
-    groups_state.epoch = epoch
+    groups_state.epoch, groups_state.forming = epoch, True
     groups = all_groups()
     for group in groups:
         group.reform(epoch)
@@ -115,4 +120,5 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     if replaced:
         rebuild_reducers()
     agree_on_names()
+    groups_state.forming = False
     return {"groups": len(groups), "wrappers": wrappers, "leaked": leaked()}
