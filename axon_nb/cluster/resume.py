@@ -11,6 +11,7 @@ from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.follow import Follower
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.output import NotebookSink
+from axon_nb.cluster.recovery import next_epoch
 from axon_nb.cluster.result import CellResult
 from axon_nb.errors import CellError, CellInterrupt, ClusterGone
 from axon_nb.records.ranks import format_ranks
@@ -41,6 +42,7 @@ def resume(cluster: Cluster, *, left_ns: int) -> CellHandle | None:
     """
     answers = _ask(cluster, left_ns)
     harmed = _harmed(cluster, answers)
+    next_epoch(above=max((answer["epoch"] for answer in answers.values()), default=0))
     reports: dict[str, dict[int, Mapping[str, Any]]] = {}
     for rank, answer in answers.items():
         for report in answer["cells"]:
