@@ -119,19 +119,30 @@ def attach(name: str | None = None) -> Cluster:
     info = greeting["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    if not connection.client.wait_registered(range(layout.num_ranks), 2.0) and not connection.client.registered:
+    living = _living(connection, info["engines"], layout.num_ranks)
+    if not living:
         connection.stop()
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
     cluster = Cluster(
         connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
     )
-    living = set(map(int, greeting["ranks"])) if cluster.engines == "axon" else set(connection.client.registered)
     for rank in set(cluster.ranks) - living:
         code = greeting["deaths"].get(str(rank))
         cluster.health.die(rank, "died while no notebook was connected" if code is None else how_it_ended(code))
     current.put(cluster)
     cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
     return cluster
+
+
+def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
+    client = connection.client
+    if engines != "axon":
+        client.wait_registered(range(num_ranks), 2.0)
+        return set(client.registered)
+    # The controller takes a minute to miss an engine that died while nobody was there to tell it.
+    living = set(map(int, connection.agent.greeting["ranks"]))
+    client.wait_registered(living, 2.0)
+    return living
 
 
 def restart() -> Cluster:

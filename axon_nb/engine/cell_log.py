@@ -66,7 +66,12 @@ class _Entry:
 
     def add(self, kind: str, content: dict[str, Any] | bytes, size: int) -> None:
         self.last += 1
-        self.messages.append(_Message(self.last, kind, content, size))
+        message = _Message(self.last, kind, content, size)
+        room = _FOLLOWED_SIZE if time.monotonic() < self.followed_until else _KEPT_SIZE
+        if isinstance(content, bytes) and size > room // 2:
+            self._count(message, content)  # a large picture would push out all the rest
+            return
+        self.messages.append(message)
         self.size += size
         self.trim()
 
