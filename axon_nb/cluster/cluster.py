@@ -16,9 +16,10 @@ from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.ending import Ending
-from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
+from axon_nb.cluster.failures import cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
+from axon_nb.cluster.hints import hint_for
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
@@ -192,7 +193,7 @@ class Cluster:
                 run.errors,
                 first=run.failed_order,
                 explanation=run.explanation,
-                hint=_hint(run),
+                hint=hint_for(run.errors.values()),
                 timeout_s=run.timeout_s if run.timed_out else None,
             )
         fetched = (
@@ -295,7 +296,3 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _hint(run: CellRun) -> str:
-    return REPAIR if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

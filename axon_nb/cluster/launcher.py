@@ -66,7 +66,7 @@ def fork_request(
     profile = connection_file.parent.parent
     log_dir = profile / "log"
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    env = {**os.environ, **extra_env}
+    env = {**os.environ, **RunDir(profile.parent).ipython_env(), **extra_env}
     return {
         "rank": rank,
         "env": {name: value for name, value in env.items() if name not in _NOT_INHERITED},
