@@ -7,6 +7,7 @@ launcher starts one of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
 
+from axon_nb.cluster.farewell import tell_controller
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 
@@ -118,6 +120,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
     work_dir = Unicode(".")
 
     _own_run_dir: RunDir | None = None
+    _stopping = False
 
     def find_args(self) -> list[str]:
         """What ipyparallel logs."""
@@ -158,6 +161,9 @@ class ForkedEngineSetLauncher(EngineLauncher):
     def _on_event(self, event: dict[str, Any]) -> None:
         gone = self._living if event["event"] == "closed" else {event.get("rank")}
         self._living = self._living - gone
+        if self._own_run_dir is not None and event["event"] == "exit" and not self._stopping:
+            with contextlib.suppress(OSError, KeyError):  # the controller then misses the engine's heartbeat
+                tell_controller(Path(self.connection_files["engine"]), event["rank"])
         if not self._living and self.state == "running":
             self._main_loop.add_callback(self.notify_stop, {"exit_code": event.get("code")})
 
@@ -168,6 +174,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
 
     async def stop(self) -> None:
         """End the engines; an agent of our own ends with them."""
+        self._stopping = True
         if self._own_run_dir is not None:
             self.agent.stop()  # in place: at the end of the interpreter no thread can be started
             return

@@ -82,6 +82,6 @@ def test_little_shared_memory_is_named_with_what_to_set() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "{0: 2.0, 1: 2.0}"
-    assert "/dev/shm holds 1.0 MiB" in done.stdout
+    assert "/dev/shm holds 1.00 MiB" in done.stdout
     assert "`num_workers=0`" in done.stdout
     assert lines[-1] == "{0: 'alive', 1: 'alive'}"
