@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
+
+from axon_nb.cluster.client import RankClient
 
 __all__ = ["tell_controller"]
 
-_LINGER_MS = 200
+_LIMIT_S = 2.0
 
 
-def tell_controller(engine_file: Path, rank: int) -> None:
-    """Unregister the engine `rank`.
+def tell_controller(client_file: Path, rank: int) -> None:
+    """Have the controller forget the engine `rank`; where that fails it misses the engine's heartbeat after a while.
 
     Args:
-        engine_file: The controller's connection file for engines.
+        client_file: The controller's connection file for clients.
         rank: The engine's id.
-
-    Raises:
-        OSError: there is no such file, or no way to the controller.
-        KeyError: the file is not as ipyparallel 9 writes it, or the controller encrypts.
     """
-    import zmq
-    from jupyter_client.session import Session
-
-    facts = json.loads(engine_file.read_text())
-    if facts.get("curve_serverkey"):
-        raise KeyError("curve_serverkey")
-    session = Session(key=facts["key"].encode(), signature_scheme=facts["signature_scheme"])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = _LINGER_MS
+    with contextlib.suppress(Exception):  # the controller may be gone as well
+        client = RankClient(client_file, timeout=_LIMIT_S)
         try:
-            socket.connect(f"{facts['interface']}:{facts['registration']}")
-            session.send(socket, "unregistration_request", content={"id": rank})
-        except zmq.ZMQError as error:
-            raise OSError(str(error)) from None
+            client.unregister(rank)
+            client.wait_unregistered([rank], _LIMIT_S)
+        finally:
+            client.close(linger=0)

@@ -7,7 +7,6 @@ launcher starts one of its own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -162,8 +161,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
         gone = self._living if event["event"] == "closed" else {event.get("rank")}
         self._living = self._living - gone
         if self._own_run_dir is not None and event["event"] == "exit" and not self._stopping:
-            with contextlib.suppress(OSError, KeyError):  # the controller then misses the engine's heartbeat
-                tell_controller(Path(self.connection_files["engine"]), event["rank"])
+            tell_controller(Path(self.connection_files["client"]), event["rank"])
         if not self._living and self.state == "running":
             self._main_loop.add_callback(self.notify_stop, {"exit_code": event.get("code")})
 
