@@ -23,7 +23,8 @@ _BUSY_S = 0.005
 _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
 _SURE_S = 0.06
-"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""_ENDED = ("Aborted",)
+"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""
+_ENDED = ("Aborted",)
 
 
 class Stepped(Protocol):
