@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, SimpleNamespace
 from typing import Any
 
+from ipykernel.iostream import IOPubThread
 from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = [
@@ -46,8 +47,8 @@ _NEEDED = (
 def missing(kernel: Any) -> list[str]:
     """Names of the hooks that this ipykernel does not have."""
     absent = [name for name in _NEEDED if not hasattr(kernel, name)]
-    if not hasattr(_output_thread(kernel), "send_multipart"):
-        absent.append("iopub_socket.send_multipart")
+    if not hasattr(IOPubThread, "send_multipart"):
+        absent.append("IOPubThread.send_multipart")
     return absent
 
 
@@ -111,7 +112,7 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
 
     Without the hook a notebook that comes back does not see what was printed meanwhile.
     """
-    thread = _output_thread(kernel)
+    thread = getattr(kernel.iopub_socket, "io_thread", None) or kernel.iopub_socket
     send = getattr(thread, "send_multipart", None)
     if send is None:
         return
@@ -122,11 +123,6 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
         send(frames, *args, **kwargs)
 
     thread.send_multipart = send_multipart
-
-
-def _output_thread(kernel: Any) -> Any:
-    socket = kernel.iopub_socket
-    return getattr(socket, "io_thread", None) or socket
 
 
 def wrap_do_execute(
