@@ -238,6 +238,7 @@ HALF_WAY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", HALF_WAY)
 def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, what: str) -> None:
     kernel = new_kernel()

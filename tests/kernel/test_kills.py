@@ -45,6 +45,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_start_works_after_the_kernel_the_agent_and_both_were_killed(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     for victims in ("kernel", "agent", "both"):
@@ -98,6 +99,7 @@ def base() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_a_kernel_killed_while_it_starts_a_cluster(base: Path, new_kernel: MakeKernel) -> None:
     kernel = new_kernel(AXON_NB_RUNTIME_DIR=str(base), AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
@@ -130,6 +132,7 @@ def test_ranks_killed_one_after_the_other_are_named_and_the_rest_goes_on(new_ker
     kernel.ok("%distributed start -n 2")
 
 
+@pytest.mark.slow
 def test_all_ranks_killed_while_the_kernel_is_away(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
@@ -146,6 +149,7 @@ def test_all_ranks_killed_while_the_kernel_is_away(new_kernel: MakeKernel) -> No
     kernel.ok("%distributed start -n 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["agent", "controller"])
 def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kernel: MakeKernel, who: str) -> None:
     kernel = new_kernel()
@@ -160,6 +164,7 @@ def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kerne
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_one_notebook_is_killed_and_the_other_goes_on(new_kernel: MakeKernel) -> None:
     one, two = new_kernel(), new_kernel()
     first = start(one)
