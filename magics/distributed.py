@@ -10,9 +10,11 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster import current, startup
+from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
 
@@ -53,9 +55,9 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """The cluster: `%distributed start | status | stop | restart | repair | attach | config`.
+        """The cluster: `%distributed start | status | stop | restart | repair | attach | cancel | config`.
 
-        repair [--ranks R] [--from R [names …]] · attach [NAME] · config [key=value …]
+        repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         """
@@ -66,6 +68,7 @@ class DistributedMagics(Magics):
             "repair": self._repair,
             "restart": self._restart,
             "attach": self._attach,
+            "cancel": self._cancel,
             "config": self._config,
         }
         word, *rest = line.split() or [""]
@@ -110,9 +113,17 @@ class DistributedMagics(Magics):
         cluster = current.require("%distributed repair")
         print(cluster.repair(options.ranks, source=options.source, names=options.names))
 
-    def _attach(self, words: list[str]) -> None:
+    def _attach(self, words: list[str]) -> CellHandle | None:
         options = parse(_attach_parser(), words)
-        display(startup.attach(options.name))
+        cluster = startup.attach(options.name)
+        display(cluster)
+        handle = cluster.running_cell
+        return None if handle is None or handle.done() else handle
+
+    def _cancel(self, words: list[str]) -> None:
+        parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
+        ranks = current.require("%distributed cancel").cancel()
+        print(f"Interrupted the cell on ranks {format_ranks(ranks)}." if ranks else "No cell is running.")
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)

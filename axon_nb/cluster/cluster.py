@@ -16,11 +16,11 @@ from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.ending import Ending
-from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.options import CellOptions
+from axon_nb.cluster.outcome import failure_of
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from axon_nb.records.cluster_info import ClusterInfo
 
 __all__ = ["Cluster"]
+
+_LEFT = "was left running"
+_BACK = "`%distributed attach` gets both back"
+_AFRESH = "`%distributed start` starts a new one"
 
 
 class Cluster:
@@ -67,6 +71,8 @@ class Cluster:
         """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
         self.places = list(places)
         """What each rank says of its host: host, pid, device, cores, gpus."""
+        self.running_cell: CellHandle | None = None
+        """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
         self._numbers = itertools.count(1)
         self._runs: list[CellRun] = []
         self._lock = threading.Lock()
@@ -118,18 +124,18 @@ class Cluster:
         """
         run = self._begin(code, options)
         drive_blocking(run)
-        return self._end(run, options)
+        return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
         run = self._begin(code, options)
         await drive(run)
-        return self._end(run, options)
+        return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
         run = self._begin(code, options)
-        return CellHandle(run, lambda: self._end(run, options))
+        return CellHandle(run, lambda: self.end(run, options))
 
     def _begin(self, code: str, options: CellOptions) -> CellRun:
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
@@ -140,28 +146,30 @@ class Cluster:
         self.health.refuse(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
-        sink = RecordingSink() if quiet else NotebookSink()
-        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit)
-        run = CellRun(
-            self.connection.client,
-            chosen,
-            output,
-            self._ending(chosen),
-            timeout_s=timeout,
-            view=options.get("view"),
-            show_value=options.get("show_value", False),
-            recover=self._recovery if self.backend == "gloo" else None,
-        )
-        with self._lock:
-            ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
-            self._runs.append(run)
+        ahead = [rank for other in list(self._runs) for rank in other.unfinished if rank in chosen]
+        run = self.new_run(chosen, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
         run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
-        for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
-            run.on_death(rank, reason)
-        if self.health.gone:
-            run.on_lost(self.health.gone)
+        self.health.tell(run)  # what has happened while we were sending
+        return run
+
+    def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
+        """A cell that is still to be sent, or adopted; it counts as running until `end`."""
+        quiet = options.get("quiet", False)
+        sink = RecordingSink() if quiet else NotebookSink()
+        run = CellRun(
+            self.connection.client,
+            chosen,
+            CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit),
+            self._ending(chosen),
+            timeout_s=options.get("timeout"),
+            view=options.get("view"),
+            show_value=options.get("show_value", False),
+            recover=self.recovery if self.backend == "gloo" else None,
+        )
+        with self._lock:
+            self._runs.append(run)
         return run
 
     def _ending(self, chosen: Sequence[int]) -> Ending:
@@ -170,39 +178,28 @@ class Cluster:
         watch = DeadlockWatch(client, living, chosen) if gloo else None
         return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
 
-    def _recovery(self) -> Recovery:
+    def recovery(self) -> Recovery:
+        """The forming anew of all groups, to be stepped to its end."""
         for run in self._runs:
             self.health.follow_stuck(run)
         return Recovery(self.connection.client, self.ranks, self.health)
 
-    def _end(self, run: CellRun, options: CellOptions) -> CellResult:
+    def end(self, run: CellRun, options: CellOptions) -> CellResult:
+        """The result of a cell that has been stepped to its end; raises as `run` does."""
         check = options.get("check", True)
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             self._runs.remove(run)
         if run.lost:
-            raise ClusterGone(
-                f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
-            )
+            way_back = _BACK if run.lost == _LEFT else _AFRESH
+            raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
         self.health.follow_stuck(run)
         replaced = replace_stuck(self, run.to_replace)
-        if run.interrupted_at is not None and check:
-            raise interrupt_error(run.errors, run.ranks, replaced)
-        if (run.errors or run.explanation) and check:
-            raise cell_error(
-                run.errors,
-                first=run.failed_order,
-                explanation=run.explanation,
-                hint=_hint(run),
-                timeout_s=run.timeout_s if run.timed_out else None,
-            )
-        fetched = (
-            transfer.last_values(self.connection.client, run.ranks_with_value, run.token)
-            if options.get("values", True)
-            else {}
-        )
-        text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.seconds, text)
+        if check and (failure := failure_of(run, replaced)) is not None:
+            raise failure
+        with_value = run.ranks_with_value if options.get("values", True) else []
+        fetched = transfer.last_values(self.connection.client, with_value, run.token)
+        return CellResult(fetched, run.errors, run.seconds, {rank: run.output.text(rank) for rank in run.ranks})
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables into the namespace of ranks.
@@ -279,16 +276,25 @@ class Cluster:
             run.on_lost("was stopped")
 
     def detach(self) -> None:
-        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back."""
-        self.health.gone = "was left running"
+        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
+        self.leave_cells()
+        self.health.gone = _LEFT
         self.connection.close()
+
+    def leave_cells(self) -> None:
+        """Wait no longer for the cells that run; they go on. From any thread."""
+        for run in list(self._runs):
+            run.on_lost(_LEFT)
+
+    def cancel(self) -> list[int]:
+        """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
+        ranks = {rank for run in self._runs for rank in run.unfinished}
+        for run in list(self._runs):
+            run.interrupt()
+        return sorted(ranks)
 
     def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _hint(run: CellRun) -> str:
-    return REPAIR if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

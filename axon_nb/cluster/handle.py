@@ -47,6 +47,11 @@ class CellHandle:
         """Whether the cell is over."""
         return self._future.done()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the cell's end, whichever it is, at most `timeout` seconds; whether it has come."""
+        self._thread.join(timeout)
+        return self.done()
+
     def cancel(self) -> None:
         """Interrupt the cell on its ranks; `result` then raises KeyboardInterrupt."""
         if not self.done():

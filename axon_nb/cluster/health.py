@@ -63,6 +63,13 @@ class Health:
         elif news and not any(rank in run.ranks for run in runs):
             print(f"rank {rank} {reason}, while it was idle. {REPAIR}", file=sys.stderr, flush=True)
 
+    def tell(self, run: CellRun) -> None:
+        """Tell a new cell what is known already."""
+        for rank, reason in list(self.dead.items()):
+            run.on_death(rank, reason)
+        if self.gone:
+            run.on_lost(self.gone)
+
     def lose(self, reason: str) -> None:
         """The cluster is gone."""
         self.gone = reason

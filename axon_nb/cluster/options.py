@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypedDict
 
-from axon_nb.cluster.cell import LiveView
+from axon_nb.cluster.part import LiveView
 
 __all__ = ["CellOptions"]
 

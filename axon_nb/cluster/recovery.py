@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,12 +21,13 @@ _AGAIN_S = 0.25
 _LEAKS_TOLD = 500
 """Told each time so many groups more have been given up on one rank."""
 
-_epochs = itertools.count(int(time.time()))
+_last = [int(time.time())]
 
 
-def next_epoch() -> int:
-    """The number of the next forming: higher than any before, also than those of a kernel that was restarted."""
-    return next(_epochs)
+def next_epoch(*, above: int = 0) -> int:
+    """The number of the next forming: higher than any before, and than `above`, the last that some rank has seen."""
+    _last[0] = max(_last[0], above) + 1
+    return _last[0]
 
 
 class Recovery:

@@ -12,11 +12,13 @@ from axon_nb.cluster import current, warmup
 from axon_nb.cluster.bringup import join_world
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.connection import Connection, open_existing, open_new
+from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.hosts import LOOPBACK, interface_ip
 from axon_nb.cluster.kept import end_kept, find, running
 from axon_nb.cluster.launching import launch_engines, stop_engines
 from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
+from axon_nb.cluster.resume import resume
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import StartError, UsageError
 
@@ -119,6 +121,8 @@ def _free_name(name: str | None) -> str:
 def attach(name: str | None = None) -> Cluster:
     """Get back a cluster whose kernel was restarted or has died, with everything on its ranks.
 
+    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle.
+
     Args:
         name: Which; None: this notebook's own, or the only one there is.
 
@@ -131,19 +135,34 @@ def attach(name: str | None = None) -> Cluster:
     entry = find(name)
     warmup.discard()
     connection = open_existing(entry.run_dir)
-    info = connection.agent.greeting["info"]
+    greeting = connection.agent.greeting
+    info = greeting["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    if not connection.client.wait_registered(range(layout.num_ranks), 2.0) and not connection.client.registered:
+    living = _living(connection, info["engines"], layout.num_ranks)
+    if not living:
         connection.stop()
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
     cluster = Cluster(
         connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
     )
-    for rank in set(cluster.ranks) - set(connection.client.registered):
-        cluster.health.die(rank, "died while no notebook was connected")
+    for rank in set(cluster.ranks) - living:
+        event = greeting["deaths"].get(str(rank))
+        cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
+    cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
     return cluster
+
+
+def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
+    client = connection.client
+    if engines != "axon":
+        client.wait_registered(range(num_ranks), 2.0)
+        return set(client.registered)
+    # The controller takes a minute to miss an engine that died while nobody was there to tell it.
+    living = set(map(int, connection.agent.greeting["ranks"]))
+    client.wait_registered(living, 2.0)
+    return living
 
 
 def restart() -> Cluster:

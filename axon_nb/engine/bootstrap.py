@@ -12,6 +12,7 @@ import torch
 from IPython.core.getipython import get_ipython
 
 from axon_nb.engine import dist_hooks, exits, kernel_hooks, leaving, namespace, native_output, short_traceback
+from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, recovery
@@ -98,11 +99,13 @@ def _install(session: RankSession) -> None:
     interrupts = Interrupts(kernel)
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)
-    runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit))
+    log = CellLog()
+    kernel_hooks.tap_output(kernel, log.tap)
+    runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
     exits.install(kernel.shell)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
-    kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))
+    kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     session.extras["runner"] = runner

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from axon_nb.engine import native_output
+from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import Interrupts
@@ -28,21 +29,25 @@ _MAX_VALUES = 16
 class CellRunner:
     """Runs one cell after the other; knows which one runs."""
 
-    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget) -> None:
+    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget, log: CellLog) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
+        self._log = log
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply tells whether there is a value to fetch, and how long it took in seconds."""
         session, shell = self._session, self._session.kernel.shell
-        cell = metadata.get("axon_nb", {}).get("cell")
+        request, facts = session.kernel.get_parent("shell"), metadata.get("axon_nb", {})
+        message_id, code = request["header"]["msg_id"], request["content"]["code"]
+        self._log.begin(message_id, facts, code)
+        cell = facts.get("cell")
         if cell is not None:
             # Tracebacks then name the notebook's own prompt: "Cell In[12], line 3".
             shell.execution_count = cell
         # IPython looks here for the semicolon that keeps a value from being shown.
-        shell.history_manager.input_hist_parsed[-1:] = [session.kernel.get_parent("shell")["content"]["code"]]
+        shell.history_manager.input_hist_parsed[-1:] = [code]
         self._budget.begin()
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
@@ -50,6 +55,9 @@ class CellRunner:
         self._interrupts.running = True
         try:
             reply = await execute()
+        except BaseException as error:
+            self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
+            raise
         finally:
             self._interrupts.running = False
             end = time.monotonic_ns()
@@ -59,7 +67,7 @@ class CellRunner:
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
-        token = metadata.get("axon_nb", {}).get("token")
+        token = facts.get("token")
         if has_value and token is not None:
             self._values[token] = value
             while len(self._values) > _MAX_VALUES:
@@ -74,7 +82,9 @@ class CellRunner:
             "has_value": has_value,
         }
         tell_exit(reply, shell)
-        return _bounded(reply)
+        reply = _bounded(reply)
+        self._log.end(message_id, reply)
+        return reply
 
     def take_value(self, token: str) -> Any:
         """The value of the last expression of the cell with this token, once."""

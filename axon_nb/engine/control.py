@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.groups.abort import ABORT, stop_at
-from axon_nb.engine.groups.recovery import abort, waits
+from axon_nb.engine.groups.recovery import abort, condition, waits
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
 from axon_nb.engine.sampler import Sampler
@@ -15,7 +16,9 @@ from axon_nb.engine.telemetry import Telemetry
 __all__ = ["control_handlers"]
 
 
-def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry) -> dict[str, ControlHandler]:
+def control_handlers(
+    sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry, log: CellLog
+) -> dict[str, ControlHandler]:
     """The requests of the control channel, by message type."""
 
     def status(content: dict[str, Any]) -> dict[str, Any]:
@@ -42,8 +45,13 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         stop_at(int(content["at"]))
         return {}
 
+    def tell_cells(content: dict[str, Any]) -> dict[str, Any]:
+        asked = {"run": content.get("run"), "since": content.get("since", 0), "after_ns": content.get("after_ns", 0)}
+        return {"cells": log.report(**asked), "running": interrupts.running, **condition()}
+
     return {
         "axon_abort": abort_cell,
+        "axon_cells": tell_cells,
         "axon_status": status,
         "axon_stop": stop,
         "axon_waits": tell_waits,

@@ -63,6 +63,10 @@ class Agent:
         self._starter = run_dir.starter()
         """pid of the notebook until it connects; if it ends before that, nobody will."""
         self._stopping: float | None = None
+        self._left_ns = 0
+        """Monotonic time at which the last notebook left; 0: none has."""
+        self._deaths: dict[int, dict[str, Any]] = {}
+        """What was told of each rank that died and was not replaced."""
         self._commands: dict[str, Callable[[CommandPeer, dict[str, Any]], dict[str, Any] | None]] = {
             "hello": self._hello,
             "fork": self._fork,
@@ -137,7 +141,10 @@ class Agent:
         event = "exit" if death.rank is not None else "controller_exit"
         told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         last_words = {} if death.rank is None else self._last_words.of(death.rank)
-        self._broadcast({"event": event, **told, "out_of_memory": self._oom.look(), **last_words})
+        message = {"event": event, **told, "out_of_memory": self._oom.look(), **last_words}
+        if death.rank is not None:
+            self._deaths[death.rank] = message
+        self._broadcast(message)
         if death.rank is None and self._stopping is None:
             self._begin_stop()
 
@@ -169,6 +176,7 @@ class Agent:
         self._peers.discard(peer)
         if isinstance(peer, CommandPeer) and peer.owner and not self._owned:
             # The kernel is gone without a word: restarted or killed. Ranks wait for it; a mere warm-up does not.
+            self._left_ns = time.monotonic_ns()
             started = bool(self.info.get("world_size"))
             self._deadline = time.monotonic() + (self.keep_alive_s if started else 0.0)
 
@@ -209,6 +217,8 @@ class Agent:
             "idle": self._preload.done,
             "ranks": {str(rank): pid for rank, pid in self.children.ranks.items()},
             "controller": self.children.controller,
+            "deaths": {str(rank): told for rank, told in self._deaths.items()},
+            "left_ns": self._left_ns,
             "info": self.info,
         }
 
@@ -234,6 +244,7 @@ class Agent:
                 peer.tell({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
                 continue
             self.children.add_rank(request.rank, pid)
+            self._deaths.pop(request.rank, None)
             peer.tell({"id": message.get("id"), "pid": pid})
 
     def _sockets(self) -> list[socket.socket]:

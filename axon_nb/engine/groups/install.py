@@ -30,6 +30,8 @@ class GroupsState:
 
     epoch = 0
     """How often the groups have been formed anew."""
+    forming = False
+    """Whether the last forming has not come to its end, be it under way or failed."""
     installed = False
 
 

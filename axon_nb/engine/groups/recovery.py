@@ -17,7 +17,17 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
-__all__ = ["abort", "agree_on_groups", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
+__all__ = [
+    "abort",
+    "agree_on_groups",
+    "agree_on_names",
+    "condition",
+    "recover",
+    "recreate",
+    "registry",
+    "stand_down",
+    "waits",
+]
 
 _POISON_LIMIT_S = 1.0
 
@@ -63,6 +73,11 @@ def waits() -> dict[str, Any]:
             }
         )
     return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
+
+
+def condition() -> dict[str, Any]:
+    """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
+    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.forming}
 
 
 def registry() -> list[dict[str, Any]]:
@@ -138,10 +153,11 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stand_down("")
     stop_at(None)
     activity.forget_all()
-    groups_state.epoch = epoch
+    groups_state.epoch, groups_state.forming = epoch, True
     formed = _reform(epoch)
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
     agree_on_names()
+    groups_state.forming = False
     return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}

@@ -30,17 +30,21 @@ class RecoverableWork(Work):
     Args:
         inner: The inner group's work.
         call: The operation.
+        limit: Of the group's operations. Gloo's own for a recv would be the one that the group was connected with.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
         on_end: Called once when the operation has ended.
     """
 
-    def __init__(self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Any, call: Call, *, limit: timedelta, sliced: bool, keep: Any, on_end: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
         self._name = call.name
+        self._limit = limit
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end
@@ -94,7 +98,7 @@ class RecoverableWork(Work):
 
         def wait() -> None:
             try:
-                self._inner.wait()
+                self._inner.wait(self._limit)
             except BaseException as error:
                 failure.append(error)
             done.set()
