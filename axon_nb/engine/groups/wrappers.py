@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["rebuild_reducers", "renew_reducer", "reset_wrappers"]
+from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
+
+__all__ = ["rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
 
 def _living(kind: type) -> list[Any]:
@@ -36,11 +39,17 @@ def _schedules() -> list[Any]:
 def reset_wrappers() -> int:
     """Reset every DDP and FSDP2 module and every pipeline schedule of this process; returns how many."""
     ddp, fsdp, schedules = _ddp_modules(), _fsdp_modules(), _schedules()
+    reset_modules(ddp, fsdp, schedules)
+    return len(ddp) + len(fsdp) + len(schedules)
+
+
+def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
+    """Reset these DDP and FSDP2 modules and pipeline schedules."""
     for module in ddp:
         module._has_rebuilt_buckets = False
         module.reducer._reset_state()
     for module in fsdp:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(module._get_fsdp_state()):
             # An all-gather of the aborted step would be waited for in the next forward.
             group._all_gather_result = None
             for parameter in group.fsdp_params:
@@ -50,10 +59,9 @@ def reset_wrappers() -> int:
                 parameter.unsharded_accumulated_grad = None
     for module in fsdp:
         if module._get_fsdp_state()._is_root:
-            module.reset_iter_state()
+            reset_root(module)
     for schedule in schedules:
         _reset_schedule(schedule)
-    return len(ddp) + len(fsdp) + len(schedules)
 
 
 def _reset_schedule(schedule: Any) -> None:
