@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.ending import Ending
+from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.result import RankError
 
@@ -72,6 +73,7 @@ class CellRun:
         view: LiveView | None = None,
         show_value: bool = True,
         recover: Callable[[], Stepped] | None = None,
+        notice: WaitNotice | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
@@ -89,6 +91,7 @@ class CellRun:
         self._recover = recover
         self._ending = ending
         self._view = view
+        self._notice = notice
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._parts = {rank: _Part() for rank in ranks}
         self._lock = threading.Lock()
@@ -201,6 +204,8 @@ class CellRun:
             return True
         if self._recovery is not None:
             return self._recovery.step()
+        if self._notice is not None:
+            self._notice.show(self._ending.slow if self._first_failure is None else "", now)
         if self._over(now):
             return not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
@@ -261,6 +266,8 @@ class CellRun:
         self._finished = True
         if not self.unfinished:
             self._client.forget(self._messages)
+        if self._notice is not None:
+            self._notice.hide()
         self.output.flush(final=True)
 
     @property

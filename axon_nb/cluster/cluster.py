@@ -20,6 +20,7 @@ from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
@@ -141,6 +142,7 @@ class Cluster:
             view=options.get("view"),
             show_value=options.get("show_value", False),
             recover=self._recovery if self.backend == "gloo" else None,
+            notice=None if quiet else WaitNotice(sink),
         )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]

@@ -49,6 +49,11 @@ class Ending:
         """Whether ranks have been told to end, gently or not."""
         return self.aborted_at is not None or self._cut is not None
 
+    @property
+    def slow(self) -> str:
+        """Which rank is waited for while nobody is told to end; empty when none is, or not for long."""
+        return self._watch.slow if self._watch is not None and not self.begun else ""
+
     def hurry(self) -> None:
         """Tell them again at the next step."""
         self._last_abort = 0.0

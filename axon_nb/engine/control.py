@@ -35,6 +35,7 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
     def tell_waits(content: dict[str, Any]) -> dict[str, Any]:
         state = sampler.sample()
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
+        own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
         return {**own, **waits()}
 
     def stop(content: dict[str, Any]) -> dict[str, Any]:

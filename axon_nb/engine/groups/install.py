@@ -7,6 +7,7 @@ torch's own groups are used, with their timeouts, and one warning says so.
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,8 @@ class GroupsState:
     epoch = 0
     """How often the groups have been formed anew."""
     installed = False
+    forming: tuple[str, list[int], int] | None = None
+    """The group that `new_group` is making on the main thread: name, global ranks, since when in nanoseconds."""
 
 
 groups_state = GroupsState()
@@ -73,7 +76,12 @@ def install(root: Store, *, rank: int, epoch: int = 0) -> None:
     def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
         if str(backend).lower() not in _REPLACED:
             return original(size, group_rank, ranks, backend, *args, **kwargs)
-        group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+        name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
+        groups_state.forming = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
+        try:
+            group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+        finally:
+            groups_state.forming = None
         if isinstance(group, RecoverableGroup):
             # What `dist.get_backend` answers, and what scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)

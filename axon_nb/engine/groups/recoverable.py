@@ -144,7 +144,7 @@ class RecoverableGroup(dist.ProcessGroup):
             kind = "p2p" if name in _POINT_TO_POINT else "collective"
             emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
 
-        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended)
+        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""

@@ -61,7 +61,19 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
+    counts = {name: group.sequence for name, group in groups.items()} | {_made(name): 1 for name in groups}
+    if (forming := groups_state.forming) is not None:
+        name, members, since_ns = forming
+        counts[_made(name)] = 1
+        facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
+        seconds = (time.monotonic_ns() - since_ns) / 1e9
+        pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
+    return {"pending": pending, "counts": counts}
+
+
+def _made(name: str) -> str:
+    """Under what name the making of a group counts as a collective of its ranks."""
+    return f"new_group {name}"
 
 
 def registry() -> list[dict[str, Any]]:

@@ -34,9 +34,12 @@ class RecoverableWork(Work):
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
         on_end: Called once when the operation has ended.
+        limit: Of the group's operations.
     """
 
-    def __init__(self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None], limit: timedelta
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
@@ -44,6 +47,7 @@ class RecoverableWork(Work):
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end
+        self._limit = limit
         self._done = False
         self._future: Any = None
 
@@ -94,7 +98,8 @@ class RecoverableWork(Work):
 
         def wait() -> None:
             try:
-                self._inner.wait()
+                # Without a limit a send or recv takes the one for connecting, 3 seconds: a slow peer would fail it.
+                self._inner.wait(self._limit)
             except BaseException as error:
                 failure.append(error)
             done.set()
