@@ -28,6 +28,7 @@ from axon_nb.cluster.recovery import Recovery
 from axon_nb.cluster.repair import repair
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from axon_nb.records.cluster_info import ClusterInfo
+    from axon_nb.records.stacks import Stacks
 
 __all__ = ["Cluster"]
 
@@ -248,6 +250,18 @@ class Cluster:
     def status(self) -> pd.DataFrame:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
         return status_frame(self.info())
+
+    def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
+        """Where each rank is: its Python stack and its communication call, also while it is stuck.
+
+        Args:
+            ranks: As for `run`.
+
+        Returns:
+            The stacks by rank; printed, ranks with the same one are told once.
+        """
+        chosen = resolve_ranks(ranks, self.world_size)
+        return rank_stacks(self.connection.client, chosen, self.ranks, self.health.dead)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""

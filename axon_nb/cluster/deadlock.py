@@ -66,4 +66,3 @@ class DeadlockWatch:
         proven = self._suspect is not None and self._suspect[1] == picture
         self._suspect = (text, picture)
         return text if proven else ""
-

@@ -10,6 +10,8 @@ from axon_nb.engine.groups.recovery import abort, waits
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
 from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.session import current
+from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
 
 __all__ = ["control_handlers"]
@@ -38,12 +40,16 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
         return {**own, **waits()}
 
+    def stacks(content: dict[str, Any]) -> dict[str, Any]:
+        return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
+
     def stop(content: dict[str, Any]) -> dict[str, Any]:
         stop_at(int(content["at"]))
         return {}
 
     return {
         "axon_abort": abort_cell,
+        "axon_stacks": stacks,
         "axon_status": status,
         "axon_stop": stop,
         "axon_waits": tell_waits,

@@ -29,7 +29,7 @@ model(torch.ones(2, 16)).sum().backward()
 def ranks() -> Iterator[Kernel]:
     """A kernel whose 4 ranks have an FSDP2 model with gradients."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4\nimport time, axon_nb")
         kernel.ok(MODEL)
         yield kernel
 
@@ -45,7 +45,9 @@ def still_works(kernel: Kernel) -> None:
 
 
 def test_a_slow_rank_is_named_while_it_is_waited_for(ranks: Kernel) -> None:
-    reply = ranks.ok("%%distributed\nif rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\n'met'", timeout=60)
+    reply = ranks.ok(
+        "%%distributed\nif rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\n'met'", timeout=60
+    )
     assert reply.lines() == ["[ranks 0-3] 'met'"]
     shown = [text for text in notices(reply) if text]
     assert shown[0].startswith("Waiting for rank 1 (line 3): ranks 0,2-3 have been in all_reduce at line 4 for 3.")
@@ -68,8 +70,38 @@ def test_quiet_cells_do_not_name_slow_ranks(ranks: Kernel) -> None:
 def test_status_says_who_is_waited_for(ranks: Kernel) -> None:
     ranks.ok("%%distributed --noblock --out background\nif rank == 1:\n    time.sleep(8)\ndist.barrier()")
     ranks.ok(
-        "import time, axon_nb\ncluster, end, state = axon_nb.current_cluster(), time.time() + 20, ''\n"
+        "cluster, end, state = axon_nb.current_cluster(), time.time() + 20, ''\n"
         "while 'waiting' not in state and time.time() < end: state = cluster.status()['state'][0]"
     )
     assert ranks.value("state").startswith("waiting in barrier at line 4 for rank 1, for ")
     ranks.ok("background.result()")
+
+
+def test_stacks_show_every_rank_while_a_cell_is_stuck_or_in_c(ranks: Kernel) -> None:
+    ranks.ok(
+        "%%distributed --noblock --out background\nimport asyncio\ndef wait_for_it():\n    time.sleep(600)\n"
+        "if rank == 1:\n    wait_for_it()\nelif rank == 2:\n    await asyncio.sleep(600)\nelif rank == 3:\n"
+        "    x = torch.ones(6000, 6000)\n    while True: x @ x\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    ranks.ok(
+        "cluster, end, text = axon_nb.current_cluster(), time.time() + 20, ''\n"
+        "while 'x @ x' not in text or 'waiting in all_reduce' not in text or 'sleep(600)' not in text:\n"
+        "    text = repr(cluster.stacks())\n    assert time.time() < end, text"
+    )
+    ranks.ok("%%distributed --noblock --out queued\n1")
+    text = ranks.ok("%distributed stacks").stdout
+    head = next(line for line in text.splitlines() if line.startswith("[rank 0]"))
+    assert "waiting in all_reduce at line 12 for rank" in head, text
+    assert "      dist.all_reduce(torch.ones(1))" in text
+    assert "frames of torch" in text
+    assert "[rank 1]" in text
+    assert "line 4, in wait_for_it\n      time.sleep(600)" in text
+    assert "      await asyncio.sleep(600)" in text
+    assert "      while True: x @ x" in text
+    assert ranks.ok("%distributed stacks --ranks 1").stdout.startswith("[rank 1] In [")
+    ranks.ok("background.cancel()")
+    assert ranks.run("background.result()", timeout=60).ename == "CellInterrupt"
+    ranks.ok("queued.result()")
+    assert ranks.ok("%distributed stacks").lines() == ["[ranks 0-3] idle"]
+    still_works(ranks)
