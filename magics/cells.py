@@ -136,6 +136,7 @@ class CellMagics(Magics):
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
+                "alone": not options.noblock,
             },
         )
 

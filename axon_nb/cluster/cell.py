@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.code import mentions
 from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
@@ -105,8 +106,15 @@ class CellRun:
         self._given_up = False
         self._finished = False
 
-    def send(self, code: str, cell: int, *, keep_value: bool) -> None:
-        """Send the cell to its ranks; with `keep_value` they keep the last expression's value for who has `token`."""
+    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False) -> None:
+        """Send the cell to its ranks.
+
+        Args:
+            code: The cell.
+            cell: Its number.
+            keep_value: Whether ranks keep the last expression's value for who has `token`.
+            alone: Whether no other rank can take part in its communication.
+        """
         content = {
             "code": code,
             "silent": False,
@@ -115,9 +123,14 @@ class CellRun:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        self._messages = self._client.send_cells(
-            self.ranks, content, {"axon_nb": {"cell": cell, "token": self.token if keep_value else None}}, self
-        )
+        facts = {
+            "cell": cell,
+            "token": self.token if keep_value else None,
+            "ranks": self.ranks,
+            "alone": alone,
+            "subgroup": mentions(code, "subgroup"),
+        }
+        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""

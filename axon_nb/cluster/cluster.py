@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
+from axon_nb.cluster.alone import nobody_else
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deadlock import DeadlockWatch
@@ -94,6 +95,11 @@ class Cluster:
         return list(range(self.world_size))
 
     @property
+    def runs(self) -> list[CellRun]:
+        """The cells that run, or wait for their ranks."""
+        return list(self._runs)
+
+    @property
     def running(self) -> bool:
         """Whether cells can be sent."""
         return not self.health.gone
@@ -151,7 +157,9 @@ class Cluster:
             self._runs.append(run)
         if ahead and not quiet:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
+        alone = options.get("alone", False) and nobody_else(self, run)
+        number = cell if cell is not None else next(self._numbers)
+        run.send(code, number, keep_value=options.get("values", True), alone=alone)
         for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
             run.on_death(rank, reason)
         if self.health.gone:

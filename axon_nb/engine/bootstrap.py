@@ -12,6 +12,7 @@ import torch
 from IPython.core.getipython import get_ipython
 
 from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
+from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, recovery
@@ -91,3 +92,4 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))
     session.extras["runner"] = runner
+    note_own_threads()

@@ -1,13 +1,19 @@
-"""Finding, on a stack, the function by which the user came to communicate though its name does not say so."""
+"""By what names users know communication: torch's public functions, and those that communicate in disguise."""
 
 from __future__ import annotations
 
 import os
 from types import FrameType
 
+import torch.distributed as dist
+
 from axon_nb.records.advice import COLLECTIVE_FUNCTIONS
 
-__all__ = ["PUBLIC_NAMES", "find_function"]
+__all__ = ["C10D_FILE", "PUBLIC_CALLS", "PUBLIC_NAMES", "find_function"]
+
+C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
+"""The functions of torch.distributed by which users know what a rank waits in."""
 
 PUBLIC_NAMES = {
     "_allgather_base": "all_gather_single",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from axon_nb.engine.background import users_threads
 from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.recovery import abort, waits
 from axon_nb.engine.interrupts import Interrupts
@@ -38,7 +39,7 @@ def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Teleme
         state = sampler.sample()
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
         own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
-        return {**own, **waits()}
+        return {**own, **waits(), "threads": users_threads()}
 
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}

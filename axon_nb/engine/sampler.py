@@ -10,11 +10,10 @@ from types import FrameType
 
 import torch
 
-from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function
+from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.short_traceback import C10D_FILE, PUBLIC_CALLS
 from axon_nb.records.state import Activity, RankState
 
 __all__ = ["Sampler"]

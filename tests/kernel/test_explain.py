@@ -105,3 +105,107 @@ def test_stacks_show_every_rank_while_a_cell_is_stuck_or_in_c(ranks: Kernel) -> 
     ranks.ok("queued.result()")
     assert ranks.ok("%distributed stacks").lines() == ["[ranks 0-3] idle"]
     still_works(ranks)
+
+
+ALONE = {
+    "full_tensor": "weights = [p.full_tensor() for p in model.parameters()]",
+    "get_model_state_dict": "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+    "clip_grad_norm_": "nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()",
+    "redistribute": "model[0].weight.redistribute(mesh, [torch.distributed.tensor.Replicate()])",
+    "the forward pass of an FSDP model": "model(torch.ones(2, 16))",
+}
+
+
+@pytest.mark.parametrize("then", ["", "\ndist.barrier()"])
+@pytest.mark.parametrize("function", ALONE)
+def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
+    ranks: Kernel, function: str, then: str
+) -> None:
+    reply = ranks.run(f"%%distributed\nimport torch.distributed.tensor\nif rank == 0:\n    {ALONE[function]}{then}")
+    assert reply.ename == "CellError"
+    call = "full_tensor" if function == "clip_grad_norm_" else function
+    expected = f"rank 0 {'is' if then else 'waits'} in {call} at line 4"
+    assert expected in reply.traceback or (function == "clip_grad_norm_"), reply.traceback
+    quoted = function if " " in function else f"`{function}()`"
+    assert f"{quoted} " in reply.traceback, reply.traceback
+    assert "on every rank" in reply.traceback
+    still_works(ranks)
+
+
+REFUSED = {
+    "all_reduce": ("0,2", "dist.all_reduce(torch.ones(1))", "all_reduce at line 2, on the group of ranks 0-3"),
+    "barrier": ("0", "dist.barrier()", "barrier at line 2, on the group of ranks 0-3, in a cell of rank 0"),
+    "objects": ("1,3", "dist.all_gather_object([None] * 4, 1)", "all_gather_object at line 2"),
+    "send": ("0", "dist.send(torch.ones(1), 1)", "Run the cell on ranks 0-1."),
+    "recv": ("0", "dist.recv(torch.ones(1), 3)", "recv at line 2, with rank 3, in a cell of rank 0: rank 3 does not"),
+    "waited later": ("0", "work = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()", "ranks 1-3 do not run"),
+    "full_tensor": ("0", "model[0].weight.full_tensor()", "full_tensor at line 2"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_default_group_in_a_cell_of_some_ranks_is_refused_before_it_waits(ranks: Kernel, what: str) -> None:
+    chosen, code, text = REFUSED[what]
+    reply = ranks.run(f"%%distributed --ranks {chosen}\n{code}", timeout=30)
+    assert reply.ename == "CellError"
+    assert "UsageError" in reply.traceback
+    assert text in reply.traceback
+    assert ("Use `group=subgroup`" in reply.traceback) == (chosen in ("0,2", "1,3"))
+    still_works(ranks)
+
+
+def test_two_background_cells_may_meet(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --ranks 0,2 --noblock --out first\ndist.all_reduce(t := torch.ones(1))\nt.item()")
+    ranks.ok("%%distributed --ranks 1,3 --out second\ndist.all_reduce(t := torch.ones(1))\nt.item()")
+    assert ranks.value("sum([*first.result().values.values(), *second.values.values()])") == 16.0
+
+
+def test_what_was_begun_in_one_cell_may_be_met_in_the_next(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --ranks 1-3\nt = torch.ones(1)\nwork = dist.all_reduce(t, async_op=True)")
+    assert ranks.ok("%%rank 0\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[rank 0] 4.0"]
+    assert ranks.ok("%%distributed --ranks 1-3\nwork.wait()\nt.item()").lines() == ["[ranks 1-3] 4.0"]
+    ranks.ok("%%rank 1\nimport threading\ndef serve():\n    time.sleep(0.3)\n    dist.recv(torch.ones(1), 0)\n"
+             "thread = threading.Thread(target=serve)\nthread.start()")  # fmt: skip
+    ranks.ok("%%rank 0\ndist.send(torch.ones(1), 1)")
+    ranks.ok("%%rank 1\nthread.join()")
+    still_works(ranks)
+
+
+def test_subgroup_is_the_group_of_the_cells_ranks(ranks: Kernel) -> None:
+    total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\n(t.item(), dist.get_process_group_ranks(subgroup))"
+    for _ in range(2):
+        assert ranks.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] (2.0, [0, 2])"]
+    assert ranks.ok(f"%%rank 1,2,3\n{total}").lines() == ["[ranks 1-3] (3.0, [1, 2, 3])"]
+    assert ranks.ok(f"%%rank 3\n{total}").lines() == ["[rank 3] (1.0, [3])"]
+    assert ranks.ok(f"%%distributed\n{total}").lines() == ["[ranks 0-3] (4.0, [0, 1, 2, 3])"]
+    reply = ranks.run("%%distributed --ranks 0,2\nif rank == 0: 1 / 0\ndist.barrier(group=subgroup)")
+    assert "ZeroDivisionError" in reply.traceback
+    assert ranks.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] (2.0, [0, 2])"]
+    world = "from torch.distributed.distributed_c10d import _world"
+    reply = ranks.ok(f"%%distributed\n{world}\nlen([name for name in _world.pg_names.values() if 'sub' in name])")
+    assert reply.lines() == ["[ranks 0-1] 1", "[ranks 2-3] 2"], "each is made once"
+
+
+def test_a_variable_of_that_name_stays_the_users(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nkept = globals().pop('subgroup', None)\nsubgroup = 'mine'")
+    assert ranks.ok("%%rank 0,2\nsubgroup").lines() == ["[ranks 0,2] 'mine'"]
+    ranks.ok("%%distributed\ndel subgroup")
+
+
+def test_a_replaced_rank_is_in_the_subgroups_of_the_one_before() -> None:
+    total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\nt.item()"
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        # Ranks are then in different numbers of groups.
+        kernel.ok("%%distributed\npair = dist.new_group([0, 1])")
+        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+        kernel.run("%%rank 2\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        kernel.ok("%distributed repair")
+        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+        assert kernel.ok(f"%%distributed --ranks 1,2\n{total}").lines() == ["[ranks 1-2] 2.0"]
+
+
+def test_subgroup_waits_for_ranks_that_still_run_another_cell(ranks: Kernel) -> None:
+    ranks.ok("%%rank 3 --noblock --out background\ntime.sleep(5)")
+    reply = ranks.ok("%%distributed --ranks 0,3\ndist.barrier(group=subgroup)\n'met'")
+    assert reply.lines()[-1] == "[ranks 0,3] 'met'"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect, leak, poison
 from axon_nb.engine.groups.work import RecoverableWork
@@ -125,12 +125,14 @@ class RecoverableGroup(dist.ProcessGroup):
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
+        refusal = membership.refusal(self, name, _peer(name, args)) if membership.is_alone() else ""
         if name not in _POINT_TO_POINT:
             if self._name == _DEFAULT_NAME:
                 raise_at_cut(self.sequence + 1, name)
             self.sequence += 1
         sequence = 0 if name in _POINT_TO_POINT else self.sequence
         call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
+        call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
 from axon_nb.engine.groups.gloo import leaked
-from axon_nb.engine.groups.install import all_groups, c10d, groups_state
+from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
@@ -95,8 +95,10 @@ def recreate(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
-        hashed = not group["name"].isdigit()
-        dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
+            dist.new_group(group["ranks"], group_desc=group["desc"] or None)
+            continue
+        with named_group(group["name"]):
+            dist.new_group(group["ranks"], use_local_synchronization=True, group_desc=group["desc"] or None)
 
 
 def agree_on_names(device: torch.device | str = "cpu") -> None:

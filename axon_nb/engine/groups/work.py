@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Work
 from axon_nb.engine.groups.abort import ABORT, Aborted
 from axon_nb.engine.groups.activity import Call
 from axon_nb.engine.groups.threads import run_in_helper
+from axon_nb.errors import UsageError
 
 __all__ = ["RecoverableWork", "fail_all"]
 
@@ -57,9 +58,12 @@ class RecoverableWork(Work):
         Raises:
             Aborted: the cell was ended meanwhile, or a peer is gone.
             RuntimeError: the operation failed or timed out.
+            UsageError: ranks that it needs do not run the cell.
         """
         if self._done:
             return True
+        if self._call.refusal:
+            raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
         self._call.waited_by = threading.get_ident()
         try:
