@@ -36,6 +36,11 @@ class AgentStore(Store):
         self._sock = self._connect()
         self._broken = False
 
+    @property
+    def path(self) -> str:
+        """Of the socket; its folder is the cluster's own on this host."""
+        return self._path
+
     def _connect(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(self._path)

@@ -209,3 +209,42 @@ def test_subgroup_waits_for_ranks_that_still_run_another_cell(ranks: Kernel) -> 
     ranks.ok("%%rank 3 --noblock --out background\ntime.sleep(5)")
     reply = ranks.ok("%%distributed --ranks 0,3\ndist.barrier(group=subgroup)\n'met'")
     assert reply.lines()[-1] == "[ranks 0,3] 'met'"
+
+
+SHAPES = {
+    "all_reduce": ("dist.all_reduce(torch.ones(100_000 + 1000 * rank))", "100,000 float32"),
+    "types": ("dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))", "4 float64"),
+    "broadcast": ("dist.broadcast(torch.ones(14 - rank), 0)", "bytes"),
+    "roots": ("dist.broadcast(torch.ones(4), rank % 2)", "16 bytes and rank 1 as the root"),
+    "all_gather": ("dist.all_gather([torch.ones(4 + rank) for _ in range(4)], torch.ones(4 + rank))", "bytes"),
+    "reduce_scatter": ("dist.reduce_scatter(torch.ones(4 + rank), [torch.ones(4 + rank)] * 4)", "float32"),
+    "all_to_all_single": ("dist.all_to_all_single(torch.ones(4 + 4 * rank), torch.ones(4 + 4 * rank))", "bytes"),
+    "gather": ("dist.gather(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "16 bytes"),
+    "scatter": ("dist.scatter(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "bytes"),
+    "send": ("if rank == 0: dist.send(torch.ones(10), 1)\nif rank == 1: dist.recv(torch.ones(4), 0)",
+             "rank 0 sends 40 bytes, and rank 1 receives into 16 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_different_shapes_are_explained_and_no_rank_dies(ranks: Kernel, what: str) -> None:
+    code, text = SHAPES[what]
+    reply = ranks.run(f"%%distributed\n{code}", timeout=30)
+    assert reply.ename == "CellError"
+    assert text in reply.traceback
+    assert "at line 2: rank" in reply.traceback or what == "send"
+    still_works(ranks)
+
+
+def test_all_to_all_with_split_sizes_and_messages_by_tag_stay_as_they_are(ranks: Kernel) -> None:
+    code = (
+        "own = torch.ones(4) * rank if rank else torch.zeros(7)\n"
+        "splits = [4, 1, 1, 1] if rank == 0 else [1] * 4\nback = [4, 1, 1, 1] if rank == 0 else [1] * 4\n"
+        "out = torch.zeros(sum(back))\ndist.all_to_all_single(out, own, back, splits)\n"
+        "if rank == 0:\n    first = dist.isend(torch.ones(9), 1, tag=5)\n    dist.send(torch.ones(2), 1, tag=6)\n"
+        "    first.wait()\n"
+        "if rank == 1:\n    dist.recv(torch.ones(2), 0, tag=6)\n    dist.recv(torch.ones(9), 0, tag=5)\n"
+        "sum(out.tolist())"
+    )
+    reply = ranks.ok(f"%%distributed\n{code}")
+    assert reply.lines() == ["[ranks 0-3] 6.0"]

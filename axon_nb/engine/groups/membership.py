@@ -12,19 +12,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType
 
 import torch.distributed as dist
 
-from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
 from axon_nb.engine.groups import activity
-from axon_nb.engine.interrupts import user_frame
+from axon_nb.engine.groups.naming import call_in_words, public_call
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["enter", "is_alone", "leave", "refusal"]
-
-_BEGUN_ONLY = frozenset({"batch_isend_irecv", "irecv", "isend"})
 
 _alone: list[frozenset[int]] = []
 
@@ -70,27 +66,10 @@ def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
         needed = set(members)
     if not (outside := needed - cell):
         return ""
-    frame = sys._getframe(1)
-    call, waits = _public_call(frame)
-    user = user_frame(frame)
-    what = find_function(frame, user) or call or PUBLIC_NAMES.get(name, name)
-    at = f" at line {user.f_lineno}" if user is not None else ""
-    text = _sentence(f"{what}{at}", members, cell, outside, one_to_one=name in ("recv", "send"))
-    if waits:
+    text = _sentence(call_in_words(name), members, cell, outside, one_to_one=name in ("recv", "send"))
+    if public_call(sys._getframe(1))[1]:
         raise UsageError(text)
     return text
-
-
-def _public_call(frame: FrameType | None) -> tuple[str, bool]:
-    """The outermost function of torch.distributed on the stack, and whether it waits for what it begins."""
-    call, waits = "", False
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
-            call = code.co_name
-            waits = call not in _BEGUN_ONLY and not frame.f_locals.get("async_op", False)
-        frame = frame.f_back
-    return call, waits
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect, leak, poison
+from axon_nb.engine.groups.meeting import Table, open_table
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit
@@ -94,6 +95,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._desc = ""
         self._global_rank = global_rank
         self._inner: Any = None
+        self._table: Table | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
         self.reform(epoch)
@@ -105,6 +107,10 @@ class RecoverableGroup(dist.ProcessGroup):
             Aborted: an abort came meanwhile.
             RuntimeError: a peer did not come.
         """
+        if self._table is not None:
+            self._table.close()
+        # Before connecting: when the ranks are connected, each has cleared its part.
+        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._rank, self._size)
@@ -130,6 +136,10 @@ class RecoverableGroup(dist.ProcessGroup):
             if self._name == _DEFAULT_NAME:
                 raise_at_cut(self.sequence + 1, name)
             self.sequence += 1
+            if self._table is not None:
+                self._table.compare(name, args, self.sequence, self._members)
+        elif self._table is not None:
+            self._table.compare_pair(name, args, self._members)
         sequence = 0 if name in _POINT_TO_POINT else self.sequence
         call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
         call.refusal = refusal
@@ -147,6 +157,9 @@ class RecoverableGroup(dist.ProcessGroup):
             emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
 
         return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
+
+    def _members(self) -> list[int]:
+        return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
