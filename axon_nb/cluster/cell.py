@@ -107,14 +107,7 @@ class CellRun:
         self._finished = False
 
     def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False) -> None:
-        """Send the cell to its ranks.
-
-        Args:
-            code: The cell.
-            cell: Its number.
-            keep_value: Whether ranks keep the last expression's value for who has `token`.
-            alone: Whether no other rank can take part in its communication.
-        """
+        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`: as in `CellOptions`."""
         content = {
             "code": code,
             "silent": False,

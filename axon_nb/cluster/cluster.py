@@ -95,11 +95,6 @@ class Cluster:
         return list(range(self.world_size))
 
     @property
-    def runs(self) -> list[CellRun]:
-        """The cells that run, or wait for their ranks."""
-        return list(self._runs)
-
-    @property
     def running(self) -> bool:
         """Whether cells can be sent."""
         return not self.health.gone
@@ -157,7 +152,7 @@ class Cluster:
             self._runs.append(run)
         if ahead and not quiet:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        alone = options.get("alone", False) and nobody_else(self, run)
+        alone = options.get("alone", False) and nobody_else(self, run, list(self._runs))
         number = cell if cell is not None else next(self._numbers)
         run.send(code, number, keep_value=options.get("values", True), alone=alone)
         for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
