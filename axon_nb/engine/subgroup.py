@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from axon_nb.engine.groups.abort import raise_if_aborted
-from axon_nb.engine.groups.install import c10d, groups_state, named_group
+from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.session import RankSession
 
 __all__ = ["NAME", "bind"]
 
 NAME = "subgroup"
-_PIECE = timedelta(milliseconds=20)
 
 _made: Counter[str] = Counter()
 """How many groups this rank has made for each set: a destroyed one's name is not used again."""
@@ -65,17 +61,6 @@ def _make(session: RankSession, ranks: Sequence[int]) -> Any:
     stem = _stem(ranks)
     _made[stem] += 1
     name = f"{stem}{_made[stem]}"
-    # Ranks may come to the cell at very different times, when some still run an earlier one; connecting is limited.
-    _meet(session.extras["store"], [f"{name}/{groups_state.epoch}/{rank}" for rank in ranks], session.config.rank)
     with named_group(name):
         # Of its own members alone, as the others do not run the cell.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"{NAME} of a cell")
-
-
-def _meet(store: Any, keys: list[str], rank: int) -> None:
-    store.set(next(key for key in keys if key.endswith(f"/{rank}")), b"1")
-    check: Callable[[list[str]], bool] = store.check
-    while not check(keys):
-        raise_if_aborted(NAME)
-        with contextlib.suppress(dist.DistStoreError):  # the limit: look whether the cell is to end
-            store.wait(keys, _PIECE)

@@ -62,6 +62,21 @@ def test_a_slow_peer_is_waited_for_in_send_and_recv(ranks: Kernel) -> None:
     assert {line.split()[-1] for line in reply.lines()} == {"0.0", "3.0"}
 
 
+def test_a_slow_rank_is_waited_for_in_new_group(ranks: Kernel) -> None:
+    reply = ranks.ok(
+        "%%distributed\nif rank == 1:\n    time.sleep(5)\nfresh = dist.new_group([0, 1])\nrank < 2", timeout=60
+    )
+    assert any(text.startswith("Waiting for rank 1 (line 3): rank 0 has been in new_group") for text in notices(reply))
+    still_works(ranks)
+
+
+def test_new_group_on_some_ranks_is_explained_with_the_fix(ranks: Kernel) -> None:
+    reply = ranks.run("%%distributed\nif rank == 0:\n    dist.new_group([0, 1])")
+    assert "rank 0 waits in new_group at line 3 for rank 1, which has finished the cell." in reply.traceback
+    assert "`new_group()` must be called by every rank" in reply.traceback
+    still_works(ranks)
+
+
 def test_quiet_cells_do_not_name_slow_ranks(ranks: Kernel) -> None:
     reply = ranks.ok("%%distributed --quiet\nif rank == 1:\n    time.sleep(4)\ndist.barrier()", timeout=60)
     assert not reply.displays

@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.arrivals import wait_for_all
 from axon_nb.engine.groups.gloo import connect, leak, poison
-from axon_nb.engine.groups.meeting import Table, open_table
+from axon_nb.engine.groups.sizes import Table, open_table
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit
@@ -98,6 +99,8 @@ class RecoverableGroup(dist.ProcessGroup):
         self._table: Table | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
+        if name != _DEFAULT_NAME:
+            wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
         self.reform(epoch)
 
     def reform(self, epoch: int) -> None:

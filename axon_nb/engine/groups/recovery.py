@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
+from axon_nb.engine.groups.arrivals import nobody_to_wait_for
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
 from axon_nb.engine.groups.work import fail_all
@@ -95,9 +96,10 @@ def recreate(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
-            dist.new_group(group["ranks"], group_desc=group["desc"] or None)
+            with nobody_to_wait_for():
+                dist.new_group(group["ranks"], group_desc=group["desc"] or None)
             continue
-        with named_group(group["name"]):
+        with nobody_to_wait_for(), named_group(group["name"]):
             dist.new_group(group["ranks"], use_local_synchronization=True, group_desc=group["desc"] or None)
 
 
