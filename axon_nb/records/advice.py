@@ -43,5 +43,5 @@ def advice_for(functions: Iterable[str]) -> str:
     """One sentence, with a space in front, for the first function that there is something to say about; or nothing."""
     for function in functions:
         if advice := COLLECTIVE_FUNCTIONS.get(function):
-            return f" {function if ' ' in function else f'`{function}()`'} {advice}"
+            return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"
     return ""
