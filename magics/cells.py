@@ -138,6 +138,7 @@ class CellMagics(Magics):
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
+                "alone": not options.noblock,
             },
         )
 

@@ -51,19 +51,20 @@ def _config_parser() -> LineParser:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Start, attach, status, stop, restart, repair, config."""
+    """Start, attach, status, stacks, stop, restart, repair, config."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """The cluster: `%distributed start | status | stop | restart | repair | attach | cancel | config`.
+        """The cluster: `%distributed start | status | stacks | stop | restart | repair | attach | cancel | config`.
 
-        repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
+        stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         """
         commands: dict[str, Callable[[list[str]], Any]] = {
             "start": self._start,
             "status": self._status,
+            "stacks": self._stacks,
             "stop": self._stop,
             "repair": self._repair,
             "restart": self._restart,
@@ -92,6 +93,12 @@ class DistributedMagics(Magics):
     def _status(self, words: list[str]) -> Any:
         parse(LineParser("%distributed status", "Show the ranks."), words)
         return current.require("%distributed status").status()
+
+    def _stacks(self, words: list[str]) -> None:
+        parser = LineParser("%distributed stacks", "Show where each rank is.")
+        parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
+        options = parse(parser, words)
+        print(current.require("%distributed stacks").stacks(options.ranks))
 
     def _stop(self, words: list[str]) -> None:
         parse(LineParser("%distributed stop", "End the cluster."), words)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.code import mentions
 from axon_nb.cluster.ending import Ending
+from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.part import LiveView, Part, Stepped, where_ended
 from axon_nb.cluster.result import RankError
@@ -43,6 +45,7 @@ class CellRun:
         view: LiveView | None = None,
         show_value: bool = True,
         recover: Callable[[], Stepped] | None = None,
+        notice: WaitNotice | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
@@ -65,6 +68,7 @@ class CellRun:
         self._recover = recover
         self._ending = ending
         self._view = view
+        self._notice = notice
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._parts = {rank: Part() for rank in ranks}
         self._lock = threading.Lock()
@@ -84,8 +88,8 @@ class CellRun:
         self.token, self._fetch = run, fetch
         self._started = time.monotonic() - seconds
 
-    def send(self, code: str, cell: int, *, keep_value: bool) -> None:
-        """Send the cell to its ranks; with `keep_value` they keep the last expression's value for who has `token`."""
+    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False) -> None:
+        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`: as in `CellOptions`."""
         content = {
             "code": code,
             "silent": False,
@@ -102,6 +106,8 @@ class CellRun:
             "timeout": self.timeout_s,
             "show_value": "execute_result" not in self._hidden,
             "quiet": self.output.quiet,
+            "alone": alone,
+            "subgroup": mentions(code, "subgroup"),
         }
         self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
 
@@ -194,6 +200,8 @@ class CellRun:
         self._fetch(now)
         if self._recovery is not None:
             return self._recovery.step()
+        if self._notice is not None:
+            self._notice.show(self._ending.slow if self._first_failure is None else "", now)
         if self._over(now):
             return self._ending.settled(now) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
@@ -259,6 +267,8 @@ class CellRun:
         self._finished = True
         if not self.unfinished:
             self._client.forget(self._messages)
+        if self._notice is not None:
+            self._notice.hide()
         self.output.flush(final=True)
 
     @property

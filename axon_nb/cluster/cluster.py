@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import signal
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
-from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
-from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
-from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.options import CellOptions
-from axon_nb.cluster.outcome import failure_of
-from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
-from axon_nb.cluster.recovery import Recovery
-from axon_nb.cluster.repair import auto_repair, repair, replace_stuck
+from axon_nb.cluster.repair import repair
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.settings import settings as process_settings
+from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
-from axon_nb.errors import ClusterGone, UsageError
-from axon_nb.records.ranks import format_ranks
 from axon_nb.records.state import RankState
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from axon_nb.records.cluster_info import ClusterInfo
+    from axon_nb.records.stacks import Stacks
 
 __all__ = ["Cluster"]
 
-_LEFT = "was left running"
-_BACK = "`%distributed attach` gets both back"
-_AFRESH = "`%distributed start` starts a new one"
 
-
-class Cluster:
+class Cluster(CellRunning):
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
 
     def __init__(
@@ -73,10 +59,8 @@ class Cluster:
         """What each rank says of its host: host, pid, device, cores, gpus."""
         self.running_cell: CellHandle | None = None
         """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
-        self._numbers = itertools.count(1)
-        self._runs: list[CellRun] = []
-        self._lock = threading.Lock()
         self.health = Health(name, lambda: list(self._runs))
+        self._keep_cells()
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
 
@@ -95,19 +79,9 @@ class Cluster:
         return self.connection.client
 
     @property
-    def ranks(self) -> list[int]:
-        """All ranks of the world."""
-        return list(range(self.world_size))
-
-    @property
     def running(self) -> bool:
         """Whether cells can be sent."""
         return not self.health.gone
-
-    @property
-    def busy(self) -> list[int]:
-        """The ranks that run a cell now."""
-        return sorted({rank for run in list(self._runs) for rank in run.unfinished})
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run `code` on ranks and wait for it.
@@ -122,84 +96,20 @@ class Cluster:
             CellError: a rank failed.
             ClusterGone: the cluster ended.
         """
-        run = self._begin(code, options)
+        run = self.begin(code, options)
         drive_blocking(run)
         return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        run = self._begin(code, options)
+        run = self.begin(code, options)
         await drive(run)
         return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        run = self._begin(code, options)
+        run = self.begin(code, options)
         return CellHandle(run, lambda: self.end(run, options))
-
-    def _begin(self, code: str, options: CellOptions) -> CellRun:
-        quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
-        cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
-        chosen = resolve_ranks(options.get("ranks"), self.world_size)
-        if process_settings.auto_repair:
-            auto_repair(self)
-        self.health.refuse(chosen)
-        if timeout is not None and timeout <= 0:
-            raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
-        ahead = [rank for other in list(self._runs) for rank in other.unfinished if rank in chosen]
-        run = self.new_run(chosen, options)
-        if ahead and not quiet:
-            print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
-        self.health.tell(run)  # what has happened while we were sending
-        return run
-
-    def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
-        """A cell that is still to be sent, or adopted; it counts as running until `end`."""
-        quiet = options.get("quiet", False)
-        sink = RecordingSink() if quiet else NotebookSink()
-        run = CellRun(
-            self.connection.client,
-            chosen,
-            CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit),
-            self._ending(chosen),
-            timeout_s=options.get("timeout"),
-            view=options.get("view"),
-            show_value=options.get("show_value", False),
-            recover=self.recovery if self.backend == "gloo" else None,
-        )
-        with self._lock:
-            self._runs.append(run)
-        return run
-
-    def _ending(self, chosen: Sequence[int]) -> Ending:
-        client, gloo = self.connection.client, self.backend == "gloo"
-        living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen) if gloo else None
-        return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
-
-    def recovery(self) -> Recovery:
-        """The forming anew of all groups, to be stepped to its end."""
-        for run in self._runs:
-            self.health.follow_stuck(run)
-        return Recovery(self.connection.client, self.ranks, self.health)
-
-    def end(self, run: CellRun, options: CellOptions) -> CellResult:
-        """The result of a cell that has been stepped to its end; raises as `run` does."""
-        check = options.get("check", True)
-        run.finish()
-        with self._lock, contextlib.suppress(ValueError):
-            self._runs.remove(run)
-        if run.lost:
-            way_back = _BACK if run.lost == _LEFT else _AFRESH
-            raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
-        self.health.follow_stuck(run)
-        replaced = replace_stuck(self, run.to_replace)
-        if check and (failure := failure_of(run, replaced)) is not None:
-            raise failure
-        with_value = run.ranks_with_value if options.get("values", True) else []
-        fetched = transfer.last_values(self.connection.client, with_value, run.token)
-        return CellResult(fetched, run.errors, run.seconds, {rank: run.output.text(rank) for rank in run.ranks})
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables into the namespace of ranks.
@@ -260,6 +170,18 @@ class Cluster:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
         return status_frame(self.info())
 
+    def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
+        """Where each rank is: its Python stack and its communication call, also while it is stuck.
+
+        Args:
+            ranks: As for `run`.
+
+        Returns:
+            The stacks by rank; printed, ranks with the same one are told once.
+        """
+        chosen = resolve_ranks(ranks, self.world_size)
+        return rank_stacks(self.connection.client, chosen, self.ranks, self.health.dead)
+
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""
         resolve_ranks([rank], self.world_size)
@@ -278,13 +200,13 @@ class Cluster:
     def detach(self) -> None:
         """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
         self.leave_cells()
-        self.health.gone = _LEFT
+        self.health.gone = LEFT
         self.connection.close()
 
     def leave_cells(self) -> None:
         """Wait no longer for the cells that run; they go on. From any thread."""
         for run in list(self._runs):
-            run.on_lost(_LEFT)
+            run.on_lost(LEFT)
 
     def cancel(self) -> list[int]:
         """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""

@@ -60,6 +60,11 @@ class Ending:
         late = self._last_sent is not None and now - self._last_sent > _ANSWER_S
         return late or all(future.done() for future in self._aborts)
 
+    @property
+    def slow(self) -> str:
+        """Which rank is waited for while nobody is told to end; empty when none is, or not for long."""
+        return self._watch.slow if self._watch is not None and not self.begun else ""
+
     def hurry(self) -> None:
         """Tell them again at the next step."""
         self._last_abort = 0.0

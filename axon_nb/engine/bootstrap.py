@@ -12,6 +12,7 @@ import torch
 from IPython.core.getipython import get_ipython
 
 from axon_nb.engine import dist_hooks, exits, kernel_hooks, leaving, namespace, native_output, short_traceback
+from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
@@ -109,3 +110,4 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     session.extras["runner"] = runner
+    note_own_threads()

@@ -6,10 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from axon_nb.engine import native_output
+from axon_nb.engine import native_output, subgroup
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.exits import tell_exit
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.release import release_traceback
 from axon_nb.engine.session import RankSession
@@ -54,11 +54,12 @@ class CellRunner:
         calls = activity.started()
         self._interrupts.running = True
         try:
-            reply = await execute()
+            reply = self._prepare(metadata.get("axon_nb", {})) or await execute()
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
+            membership.leave()
             self._interrupts.running = False
             end = time.monotonic_ns()
             session.cell = None
@@ -85,6 +86,17 @@ class CellRunner:
         reply = _bounded(reply)
         self._log.end(message_id, reply)
         return reply
+
+    def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
+        """What goes before the cell's own code; the reply when that fails."""
+        ranks = facts.get("ranks") or []
+        try:
+            subgroup.bind(self._session, ranks, wanted=bool(facts.get("subgroup")))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
+        membership.enter(ranks if facts.get("alone") else None)
+        return None
 
     def take_value(self, token: str) -> Any:
         """The value of the last expression of the cell with this token, once."""

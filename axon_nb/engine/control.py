@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from axon_nb.engine.background import users_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.recovery import abort, condition, waits
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.kernel_hooks import ControlHandler
 from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.session import current
+from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
 
 __all__ = ["control_handlers"]
@@ -39,7 +42,11 @@ def control_handlers(
     def tell_waits(content: dict[str, Any]) -> dict[str, Any]:
         state = sampler.sample()
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
-        return {**own, **waits()}
+        own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
+        return {**own, **waits(), "threads": users_threads()}
+
+    def stacks(content: dict[str, Any]) -> dict[str, Any]:
+        return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
 
     def stop(content: dict[str, Any]) -> dict[str, Any]:
         stop_at(int(content["at"]))
@@ -52,6 +59,7 @@ def control_handlers(
     return {
         "axon_abort": abort_cell,
         "axon_cells": tell_cells,
+        "axon_stacks": stacks,
         "axon_status": status,
         "axon_stop": stop,
         "axon_waits": tell_waits,

@@ -32,7 +32,8 @@ class Interrupts:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._task: Any = None
+        self.task: Any = None
+        """The task of the async cell that runs; None while none does."""
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
         self.unheard = 0
@@ -48,17 +49,17 @@ class Interrupts:
             return
         if user_frame(frame) is not None:
             raise KeyboardInterrupt
-        if self._task is not None and not self._task.done():
-            self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self._task.cancel)
+        if self.task is not None and not self.task.done():
+            self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self.task.cancel)
 
     @contextlib.contextmanager
     def hold_async(self, task: Any) -> Iterator[None]:
         """While an async cell runs: an interrupt cancels its task."""
-        self._task = task
+        self.task = task
         try:
             yield
         finally:
-            self._task = None
+            self.task = None
 
     def interrupt(self) -> bool:
         """From any thread: interrupt the cell; False when none runs."""

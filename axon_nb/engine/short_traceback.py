@@ -6,20 +6,14 @@ Rendering a traceback takes 100-400 ms, on every rank at once, and says only whe
 from __future__ import annotations
 
 import asyncio
-import os
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
+from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
 __all__ = ["PUBLIC_CALLS", "find_place", "install", "take_place"]
-
-C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
-PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
-"""The functions of torch.distributed by which users know what a rank waits in."""
 
 _place: dict[str, Any] = {}
 

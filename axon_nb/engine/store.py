@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
@@ -62,6 +63,11 @@ class AgentStore(Store):
         self._lock = threading.RLock()
         self._sock = self._connect()
         self._broken = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The cluster's own folder, which all its ranks see; None when there are ranks on other hosts."""
+        return None if self._address.startswith(_TCP) else Path(self._address).parent
 
     def _connect(self) -> socket.socket:
         if not self._address.startswith(_TCP):

@@ -54,7 +54,7 @@ class Reply:
     def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
         """Add one output message."""
         kind, content = message["msg_type"], message["content"]
-        text = str(content.get("text", ""))
+        text = str(content.get("text", content.get("data", {}).get("text/plain", "")))
         self.arrivals.append((time.time(), kind, text))
         if kind == "stream":
             setattr(self, content["name"], getattr(self, content["name"]) + text)

@@ -28,6 +28,8 @@ class Call:
     """Running number of communication calls on this rank."""
     waited_by: int = 0
     """Identifier of the thread that waits for it, 0 while none does."""
+    refusal: str = ""
+    """Why waiting for it is in vain; empty when it is not."""
 
 
 _numbers = itertools.count(1)

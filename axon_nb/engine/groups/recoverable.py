@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.arrivals import wait_for_all
 from axon_nb.engine.groups.gloo import connect, leak, poison
+from axon_nb.engine.groups.sizes import Table, open_table
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit
@@ -97,8 +99,11 @@ class RecoverableGroup(dist.ProcessGroup):
         self._desc = ""
         self._global_rank = global_rank
         self._inner: Any = None
+        self._table: Table | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
+        if name != _DEFAULT_NAME:
+            wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
         self.reform(epoch)
 
     def reform(self, epoch: int) -> None:
@@ -108,6 +113,10 @@ class RecoverableGroup(dist.ProcessGroup):
             Aborted: an abort came meanwhile.
             RuntimeError: a peer did not come.
         """
+        if self._table is not None:
+            self._table.close()
+        # Before connecting: when the ranks are connected, each has cleared its part.
+        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._rank, self._size)
@@ -147,12 +156,18 @@ class RecoverableGroup(dist.ProcessGroup):
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
+        refusal = membership.refusal(self, name, _peer(name, args)) if membership.is_alone() else ""
         if name not in _POINT_TO_POINT:
             if self._name == _DEFAULT_NAME:
                 raise_at_cut(self.sequence + 1, name)
             self.sequence += 1
+            if self._table is not None:
+                self._table.compare(name, args, self.sequence, self._members)
+        elif self._table is not None:
+            self._table.compare_pair(name, args, self._members)
         sequence = 0 if name in _POINT_TO_POINT else self.sequence
         call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
+        call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:
@@ -166,7 +181,10 @@ class RecoverableGroup(dist.ProcessGroup):
             kind = "p2p" if name in _POINT_TO_POINT else "collective"
             emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
 
-        return RecoverableWork(work, call, limit=self._timeout, sliced=name in _SLICED, keep=args, on_end=ended)
+        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
+
+    def _members(self) -> list[int]:
+        return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
+from axon_nb.engine.groups.arrivals import nobody_to_wait_for
 from axon_nb.engine.groups.gloo import leaked
-from axon_nb.engine.groups.install import all_groups, c10d, groups_state
+from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
@@ -72,12 +73,24 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
+    counts = {name: group.sequence for name, group in groups.items()} | {_made(name): 1 for name in groups}
+    if (forming := groups_state.forming) is not None:
+        name, members, since_ns = forming
+        counts[_made(name)] = 1
+        facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
+        seconds = (time.monotonic_ns() - since_ns) / 1e9
+        pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
+    return {"pending": pending, "counts": counts}
+
+
+def _made(name: str) -> str:
+    """Under what name the making of a group counts as a collective of its ranks."""
+    return f"new_group {name}"
 
 
 def condition() -> dict[str, Any]:
     """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
-    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.forming}
+    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.reforming}
 
 
 def registry() -> list[dict[str, Any]]:
@@ -99,8 +112,11 @@ def recreate(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
-        hashed = not group["name"].isdigit()
-        dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
+            with nobody_to_wait_for():
+                dist.new_group(group["ranks"], group_desc=group["desc"] or None)
+            continue
+        with nobody_to_wait_for(), named_group(group["name"]):
+            dist.new_group(group["ranks"], use_local_synchronization=True, group_desc=group["desc"] or None)
 
 
 def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
@@ -153,11 +169,11 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stand_down("")
     stop_at(None)
     activity.forget_all()
-    groups_state.epoch, groups_state.forming = epoch, True
+    groups_state.epoch, groups_state.reforming = epoch, True
     formed = _reform(epoch)
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
     agree_on_names()
-    groups_state.forming = False
+    groups_state.reforming = False
     return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}

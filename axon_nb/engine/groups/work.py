@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Work
 from axon_nb.engine.groups.abort import ABORT, Aborted
 from axon_nb.engine.groups.activity import Call
 from axon_nb.engine.groups.threads import run_in_helper
+from axon_nb.errors import UsageError
 
 __all__ = ["RecoverableWork", "fail_all"]
 
@@ -35,10 +36,11 @@ class RecoverableWork(Work):
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
         on_end: Called once when the operation has ended.
+        limit: Of the group's operations.
     """
 
     def __init__(
-        self, inner: Any, call: Call, *, limit: timedelta, sliced: bool, keep: Any, on_end: Callable[[], None]
+        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None], limit: timedelta
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -48,6 +50,7 @@ class RecoverableWork(Work):
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end
+        self._limit = limit
         self._done = False
         self._future: Any = None
 
@@ -57,9 +60,12 @@ class RecoverableWork(Work):
         Raises:
             Aborted: the cell was ended meanwhile, or a peer is gone.
             RuntimeError: the operation failed or timed out.
+            UsageError: ranks that it needs do not run the cell.
         """
         if self._done:
             return True
+        if self._call.refusal:
+            raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
         self._call.waited_by = threading.get_ident()
         try:
@@ -98,6 +104,7 @@ class RecoverableWork(Work):
 
         def wait() -> None:
             try:
+                # Without a limit a send or recv takes the one for connecting, 3 seconds: a slow peer would fail it.
                 self._inner.wait(self._limit)
             except BaseException as error:
                 failure.append(error)
