@@ -1,10 +1,12 @@
-"""Parallel training on torch's own building blocks: data and tensor parallelism, meshes, the loop."""
+"""Parallel training on torch's own building blocks: data, sharded and tensor parallelism, meshes, the loop."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
+from axon_nb.parallel.fsdp import FSDP, CPUOffload, FullyShardedDataParallel
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
 from axon_nb.parallel.loop import accumulating, load_checkpoint, reduce_metrics, save_on_main
+from axon_nb.parallel.memory import FSDPMemoryStats, ShardingStrategy, model_states
 from axon_nb.parallel.mesh import axis_group, coordinates, make_mesh
 from axon_nb.parallel.tensor import (
     ColumnParallelLinear,
@@ -18,14 +20,19 @@ __all__ = [
     "BF16",
     "DDP",
     "FP16",
+    "FSDP",
+    "CPUOffload",
     "ColumnParallelLinear",
     "CommHook",
     "DistributedDataParallel",
+    "FSDPMemoryStats",
+    "FullyShardedDataParallel",
     "Hierarchical",
     "HookStats",
     "ParallelMLP",
     "PowerSGD",
     "RowParallelLinear",
+    "ShardingStrategy",
     "TensorParallelAttention",
     "TensorParallelBlock",
     "TopK",
@@ -34,6 +41,7 @@ __all__ = [
     "coordinates",
     "load_checkpoint",
     "make_mesh",
+    "model_states",
     "reduce_metrics",
     "save_on_main",
 ]
