@@ -76,7 +76,7 @@ def train_model(model, epochs=6, every=1, autocast=None):
         sampler.set_epoch(epoch)
         seen, loss_sum = 0, 0.0
         for step, (x, y) in enumerate(loader):
-            with accumulating(model, step, every) as last:
+            with accumulating(model, step, every, total=len(loader)) as last:
                 with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                     loss = nn.functional.cross_entropy(model(x).float(), y)
                 (loss / every).backward()

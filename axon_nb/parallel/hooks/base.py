@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from axon_nb.comm.group import resolve
+from axon_nb.comm.spans import now, record
+
 __all__ = ["CommHook", "HookStats", "finished"]
 
 
@@ -69,7 +72,17 @@ class CommHook:
         raise NotImplementedError
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for each bucket."""
+        """What DDP calls for each bucket; recorded as one span, where the group does not record its calls itself."""
+        start, sent_before = now(), self.stats.bytes_sent
+
+        def recorded(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            sent = self.stats.bytes_sent - sent_before
+            record(resolve(self.group), type(self).__name__, start, sent)
+            return future.value()
+
+        return self._counted(bucket).then(recorded)
+
+    def _counted(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.stats.buckets += 1
         self.stats.bytes_uncompressed += buffer.nbytes
