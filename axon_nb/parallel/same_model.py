@@ -64,6 +64,11 @@ def _problem(model: nn.Module, group: ProcessGroup) -> CommError | None:
         return TensorError(f"the model's parameters are on {' and '.join(sorted(kinds))}: model.to(device) first.")
     if kinds == {"meta"}:
         return TensorError("the model's parameters are on meta, without data: model.to_empty(device=…) first.")
+    if kinds != {"cuda"} and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return TensorError(
+            f"torch's SyncBatchNorm works on GPUs only, and the model is on {kinds.pop()}: "
+            "axon_nb.parallel.SyncBatchNorm.convert(model) works anywhere."
+        )
     if group.backend is Backend.NCCL and kinds != {"cuda"}:
         return TensorError(f"the model is on {kinds.pop()} and NCCL reaches GPUs only: model.to(device) first.")
     return None

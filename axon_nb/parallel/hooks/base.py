@@ -73,14 +73,15 @@ class CommHook:
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls for each bucket; recorded as one span, where the group does not record its calls itself."""
-        start, sent_before = now(), self.stats.bytes_sent
+        start, before = now(), self.stats.bytes_sent
+        begun = self._counted(bucket)
+        sent = self.stats.bytes_sent - before
 
         def recorded(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            sent = self.stats.bytes_sent - sent_before
             record(resolve(self.group), type(self).__name__, start, sent)
             return future.value()
 
-        return self._counted(bucket).then(recorded)
+        return begun.then(recorded)
 
     def _counted(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
