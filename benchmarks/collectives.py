@@ -1,4 +1,4 @@
-"""What `axon_nb.comm` and `axon_nb.parallel` cost against bare torch, both on plain Gloo under torchrun: `make bench`."""
+"""What `comm` and `parallel` cost against bare torch.distributed, both on plain Gloo under torchrun: `make bench`."""
 
 from __future__ import annotations
 
