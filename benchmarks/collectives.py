@@ -1,9 +1,8 @@
-"""What `comm` and `parallel` cost against bare torch.distributed, both on plain Gloo under torchrun: `make bench`."""
+"""What `axon_nb.comm` costs against bare torch.distributed, both on plain Gloo under torchrun: `make bench`."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from axon_nb import comm, parallel
+from axon_nb import comm
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 from benchmarks.pairs import PairedRow
 from benchmarks.report import write
@@ -26,8 +23,6 @@ SMALL = 4
 LARGE = (1 << 20, 16 << 20, 64 << 20)
 EXTRA_US = 5.0
 RATIO = 1.03
-NUM_LAYERS, WIDTH = 8, 512
-SAMPLES = (8, 256)
 NUM_GRADIENTS, GRADIENT_ELEMENTS = 200, 1000
 Arms = tuple[Callable[[], object], Callable[[], object]]
 
@@ -68,25 +63,6 @@ def gradient_arms() -> Arms:
     return lambda: comm.sync_gradients(gradients), one_by_one
 
 
-def step_arms(samples: int) -> Arms:
-    """A training step, forward to optimizer, of our DDP and of torch's, each on its own copy of a model."""
-
-    def step_of(model: nn.Module) -> Callable[[], object]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        inputs = torch.randn(samples, WIDTH)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-
-        return step
-
-    layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    model = nn.Sequential(*layers)
-    return step_of(parallel.DDP(copy.deepcopy(model))), step_of(TorchDDP(copy.deepcopy(model)))
-
-
 def seconds(call: Callable[[], object], count: int) -> float:
     """Seconds of one call, over `count` of them."""
     dist.barrier()
@@ -120,8 +96,6 @@ def rank_side(out: Path, *, pairs: int, budget_s: float) -> None:
         for size in (SMALL, *LARGE)
     }
     measured["gradients"] = pairs_of(gradient_arms(), pairs=pairs, budget_s=budget_s)
-    for samples in SAMPLES:
-        measured[f"DDP {samples}"] = pairs_of(step_arms(samples), pairs=pairs, budget_s=budget_s)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(measured))
     dist.destroy_process_group()
@@ -135,9 +109,6 @@ def rows_of(measured: dict[str, list[tuple[float, float]]]) -> list[PairedRow]:
             rows.append(PairedRow.of_ratios(f"{NUM_GRADIENTS} small gradients, buckets / one by one", pairs, 1 / 3))
             continue
         operation, size = name.split()
-        if operation == "DDP":
-            rows.append(PairedRow.of_ratios(f"DDP step, {size} samples a rank, ours / torch's", pairs, RATIO))
-            continue
         if int(size) == SMALL:
             rows.append(PairedRow.of_differences(f"{operation} of {size} B, longer a call", pairs, EXTRA_US))
         else:

@@ -120,6 +120,8 @@ class ProcessGroup:
         Raises:
             InvalidRank: it has not.
         """
+        if type(rank) is not int:
+            rank = _as_rank(rank, name)
         if not 0 <= rank < len(self.ranks):
             mapped = f" (global rank {rank} is number {self.ranks.index(rank)} there)" if rank in self.ranks else ""
             raise InvalidRank(
@@ -195,7 +197,7 @@ def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     Raises:
         InvalidRank: one is not in the world or is there twice, or there is none.
     """
-    chosen = [operator.index(rank) for rank in ranks]
+    chosen = [_as_rank(rank, "ranks") for rank in ranks]
     if not chosen:
         raise InvalidRank("A group has at least one rank; got none.")
     for rank in chosen:
@@ -204,6 +206,13 @@ def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     if len(set(chosen)) < len(chosen):
         raise InvalidRank(f"ranks {list(chosen)}: one is there twice.")
     return tuple(sorted(chosen))
+
+
+def _as_rank(given: Any, name: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise InvalidRank(f"{name}: {given!r} is no rank; ranks are whole numbers from 0.") from None
 
 
 def _backend_of(group: Any) -> Backend:
