@@ -61,19 +61,26 @@ def reduce_metrics(
         The same on every rank; NaN when no rank has a sample.
 
     Raises:
-        CommError: a negative weight; ranks bring metrics of different names.
+        CommError: a negative weight; a metric that is no number; ranks bring metrics of different names.
     """
     pg = resolve(group)
     names = sorted(metrics)
     device = torch.device("cuda", torch.cuda.current_device()) if pg.backend is Backend.NCCL else torch.device("cpu")
+    values = [_number(name, metrics[name]) * weight if weight else 0.0 for name in names]
     # Every rank brings a row of the same size, whatever its metrics: a difference is told instead of waited for.
     row = torch.tensor([weight, zlib.crc32("\0".join(names).encode())], dtype=torch.float64, device=device)
     heads = all_gather(row, group=pg).view(-1, 2).tolist()
     _check_heads(heads, names, pg)
-    values = [float(metrics[name]) * weight if weight else 0.0 for name in names]
     sums = all_reduce_sum(torch.tensor(values, dtype=torch.float64, device=device), group=pg).tolist()
     total = sum(theirs for theirs, _ in heads)
     return {name: value / total if total else float("nan") for name, value in zip(names, sums, strict=True)}
+
+
+def _number(name: str, metric: float | torch.Tensor) -> float:
+    try:
+        return float(metric)
+    except (TypeError, ValueError, RuntimeError):
+        raise CommError(f"the metric {name!r} is {metric!r}: it is one number, the mean over samples.") from None
 
 
 def _check_heads(heads: list[list[float]], names: list[str], pg: ProcessGroup) -> None:

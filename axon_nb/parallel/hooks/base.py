@@ -67,6 +67,10 @@ class CommHook:
         """Number of ranks that average."""
         return int(self.group.size())
 
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"{type(self).__name__}(sent {stats.bytes_sent:,} of {stats.bytes_uncompressed:,} bytes)"
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average one bucket; the future gives the averaged buffer."""
         raise NotImplementedError
