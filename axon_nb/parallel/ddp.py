@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,6 +163,21 @@ class DDP(TorchDDP):
             if name not in self.parameters_to_ignore:
                 broadcast(tensor, src=src, group=group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, as torch's; a copy is in the default group, and its hook averages there."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state["_comm_hooks"] = [(call, _without_group(hook)) for call, hook in self._comm_hooks]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a hook of its own; torch's would be told about, but not used."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for call, hook in hooks:
+            if isinstance(hook, CommHook):
+                hook.group = self.process_group
+            self.register_comm_hook(hook, call)
+
     def register_hook(self, hook: CommHook) -> CommHook:
         """Have `hook` average the gradients; once, before the first step. Returns it.
 
@@ -186,6 +202,14 @@ class DDP(TorchDDP):
 
 
 DistributedDataParallel = DDP
+
+
+def _without_group(hook: Any) -> Any:
+    if not isinstance(hook, CommHook):
+        return hook
+    bare = copy.copy(hook)
+    bare.group = None
+    return bare
 
 
 def _known(strategy: GradSyncStrategy | str) -> GradSyncStrategy:

@@ -109,6 +109,27 @@ def test_copies_train_as_the_original(two: Any) -> None:
     assert two.run(work) == [[[[1.5, 1.5]]] * 3] * 2
 
 
+def test_copies_have_hooks_of_their_own(two: Any) -> None:
+    def work(world: World) -> Any:
+        original: Any = DDP(linear())
+        hooks = [original.register_hook(TopK(0.5))]
+        for _ in range(2):
+            original(ones(world)).sum().backward()
+        models = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
+        for model in models:
+            hooks.append(model._comm_hooks[0][1])
+            model.zero_grad()
+            model(ones(world)).sum().backward()
+        sent = [hook.stats.buckets for hook in hooks]
+        return sent, [model.module.weight.grad.tolist() for model in models], len(set(map(id, hooks)))
+
+    for sent, (one, other), count in two.run(work):
+        assert sent == [2, 3, 3]
+        assert sum(one[0]) == 1.5
+        assert one == other
+        assert count == 3
+
+
 def test_groups_in_all_their_forms(four: Any) -> None:
     def work(world: World) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))

@@ -5,6 +5,8 @@ Error feedback as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C._distributed_c10d import GradBucket
 
@@ -35,6 +37,10 @@ class TopK(CommHook):
         self.error_feedback = error_feedback
         # By parameter, not by bucket: DDP cuts its buckets anew after the first step.
         self._left: dict[int, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What stayed behind stays with this process and its parameters: a copy begins with nothing."""
+        return vars(self) | {"_left": {}}
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket; synchronous, as pairs must be joined before they are added."""
