@@ -55,7 +55,8 @@ class TopK(CommHook):
         if self.error_feedback:
             buffer[indices] = 0
             for gradient, parameter in zip(bucket.gradients(), parameters, strict=True):
-                self._left[id(parameter)] = gradient.clone()
+                # An overflow travels, for it is the largest there is; kept, it would spoil all later steps as well.
+                self._left[id(parameter)] = gradient.nan_to_num(0.0, 0.0, 0.0)
         self._average(buffer, indices, values)
         return finished(buffer)
 
