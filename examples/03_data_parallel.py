@@ -36,7 +36,17 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from axon_nb.comm import GradSyncStrategy
-from axon_nb.parallel import BF16, DDP, FP16, PowerSGD, TopK, accumulating, reduce_metrics
+from axon_nb.parallel import (
+    BF16,
+    DDP,
+    FP16,
+    PowerSGD,
+    TopK,
+    accumulating,
+    load_checkpoint,
+    reduce_metrics,
+    save_on_main,
+)
 
 digits = load_digits()
 order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
@@ -71,17 +81,19 @@ def test_accuracy(model):
 
 def train_model(model, epochs=6, every=1, autocast=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=autocast is torch.float16)  # does nothing unless enabled
     history = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         seen, loss_sum = 0, 0.0
         for step, (x, y) in enumerate(loader):
-            with accumulating(model, step, every) as last:
+            with accumulating(model, step, every, total=len(loader)) as last:
                 with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                     loss = nn.functional.cross_entropy(model(x).float(), y)
-                (loss / every).backward()
+                scaler.scale(loss / every).backward()
             if last:
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             seen, loss_sum = seen + len(x), loss_sum + loss.item() * len(x)
         history.append(reduce_metrics({"loss": loss_sum / seen}, weight=seen)["loss"])
@@ -99,7 +111,8 @@ if rank == 0:
 # ## Gradient accumulation
 #
 # A batch that does not fit can be computed in pieces. Only the last piece of each update communicates: `accumulating`
-# is DDP's `no_sync` around the others.
+# is DDP's `no_sync` around the others. An epoch of 23 batches leaves one over: `total` lets it end an update of its own
+# instead of leaking into the next epoch. Updates are fewer and larger now, so the accuracy moves by a few per cent.
 
 # %%
 # %%distributed
@@ -112,16 +125,70 @@ if rank == 0:
 # %% [markdown]
 # ## Mixed precision
 #
-# `torch.autocast` works as it does on one process. bfloat16 needs no scaler; with float16, `torch.amp.GradScaler`
-# skips a step on all ranks when one of them overflows, as gradients are averaged before they are looked at.
+# `torch.autocast` works as it does on one process. bfloat16 needs no scaler. float16 does, as small gradients would
+# become zero: `torch.amp.GradScaler` multiplies the loss, and skips a step when a gradient overflows. All ranks skip
+# the same steps, because gradients are averaged before they are looked at.
 
 # %%
 # %%distributed
-model = DDP(fresh_model())
-train_model(model, autocast=torch.bfloat16)
-accuracy = test_accuracy(model)
+for dtype in (torch.bfloat16, torch.float16):
+    model = DDP(fresh_model())
+    train_model(model, autocast=dtype)
+    accuracy = test_accuracy(model)
+    if rank == 0:
+        print(f"with {dtype} autocast: {accuracy:.1%}")
+
+# %% [markdown]
+# ## Activation checkpointing
+#
+# Backward needs what forward has computed. `torch.utils.checkpoint` keeps only the input of a part of the model and
+# computes the rest again: less memory for more time, and the same gradients, to the last bit here.
+
+# %%
+# %%distributed
+from torch.utils.checkpoint import checkpoint
+
+
+class Thrifty(nn.Module):
+    """Keeps none of the inner activations."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def gradients(model):
+    nn.functional.cross_entropy(model(pixels[rank:64:world_size]), labels[rank:64:world_size]).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+pairs = zip(gradients(DDP(fresh_model())), gradients(DDP(Thrifty(fresh_model()))), strict=True)
+print("the same gradients:", all(torch.equal(plain, thrifty) for plain, thrifty in pairs))
+
+# %% [markdown]
+# ## Save and load
+#
+# One rank writes, the others wait until the file is there; if it cannot be written, every rank hears why instead of
+# waiting for ever. `model.module` is the model without its wrapper: its names are those of a single process.
+
+# %%
+# %%distributed
+import tempfile
+from pathlib import Path
+
+path = Path(tempfile.gettempdir()) / f"digits_{dist.get_world_size()}_ranks.pt"
+save_on_main({"model": model.module.state_dict(), "accuracy": accuracy}, path)
+
+saved = load_checkpoint(path)
+restored = fresh_model()
+restored.load_state_dict(saved["model"])
+print(f"saved {saved['accuracy']:.1%}, loaded {test_accuracy(restored):.1%}")
+dist.barrier()  # all have read it
 if rank == 0:
-    print(f"with bfloat16 autocast: {accuracy:.1%}")
+    path.unlink()
 
 # %% [markdown]
 # ## Compression
@@ -153,7 +220,9 @@ for name, make in hooks.items():
     rows.append(
         {
             "hook": name,
-            "bytes sent": hook.stats.bytes_sent if hook else None,
+            "bytes sent": hook.stats.bytes_sent
+            if hook
+            else sum(p.nbytes for p in model.parameters()) * 6 * len(loader),
             "share": hook.stats.ratio if hook else 1.0,
             "relative error": hook.stats.error if hook else 0.0,
             "test accuracy": test_accuracy(model),
@@ -172,8 +241,7 @@ pd.DataFrame(compared[0]).style.format(
         "relative error": "{:.2g}",
         "test accuracy": "{:.1%}",
         "seconds": "{:.1f}",
-    },
-    na_rep="all",
+    }
 ).hide(axis="index")
 
 # %% [markdown]

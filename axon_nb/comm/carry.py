@@ -10,7 +10,7 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend, ReduceOp
 
-__all__ = ["Cargo", "check_device", "to_move", "to_reduce"]
+__all__ = ["Cargo", "check_device", "check_in_place", "to_move", "to_reduce"]
 
 # What both Gloo and NCCL reduce and move (torch 2.11 to 2.13).
 _NATIVE = frozenset(
@@ -70,12 +70,29 @@ def check_device(tensor: torch.Tensor, group: ProcessGroup, what: str) -> None:
     """Say when the backend cannot reach the tensor.
 
     Raises:
-        TensorError: NCCL and a tensor that is not on a GPU.
+        TensorError: NCCL and a tensor that is not on a GPU; a tensor without data.
     """
+    if tensor.is_meta:
+        raise TensorError(f"{what}: the tensor is on meta, without data; make it with device=….")
     if group.backend is Backend.NCCL and not tensor.is_cuda:
         raise TensorError(
             f"{what}: the tensor is on {tensor.device}, and NCCL takes CUDA tensors; "
             "use tensor.to(device), or a Gloo group for CPU tensors."
+        )
+
+
+def check_in_place(tensor: torch.Tensor, what: str) -> None:
+    """Say when a result cannot be written into the tensor.
+
+    Raises:
+        TensorError: several of its elements are the same memory, as after `expand`.
+    """
+    if tensor.is_contiguous():
+        return
+    if any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise TensorError(
+            f"{what}: elements of the tensor, shape {tuple(tensor.shape)} and stride {tensor.stride()}, share memory, "
+            "and the result comes in place; use tensor.clone()."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from axon_nb.comm.errors import InvalidRank, NotInGroup, WorldClosed
+from axon_nb.comm.errors import CommError, InvalidRank, NotInGroup, WorldClosed
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, MockBackend
 
@@ -120,6 +120,8 @@ class ProcessGroup:
         Raises:
             InvalidRank: it has not.
         """
+        if type(rank) is not int:
+            rank = _as_rank(rank, name)
         if not 0 <= rank < len(self.ranks):
             mapped = f" (global rank {rank} is number {self.ranks.index(rank)} there)" if rank in self.ranks else ""
             raise InvalidRank(
@@ -142,9 +144,11 @@ _facts: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Backend]] = weakre
 
 
 def resolve(group: Any) -> ProcessGroup:
-    """The group that `group=` means; a World stands for its default group.
+    """The group that `group=` means; a World stands for its default group, a mesh with one axis for the axis's.
 
     Raises:
+        CommError: that is no group.
+        NotInGroup: that is what torch gives a rank that is no member.
         WorldClosed: there is no default group.
     """
     if isinstance(group, ProcessGroup):
@@ -153,8 +157,13 @@ def resolve(group: Any) -> ProcessGroup:
         chosen: ProcessGroup = default()
         return chosen
     torch_group: Any = dist.group.WORLD if group is None else group
-    facts = None if torch_group is None else _facts.get(torch_group)
+    try:
+        facts = None if torch_group is None else _facts.get(torch_group)
+    except TypeError:
+        raise _no_group(group) from None
     if facts is None:
+        if torch_group is not None and not isinstance(torch_group, dist.ProcessGroup):
+            return resolve(_of_mesh(torch_group))
         wrapped = ProcessGroup.wrap(torch_group)
         _facts[wrapped._torch] = (wrapped.ranks, wrapped.backend)
         return wrapped
@@ -163,13 +172,32 @@ def resolve(group: Any) -> ProcessGroup:
     return known
 
 
+def _of_mesh(mesh: Any) -> Any:
+    if not callable(getattr(mesh, "get_group", None)):
+        raise _no_group(mesh)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise CommError(f"group: a mesh of axes {', '.join(map(str, names))}; take one of them: mesh[{names[0]!r}].")
+    return mesh.get_group()
+
+
+def _no_group(given: Any) -> CommError:
+    nobody = dist.GroupMember.NON_GROUP_MEMBER
+    if type(given) is type(nobody) and given == nobody:
+        return NotInGroup("this rank is no member of the group: torch's `new_group` gave it no group.")
+    return CommError(
+        f"group={given!r}: it is a ProcessGroup, a World, a mesh with one axis, a group of torch's, or None for all "
+        "ranks. A group of some ranks: `ProcessGroup([0, 2])`, made on every rank."
+    )
+
+
 def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     """The ranks of a new group.
 
     Raises:
         InvalidRank: one is not in the world or is there twice, or there is none.
     """
-    chosen = [operator.index(rank) for rank in ranks]
+    chosen = [_as_rank(rank, "ranks") for rank in ranks]
     if not chosen:
         raise InvalidRank("A group has at least one rank; got none.")
     for rank in chosen:
@@ -178,6 +206,13 @@ def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     if len(set(chosen)) < len(chosen):
         raise InvalidRank(f"ranks {list(chosen)}: one is there twice.")
     return tuple(sorted(chosen))
+
+
+def _as_rank(given: Any, name: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise InvalidRank(f"{name}: {given!r} is no rank; ranks are whole numbers from 0.") from None
 
 
 def _backend_of(group: Any) -> Backend:

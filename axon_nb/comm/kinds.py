@@ -7,7 +7,9 @@ import enum
 import torch
 import torch.distributed as dist
 
-__all__ = ["Backend", "ReduceOp", "choose_backend"]
+from axon_nb.comm.errors import CommError
+
+__all__ = ["Backend", "ReduceOp", "as_backend", "as_op", "choose_backend"]
 
 
 class Backend(enum.StrEnum):
@@ -44,6 +46,36 @@ _TORCH_OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
 }
+
+
+_OF_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
+_OF_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
+
+
+def as_op(given: object) -> ReduceOp:
+    """Ours, for one of ours, of torch's, or a name.
+
+    Raises:
+        CommError: it is none of them.
+    """
+    if type(given) is ReduceOp:
+        return given
+    for known, op in _OF_TORCH.items():
+        if given == known or (isinstance(given, str) and given.lower() == op.value):
+            return op
+    raise CommError(f"op={given!r}: it is one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}.")
+
+
+def as_backend(given: Backend | str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        CommError: there is none.
+    """
+    try:
+        return Backend(str(given).lower())
+    except ValueError:
+        raise CommError(f"backend={given!r}: it is one of {', '.join(map(repr, map(str, Backend)))}.") from None
 
 
 def choose_backend(local_ranks: int) -> Backend:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.arrays import Array, as_tensor, like_given
-from axon_nb.comm.carry import check_device, to_move
+from axon_nb.comm.carry import check_device, check_in_place, to_move
 from axon_nb.comm.checks import check_agreement
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
@@ -40,6 +40,7 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
     pg = resolve(group)
     given = as_tensor(tensor)
     check_device(given, pg, "broadcast")
+    check_in_place(given, "broadcast")
     root = pg.ranks[pg.check_rank(src, "src")]
     check_agreement(pg, "broadcast", given, root=src)
     cargo = to_move(given)
@@ -189,6 +190,7 @@ def scatter_tensor(
         raise TensorError("scatter_tensor with async_op needs `out`: the shape is not known before.")
     target = _announced(blocks, root, pg) if out is None else as_tensor(out, "out")
     check_device(target, pg, "scatter_tensor")
+    check_in_place(target, "scatter_tensor")
     cargo = to_move(target)
     start, size = now(), target.nbytes
     parts = None if blocks is None else [to_move(block).buffer.view(cargo.buffer.shape) for block in blocks]

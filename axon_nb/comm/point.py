@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.arrays import Array, as_tensor
-from axon_nb.comm.carry import check_device, to_move
+from axon_nb.comm.carry import check_device, check_in_place, to_move
 from axon_nb.comm.errors import InvalidRank, TensorMismatch
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.handle import Handle
@@ -84,6 +84,7 @@ def recv(
     target = None if out is None else as_tensor(out, "out")
     if target is not None:
         check_device(target, pg, "recv")
+        check_in_place(target, "recv")
     if header:
         announced = pack(None).to(_device(pg))
         _receive(announced, peer, pg, tag)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.arrays import Array, as_tensor, like_given
-from axon_nb.comm.carry import Cargo, check_device, to_reduce
+from axon_nb.comm.carry import Cargo, check_device, check_in_place, to_reduce
 from axon_nb.comm.checks import check_agreement
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.handle import Handle
-from axon_nb.comm.kinds import ReduceOp
+from axon_nb.comm.kinds import ReduceOp, as_op
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -35,7 +35,7 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
 
     Args:
         tensor: Any shape, the same on all ranks; a torch tensor, a NumPy or CuPy array.
-        op: How values are combined.
+        op: How values are combined; torch's own operations and names such as ``"max"`` do as well.
         group: The ranks that take part; None: all.
         async_op: Return a `Handle` at once; its `wait` gives the tensor.
 
@@ -43,13 +43,16 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
         `tensor` itself, changed.
 
     Raises:
+        CommError: there is no such operation.
         TensorError: dtype, device or layout do not fit the operation.
         NotInGroup: this rank is no member of the group.
     """
     pg = resolve(group)
     given = as_tensor(tensor)
+    op = as_op(op)
     what = f"all_reduce ({op.value})"
     check_device(given, pg, what)
+    check_in_place(given, what)
     cargo = to_reduce(given, op, what)
     check_agreement(pg, "all_reduce", given, op=op)
     start, torch_group, size = now(), pg.torch_group, given.nbytes
@@ -122,7 +125,7 @@ def reduce_scatter(
 
     Args:
         tensor: Shape (n * world size, …), the same on all ranks; it is not changed.
-        op: How values are combined.
+        op: How values are combined; torch's own operations and names such as ``"max"`` do as well.
         group: The ranks that take part; None: all.
         async_op: Return a `Handle` at once.
 
@@ -135,6 +138,7 @@ def reduce_scatter(
     """
     pg = resolve(group)
     given = as_tensor(tensor)
+    op = as_op(op)
     what = f"reduce_scatter ({op.value})"
     check_device(given, pg, what)
     num_rows = _rows(given, pg.size(), what)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, WorldClosed
 from axon_nb.comm.group import ProcessGroup, resolve
-from axon_nb.comm.kinds import Backend, choose_backend
+from axon_nb.comm.kinds import Backend, as_backend, choose_backend
 from axon_nb.comm.launch_env import torchrun_environment
 from axon_nb.comm.mock_world import MockWorld
 
@@ -31,6 +31,7 @@ class World:
         Raises:
             CommError: no group is there and the environment does not say who is in it.
         """
+        wanted = None if backend is None else as_backend(backend)
         if dist.is_initialized():
             return cls()
         environment = torchrun_environment(os.environ)
@@ -41,7 +42,7 @@ class World:
             )
         os.environ.update(environment)
         local_ranks = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
-        chosen = Backend(backend) if backend is not None else choose_backend(local_ranks)
+        chosen = wanted or choose_backend(local_ranks)
         if chosen is Backend.MOCK:
             raise CommError("A mock world is made with `World.mock(n)`.")
         device = None

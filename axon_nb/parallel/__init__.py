@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.fsdp import FSDP, CPUOffload, FullyShardedDataParallel
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
@@ -33,6 +34,7 @@ __all__ = [
     "PowerSGD",
     "RowParallelLinear",
     "ShardingStrategy",
+    "SyncBatchNorm",
     "TensorParallelAttention",
     "TensorParallelBlock",
     "TopK",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from axon_nb import comm
 from axon_nb.comm import CallMismatch, CommError, InvalidRank, NotInGroup, TensorError, TensorMismatch, World
@@ -52,6 +53,14 @@ CASES: list[Case] = [
     ("empty group", lambda w: w.new_group([]), InvalidRank, "at least one rank"),
     ("far group", lambda w: w.new_group([0, 9]), InvalidRank, "the world has ranks 0 to 3"),
     ("twice", lambda w: w.new_group([1, 1]), InvalidRank, "one is there twice"),
+    ("named rank", lambda w: w.new_group(["0"]), InvalidRank, "'0' is no rank; ranks are whole numbers"),
+    ("no rank", lambda w: comm.broadcast(torch.ones(1), src=None), InvalidRank, "src: None is no rank"),  # type: ignore[arg-type]
+    ("op", lambda w: comm.all_reduce(torch.ones(1), "median"), CommError, r"op='median': it is one of ReduceOp\.SUM, "),  # type: ignore[arg-type]
+    ("backend", lambda w: World.init("tcp"), CommError, "backend='tcp': it is one of 'gloo', 'nccl', 'mock'"),
+    ("meta", lambda w: comm.all_reduce_sum(torch.ones(1, device="meta")), TensorError, "on meta, without data"),
+    ("expanded", lambda w: comm.all_reduce_sum(torch.ones(1).expand(3)), TensorError, "share memory, and the result"),
+    ("expanded to all", lambda w: comm.broadcast(torch.ones(1).expand(3)), TensorError, r"use tensor\.clone\(\)"),
+    ("group of numbers", lambda w: comm.barrier(group=[0]), CommError, r"group=\[0\]: it is a ProcessGroup, a World"),  # type: ignore[arg-type]
 ]
 
 
@@ -136,3 +145,14 @@ def test_checking_names_the_rank_that_differs(world: Any) -> None:
             return float(comm.all_reduce_sum(torch.ones(1)).item())
 
     assert world.run(right) == [4.0] * 4
+
+
+def test_operations_by_torchs_names(world: Any) -> None:
+    """What a reader of torch's documentation passes."""
+
+    def work(world: World) -> list[float]:
+        ops: list[Any] = [dist.ReduceOp.MAX, "max", "Sum", dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT]
+        own = float(world.rank() + 1)
+        return [comm.all_reduce(torch.tensor(own), op).item() for op in ops]
+
+    assert world.run(work) == [[4.0, 4.0, 10.0, 2.5, 24.0]] * 4

@@ -83,6 +83,23 @@ def test_error_feedback_loses_nothing(four: Any) -> None:
         torch.testing.assert_close(mean, expected, rtol=0.2, atol=0)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_overflow_is_seen_by_all_ranks_and_forgotten(two: Any, value: float) -> None:
+    def work(world: World) -> Any:
+        model = nn.Linear(50, 1, bias=False)
+        wrapped = DDP(model)
+        wrapped.register_hook(TopK(0.1))
+        finite = []
+        for factor in (value if world.rank() else 1.0, 1.0):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 50), factor)).sum().backward()
+            assert model.weight.grad is not None
+            finite.append(bool(model.weight.grad.isfinite().all()))
+        return finite
+
+    assert two.run(work) == [[False, True]] * 2
+
+
 def test_across_nodes_a_hierarchy_sends_a_fraction(four: Any) -> None:
     def work(world: World) -> tuple[int, int]:
         model, hook = hooked("hierarchical")
@@ -126,7 +143,9 @@ def digits(hook: Any) -> Any:
 def test_training_converges_as_without_compression() -> None:
     plain = digits(None)
     assert plain > 0.9
-    for hook in (FP16, BF16, lambda: TopK(0.1), lambda: PowerSGD(4)):
+    hooks: list[Any] = [FP16, BF16, lambda: TopK(0.1), lambda: PowerSGD(4)]
+    hooks.append(lambda: Hierarchical(init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "local"))))
+    for hook in hooks:
         assert digits(hook) > plain - 0.03
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import CommError, ProcessGroup, World
 from axon_nb.parallel import DDP, accumulating, load_checkpoint, reduce_metrics, save_on_main
 from tests.comm.models import batch, blocks, loss_of
 
@@ -107,3 +107,26 @@ def test_a_distributed_sampler_shows_every_sample_once_and_shuffles_by_epoch(two
     for epoch in range(2):
         assert sorted(first[epoch] + second[epoch]) == list(range(10))
     assert first[0] != first[1]
+
+
+def test_metrics_that_do_not_fit_are_told_on_all_ranks(two: Any) -> None:
+    def work(world: World) -> list[str]:
+        told = []
+        mine: list[dict[str, Any]] = [{"loss": 1.0}, {"accuracy": 1.0, "loss": 1.0}]
+        for metrics, weight in ((mine[world.rank()], 1.0), (mine[0], world.rank() - 1.0), ({"a": torch.ones(2)}, 1.0)):
+            with pytest.raises(CommError) as caught:
+                reduce_metrics(metrics, weight=weight)
+            told.append(str(caught.value))
+        return told
+
+    for rank, (names, weight, shape) in enumerate(two.run(work)):
+        assert f"and rank {1 - rank} has others" in names
+        assert weight == "weight=-1 on rank 0: it is a number of samples, 0 or more."
+        assert "the metric 'a' is tensor([1., 1.])" in shape
+
+
+def test_helpers_work_in_a_world_of_this_process_alone(tmp_path: Path) -> None:
+    group = ProcessGroup.mock()
+    save_on_main({"epoch": 1}, tmp_path / "state.pt", group=group)
+    assert load_checkpoint(tmp_path / "state.pt") == {"epoch": 1}
+    assert reduce_metrics({"loss": 2.0}, weight=3, group=group) == {"loss": 2.0}

@@ -63,8 +63,9 @@ class MockGroup(NamedGroup):
             for parts in zip(*brought, strict=True):
                 self._check_shapes("all_reduce", parts)
                 total = combined(parts, op)
-                for part in parts:
-                    part.detach().copy_(total)
+                with torch.no_grad():  # detach() would leave a sparse tensor as it is
+                    for part in parts:
+                        part.copy_(total)
 
         return self._meet("all_reduce", list(tensors), carry_out, list(tensors))
 

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from axon_nb.comm.group import resolve
+from axon_nb.comm.spans import now, record
+
 __all__ = ["CommHook", "HookStats", "finished"]
 
 
@@ -64,12 +67,27 @@ class CommHook:
         """Number of ranks that average."""
         return int(self.group.size())
 
+    def __repr__(self) -> str:
+        stats = self.stats
+        return f"{type(self).__name__}(sent {stats.bytes_sent:,} of {stats.bytes_uncompressed:,} bytes)"
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average one bucket; the future gives the averaged buffer."""
         raise NotImplementedError
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for each bucket."""
+        """What DDP calls for each bucket; recorded as one span, where the group does not record its calls itself."""
+        start, before = now(), self.stats.bytes_sent
+        begun = self._counted(bucket)
+        sent = self.stats.bytes_sent - before
+
+        def recorded(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            record(resolve(self.group), type(self).__name__, start, sent)
+            return future.value()
+
+        return begun.then(recorded)
+
+    def _counted(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.stats.buckets += 1
         self.stats.bytes_uncompressed += buffer.nbytes

@@ -5,6 +5,8 @@ Error feedback as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C._distributed_c10d import GradBucket
 
@@ -36,6 +38,10 @@ class TopK(CommHook):
         # By parameter, not by bucket: DDP cuts its buckets anew after the first step.
         self._left: dict[int, torch.Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What stayed behind stays with this process and its parameters: a copy begins with nothing."""
+        return vars(self) | {"_left": {}}
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket; synchronous, as pairs must be joined before they are added."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -49,7 +55,8 @@ class TopK(CommHook):
         if self.error_feedback:
             buffer[indices] = 0
             for gradient, parameter in zip(bucket.gradients(), parameters, strict=True):
-                self._left[id(parameter)] = gradient.clone()
+                # An overflow travels, for it is the largest there is; kept, it would spoil all later steps as well.
+                self._left[id(parameter)] = gradient.nan_to_num(0.0, 0.0, 0.0)
         self._average(buffer, indices, values)
         return finished(buffer)
 
