@@ -10,6 +10,7 @@ from axon_nb.engine import native_output, subgroup
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.groups import activity, membership
+from axon_nb.engine.groups.sizes import cell_begins
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.release import release_traceback
 from axon_nb.engine.session import RankSession
@@ -90,6 +91,7 @@ class CellRunner:
     def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         """What goes before the cell's own code; the reply when that fails."""
         ranks = facts.get("ranks") or []
+        cell_begins(str(facts.get("run", "")))
         try:
             subgroup.bind(self._session, ranks, wanted=bool(facts.get("subgroup")))
         except Exception as error:

@@ -52,10 +52,11 @@ def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) 
     assert "`%distributed repair`" in reply.traceback
 
 
-def test_the_reason_of_a_crash_in_gloo_is_told(mortal: Kernel) -> None:
-    reply = mortal.run("%%distributed\nt = torch.ones(8 if rank == 0 else 4)\ndist.all_reduce(t)", timeout=30)
-    assert " killed by SIGABRT at line 3 (distributed_c10d all_reduce)" in reply.traceback
-    assert "; last line: what():  [enforce fail at " in reply.traceback
+def test_the_reason_of_a_crash_in_c_code_is_told(mortal: Kernel) -> None:
+    code = "if rank == 1:\n    os.write(2, b'  what():  [enforce fail at pair.cc]\\n')\n    os.abort()\ndist.barrier()"
+    reply = mortal.run(f"%%distributed\nimport os\n{code}", timeout=30)
+    assert "rank 1 was killed by SIGABRT at line 5" in reply.traceback
+    assert "; last line: what():  [enforce fail at pair.cc]" in reply.traceback
 
 
 def test_a_death_in_the_middle_of_a_large_send_frees_the_sender(mortal: Kernel) -> None:

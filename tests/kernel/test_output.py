@@ -56,7 +56,9 @@ def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
 
 
 def test_dataframes_keep_their_html(kernel: Kernel) -> None:
-    reply = kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd\npd.DataFrame({'a': [1, 2]})")
+    kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd")
+    # In step, so that both are shown within the moment in which equal displays are joined.
+    reply = kernel.ok("%%distributed --ranks 0,2\ndist.barrier(group=subgroup)\npd.DataFrame({'a': [1, 2]})")
     assert reply.lines() == ["[ranks 0,2]"]
     assert len(reply.displays) == 1
     assert "<table" in reply.displays[0]["text/html"]

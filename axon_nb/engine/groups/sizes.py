@@ -24,11 +24,13 @@ from axon_nb.engine.groups.naming import call_in_words
 from axon_nb.engine.store import AgentStore
 from axon_nb.errors import UsageError
 
-__all__ = ["Table", "open_table"]
+__all__ = ["Table", "cell_begins", "open_table"]
 
 _RING = 8
 """Operations that a rank may be ahead and still be compared."""
 _PAIR = struct.Struct("<qq")
+_cell = [0]
+"""Which cell runs: the same number on all its ranks, up to 2 ** 18."""
 _PEERS = 16
 """Sends are compared in groups of at most so many ranks: their table grows with the square."""
 
@@ -111,6 +113,7 @@ class Table:
         length = collectives + (2 * size * size * _RING * _PAIR.size if self._paired else 0)
         self._base = collectives
         self._counts: Counter[tuple[bool, int, int]] = Counter()
+        self._cell = 0
         self._path = folder / f"meet-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -177,8 +180,13 @@ class Table:
             return
         peer, tag, size = int(args[1]), int(args[2]), sum(tensor.nbytes for tensor in args[0])
         sends = name == "send"
+        if self._cell != _cell[0]:
+            # Counted anew in each cell: what one that was ended has left unpaired does not count in the next.
+            self._cell = _cell[0]
+            self._counts.clear()
         self._counts[sends, peer, tag] = count = self._counts[sends, peer, tag] + 1
-        number = (count << 24) | (tag & 0xFFFFFF)  # messages of another tag do not meet this one
+        # Messages of another cell or of another tag do not meet this one.
+        number = (self._cell << 44) | ((count & 0xFFFFF) << 24) | (tag & 0xFFFFFF)
         source, target = (self._rank, peer) if sends else (peer, self._rank)
         place = self._base + ((source * self._size + target) * 2 * _RING + count % _RING) * _PAIR.size
         far = place + _RING * _PAIR.size
@@ -192,6 +200,15 @@ class Table:
                 f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
                 f"receives into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
             )
+
+
+def cell_begins(run: str) -> None:
+    """Another cell runs from now on.
+
+    Args:
+        run: Its identifier, in hexadecimal digits; the same on all ranks that run it. Empty: not known.
+    """
+    _cell[0] = int(run[:8] or "0", 16) & 0x3FFFF
 
 
 def open_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> Table | None:
