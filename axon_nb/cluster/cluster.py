@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from axon_nb.cluster import code as cell_code
-from axon_nb.cluster import transfer
+from axon_nb.cluster import presses, transfer
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deadlock import DeadlockWatch
@@ -122,15 +122,17 @@ class Cluster:
             CellError: a rank failed.
             ClusterGone: the cluster ended.
         """
-        run = self._begin(code, options)
-        drive_blocking(run)
-        return self.end(run, options)
+        with presses.caught() as pressed:
+            run = self._begin(code, options)
+            drive_blocking(run, pressed)
+            return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        run = self._begin(code, options)
-        await drive(run)
-        return self.end(run, options)
+        with presses.caught() as pressed:
+            run = self._begin(code, options)
+            await drive(run, pressed)
+            return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""

@@ -63,4 +63,5 @@ class DeadlockWatch:
 
 def _report(answer: dict[str, Any]) -> RankWaits:
     pending = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in answer["pending"])
-    return RankWaits(**{**answer, "pending": pending})
+    known = {name: value for name, value in answer.items() if name != "collectives"}
+    return RankWaits(**{**known, "pending": pending})

@@ -21,6 +21,7 @@ from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
+from axon_nb.engine.steps import OptimizerSteps
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
 from axon_nb.host.cores import usable_cores
@@ -96,7 +97,10 @@ def _shell() -> Any:
 
 def _install(session: RankSession) -> None:
     kernel = session.kernel
-    interrupts = Interrupts(kernel)
+    steps = OptimizerSteps()
+    steps.install()
+    session.extras["steps"] = steps
+    interrupts = Interrupts(kernel, steps.holds)
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)
     log = CellLog()

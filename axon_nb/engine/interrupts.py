@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -28,15 +29,23 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 class Interrupts:
-    """The SIGINT handler that stays installed for the life of the rank."""
+    """The SIGINT handler that stays installed for the life of the rank.
 
-    def __init__(self, kernel: Any) -> None:
+    Args:
+        kernel: The engine's kernel.
+        holds: Whether an interrupt that lands on this frame is put off; who says so raises it later.
+    """
+
+    def __init__(self, kernel: Any, holds: Callable[[FrameType | None], bool]) -> None:
         self._kernel = kernel
+        self._holds = holds
         self._task: Any = None
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
         self.unheard = 0
         """Interrupts that were sent and that the main thread has not noticed: it is in C code."""
+        self.refused: deque[str] = deque(maxlen=64)
+        """Cells that were interrupted before they have begun here, by the notebook's name for the run."""
 
     def install(self) -> None:
         """Take over SIGINT; call it on the main thread."""
@@ -47,7 +56,9 @@ class Interrupts:
         if not self.running:
             return
         if user_frame(frame) is not None:
-            raise KeyboardInterrupt
+            if not self._holds(frame):
+                raise KeyboardInterrupt
+            return
         if self._task is not None and not self._task.done():
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self._task.cancel)
 
@@ -60,9 +71,11 @@ class Interrupts:
         finally:
             self._task = None
 
-    def interrupt(self) -> bool:
-        """From any thread: interrupt the cell; False when none runs."""
+    def interrupt(self, run: str | None = None) -> bool:
+        """From any thread: interrupt the cell; False when none runs: then `run` is refused when it comes."""
         if self.running:
             self.unheard += 1
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        elif run is not None:
+            self.refused.append(run)
         return self.running

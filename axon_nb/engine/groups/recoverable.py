@@ -27,7 +27,6 @@ __all__ = ["RecoverableGroup", "operations"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
-_DEFAULT_NAME = "0"
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 # Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
 # (send, recv) or ignore it (reduce_scatter).
@@ -148,8 +147,7 @@ class RecoverableGroup(dist.ProcessGroup):
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
         if name not in _POINT_TO_POINT:
-            if self._name == _DEFAULT_NAME:
-                raise_at_cut(self.sequence + 1, name)
+            raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
             self.sequence += 1
         sequence = 0 if name in _POINT_TO_POINT else self.sequence
         call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))

@@ -16,6 +16,7 @@ from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
+from axon_nb.engine.session import current
 
 __all__ = [
     "abort",
@@ -52,7 +53,7 @@ def abort(*, again: bool) -> None:
 
 
 def waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended, and how many collectives it has begun, by group."""
+    """The calls of this rank that have begun and not ended; how many collectives it has begun, by group and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
     for call in activity.pending():
@@ -72,7 +73,8 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
+    counts = {name: group.sequence for name, group in groups.items()}
+    return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
 
 
 def condition() -> dict[str, Any]:
@@ -148,7 +150,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
-        How many groups and wrappers, and how many poisoned groups this process keeps.
+        How many groups and wrappers, how many poisoned groups this process keeps, and its optimizers' steps.
     """
     stand_down("")
     stop_at(None)
@@ -160,4 +162,4 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         rebuild_reducers()
     agree_on_names()
     groups_state.forming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "steps": current().extras["steps"].report()}
