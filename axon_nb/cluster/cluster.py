@@ -30,6 +30,7 @@ from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.status import cluster_info, status_frame
+from axon_nb.cluster.sync import SyncReport, sync
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.state import RankState
@@ -114,12 +115,11 @@ class Cluster:
 
         Args:
             code: Python as in a cell; `await`, `!cmd` and `%magic` lines work.
-            **options: The fields of `CellOptions`: `ranks` (``"0,2-3"`` or ``[0, 2]``; all if left out), `quiet` (show
-                nothing), `timeout` (seconds), `check` (False: failures are returned in `errors`, not raised), `cell`
-                (number for tracebacks), `view` (a live view), `values` (False: do not fetch them), `show_value`.
+            **options: The fields of `CellOptions`.
 
         Raises:
             CellError: a rank failed.
+            CellInterrupt: the user pressed stop; with `check=False` too.
             ClusterGone: the cluster ended.
         """
         with presses.caught() as pressed:
@@ -136,8 +136,10 @@ class Cluster:
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        run = self._begin(code, options)
-        return CellHandle(run, lambda: self.end(run, options))
+        with presses.caught() as pressed:
+            run = self._begin(code, options)
+            pressed.hand_to(run.interrupt)
+            return CellHandle(run, lambda: self.end(run, options))
 
     def _begin(self, code: str, options: CellOptions) -> CellRun:
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
@@ -176,8 +178,7 @@ class Cluster:
 
     def _ending(self, chosen: Sequence[int]) -> Ending:
         client, gloo = self.connection.client, self.backend == "gloo"
-        living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen) if gloo else None
+        watch = DeadlockWatch(client, [r for r in self.ranks if r not in self.health.dead], chosen) if gloo else None
         return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
 
     def recovery(self) -> Recovery:
@@ -188,7 +189,6 @@ class Cluster:
 
     def end(self, run: CellRun, options: CellOptions) -> CellResult:
         """The result of a cell that has been stepped to its end; raises as `run` does."""
-        check = options.get("check", True)
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             self._runs.remove(run)
@@ -197,19 +197,15 @@ class Cluster:
             raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
         self.health.follow_stuck(run)
         replaced = replace_stuck(self, run.to_replace)
-        if check and (failure := failure_of(run, replaced)) is not None:
+        failure = failure_of(run, replaced)
+        if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = transfer.last_values(self.connection.client, with_value, run.token)
         return CellResult(fetched, run.errors, run.seconds, {rank: run.output.text(rank) for rank in run.ranks})
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
-        """Put variables into the namespace of ranks.
-
-        Args:
-            variables: Names and values: tensors, arrays, anything that pickles.
-            ranks: As for `run`.
-        """
+        """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
         self.health.refuse(chosen)
         transfer.push(self.connection.client, chosen, variables)
@@ -217,14 +213,12 @@ class Cluster:
     def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
         """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
 
-        Raises:
-            UsageError: a rank does not have it, or it does not pickle.
+        UsageError when a rank does not have it, or when it does not pickle.
         """
-        single = isinstance(ranks, int)
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
         self.health.refuse(chosen)
         values = transfer.pull(self.connection.client, chosen, name)
-        return values[chosen[0]] if single else values
+        return values[chosen[0]] if isinstance(ranks, int) else values
 
     def repair(
         self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
@@ -241,6 +235,10 @@ class Cluster:
         """
         chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
         return repair(self, chosen, source=source, names=list(names))
+
+    def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
+        """Copy models, optimizers and schedulers of rank `source` to all others, in place; empty `names`: all possible."""
+        return sync(self, source, list(names))
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""

@@ -9,7 +9,7 @@ ignores presses while it is idle, a cell that is on its way to it included. Priv
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import signal
 import sys
 import threading
@@ -82,7 +82,7 @@ class StopButton:
 
     def _is_meant_for(self, request: dict[str, Any]) -> bool:
         sent = request["header"].get("date")
-        if self._pressed is None or not isinstance(sent, datetime.datetime) or request["content"].get("silent"):
+        if self._pressed is None or not isinstance(sent, dt.datetime) or request["content"].get("silent"):
             return False
         return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent.timestamp()
 

@@ -53,7 +53,7 @@ def abort(*, again: bool) -> None:
 
 
 def waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended; how many collectives it has begun, by group and in the cell."""
+    """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
     for call in activity.pending():
