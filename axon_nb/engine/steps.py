@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.stepping import step_depth
@@ -39,6 +39,7 @@ class OptimizerSteps:
 
     def install(self) -> None:
         """Look after all steps from now on."""
+        register_optimizer_step_pre_hook(self._raise_held)
         register_optimizer_step_post_hook(self._after_step)
 
     def begin_cell(self) -> None:
@@ -50,7 +51,7 @@ class OptimizerSteps:
     def holds(self, frame: FrameType | None) -> bool:
         """From the handler of an interrupt that has landed on `frame`: whether it is held, and raised after the step.
 
-        A step that raises itself forgets it: the abort is sent again until the cell has ended.
+        After a step that raises itself that is before the next, if the abort that is sent again does not come earlier.
         """
         if not step_depth(frame):
             self._held_since = None
@@ -63,6 +64,10 @@ class OptimizerSteps:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         self._steps[optimizer] = self.of(optimizer) + 1
+        self._raise_held()
+
+    def _raise_held(self, *_: Any) -> None:
+        # An optimizer that steps another one, such as ZeroRedundancyOptimizer, is to be whole as well.
         if self._held_since is not None and step_depth(sys._getframe(1)) < 2:
             self._held_since = None
             raise KeyboardInterrupt
