@@ -91,7 +91,7 @@ class StopButton:
         if self._handling not in ("", "execute_request") or (self._handling and insisted) or user_frame(frame):
             self._pressed = None
             raise KeyboardInterrupt
-        if self._pressed is None or insisted:
+        if self._pressed is None or not self._handling:
             self._pressed = time.time()
 
     async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:

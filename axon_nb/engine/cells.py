@@ -59,14 +59,14 @@ class CellRunner:
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls = activity.started()
-        self._interrupts.running = True
+        self._interrupts.begin_cell()
         try:
             reply = await execute()
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
-            self._interrupts.running = False
+            self._interrupts.end_cell()
             end = time.monotonic_ns()
             session.cell = None
             native_output.drain(wait=True)

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from axon_nb.engine.insist import desist, insist
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
 __all__ = ["Interrupts", "user_frame"]
 
+_SWALLOWED = 3
+"""After so many interrupts that have not ended the cell, the next is raised where nothing catches it."""
 _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
@@ -40,12 +43,24 @@ class Interrupts:
         self._kernel = kernel
         self._holds = holds
         self._task: Any = None
+        self._raised = 0
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
         self.unheard = 0
         """Interrupts that were sent and that the main thread has not noticed: it is in C code."""
         self.refused: deque[str] = deque(maxlen=64)
         """Cells that were interrupted before they have begun here, by the notebook's name for the run."""
+
+    def begin_cell(self) -> None:
+        """A cell begins."""
+        self._raised = 0
+        self.running = True
+
+    def end_cell(self) -> None:
+        """It has ended."""
+        self.running = False
+        if self._raised > _SWALLOWED:
+            desist()
 
     def install(self) -> None:
         """Take over SIGINT; call it on the main thread."""
@@ -55,10 +70,14 @@ class Interrupts:
         self.unheard = 0
         if not self.running:
             return
-        if user_frame(frame) is not None:
-            if not self._holds(frame):
-                raise KeyboardInterrupt
-            return
+        own = user_frame(frame)
+        if own is not None:
+            if self._holds(frame):
+                return
+            self._raised += 1
+            if self._raised > _SWALLOWED:
+                insist(frame, own)
+            raise KeyboardInterrupt
         if self._task is not None and not self._task.done():
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self._task.cancel)
 
