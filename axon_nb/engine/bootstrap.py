@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, exits, kernel_hooks, leaving, namespace, native_output, short_traceback
+from axon_nb.engine import (
+    dist_hooks,
+    exits,
+    kernel_hooks,
+    leaving,
+    namespace,
+    native_output,
+    shell_commands,
+    short_traceback,
+)
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
@@ -109,6 +118,7 @@ def _install(session: RankSession) -> None:
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
     exits.install(kernel.shell)
+    shell_commands.install(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))

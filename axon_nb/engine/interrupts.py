@@ -43,7 +43,8 @@ class Interrupts:
         self._kernel = kernel
         self._holds = holds
         self._task: Any = None
-        self._raised = 0
+        self.raised = 0
+        """Interrupts that were raised in the cell."""
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
         self.unheard = 0
@@ -53,13 +54,13 @@ class Interrupts:
 
     def begin_cell(self) -> None:
         """A cell begins."""
-        self._raised = 0
+        self.raised = 0
         self.running = True
 
     def end_cell(self) -> None:
         """It has ended."""
         self.running = False
-        if self._raised > _SWALLOWED:
+        if self.raised > _SWALLOWED:
             desist()
 
     def install(self) -> None:
@@ -74,8 +75,8 @@ class Interrupts:
         if own is not None:
             if self._holds(frame):
                 return
-            self._raised += 1
-            if self._raised > _SWALLOWED:
+            self.raised += 1
+            if self.raised > _SWALLOWED:
                 insist(frame, own)
             raise KeyboardInterrupt
         if self._task is not None and not self._task.done():

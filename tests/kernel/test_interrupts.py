@@ -107,7 +107,8 @@ ANYTHING = {
     "await": "import asyncio\nawait asyncio.sleep(600)",
     "await in a loop": "import asyncio\nwhile True:\n    await asyncio.sleep(0.01)",
     "subprocess.run": "subprocess.run(['sleep', '600'])",
-    "a shell command": "!sleep 600",
+    "a shell command": "!sleep 600\ntime.sleep(600)",
+    "the output of a shell command": "lines = !sleep 600",
     "send and recv": "while True:\n    (dist.recv if rank % 2 else dist.send)(torch.ones(9), rank ^ 1)",
     "a context manager that waits": (
         "import contextlib\n@contextlib.contextmanager\ndef late():\n    try: yield\n    finally: time.sleep(0.3)\n"

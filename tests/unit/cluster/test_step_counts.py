@@ -20,16 +20,20 @@ def optimizer(steps: int, **other: Any) -> dict[str, Any]:
 def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
     reports = {rank: [optimizer(12 if rank < 2 else 11)] for rank in range(4)}
     assert steps_apart(reports) == [
-        "Ranks 0-1 are at step 12 of `adam`, ranks 2-3 at 11: "
-        "`%distributed sync` copies models and optimizers of rank 0 to all."
+        (
+            "Ranks 0-1 are at step 12 of `adam`, ranks 2-3 at 11: "
+            "`%distributed sync` copies models and optimizers of rank 0 to all."
+        )
     ]
 
 
 def test_a_single_rank_and_a_split_model_read_well() -> None:
     reports = {rank: [optimizer(7 if rank == 3 else 6, name="", apart="is split over ranks")] for rank in range(4)}
     assert steps_apart(reports) == [
-        "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is split over ranks: "
-        "load a checkpoint on all ranks, or build both anew."
+        (
+            "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is split over ranks: "
+            "load a checkpoint on all ranks, or build both anew."
+        )
     ]
 
 
