@@ -51,12 +51,13 @@ def _config_parser() -> LineParser:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Start, attach, status, stacks, stop, restart, repair, config."""
+    """Start, attach, status, stacks, stop, restart, repair, sync, config."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """The cluster: `%distributed start | status | stacks | stop | restart | repair | attach | cancel | config`.
+        """`%distributed start | status | stacks | stop | restart | repair | sync | attach | cancel | config`.
 
+        sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
@@ -70,6 +71,7 @@ class DistributedMagics(Magics):
             "restart": self._restart,
             "attach": self._attach,
             "cancel": self._cancel,
+            "sync": self._sync,
             "config": self._config,
         }
         word, *rest = line.split() or [""]
@@ -119,6 +121,13 @@ class DistributedMagics(Magics):
         options = parse(parser, words)
         cluster = current.require("%distributed repair")
         print(cluster.repair(options.ranks, source=options.source, names=options.names))
+
+    def _sync(self, words: list[str]) -> None:
+        parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
+        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
+        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
+        options = parse(parser, words)
+        print(current.require("%distributed sync").sync(options.source, options.names))
 
     def _attach(self, words: list[str]) -> CellHandle | None:
         options = parse(_attach_parser(), words)

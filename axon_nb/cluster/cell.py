@@ -109,6 +109,7 @@ class CellRun:
             "alone": alone,
             "subgroup": mentions(code, "subgroup"),
         }
+        self._ending.run = self.token
         self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:

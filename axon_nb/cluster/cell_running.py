@@ -122,7 +122,6 @@ class CellRunning:
 
     def end(self, run: CellRun, options: CellOptions) -> CellResult:
         """The result of a cell that has been stepped to its end; raises as `run` does."""
-        check = options.get("check", True)
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             self._runs.remove(run)
@@ -131,7 +130,8 @@ class CellRunning:
             raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
         self.health.follow_stuck(run)
         replaced = replace_stuck(self._whole, run.to_replace)
-        if check and (failure := failure_of(run, replaced)) is not None:
+        failure = failure_of(run, replaced)
+        if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = transfer.last_values(self.connection.client, with_value, run.token)

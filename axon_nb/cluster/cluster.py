@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import transfer
+from axon_nb.cluster import presses, transfer
 from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.drive import drive, drive_blocking
@@ -21,6 +21,7 @@ from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
+from axon_nb.cluster.sync import SyncReport, sync
 from axon_nb.records.state import RankState
 
 if TYPE_CHECKING:
@@ -88,36 +89,34 @@ class Cluster(CellRunning):
 
         Args:
             code: Python as in a cell; `await`, `!cmd` and `%magic` lines work.
-            **options: The fields of `CellOptions`: `ranks` (``"0,2-3"`` or ``[0, 2]``; all if left out), `quiet` (show
-                nothing), `timeout` (seconds), `check` (False: failures are returned in `errors`, not raised), `cell`
-                (number for tracebacks), `view` (a live view), `values` (False: do not fetch them), `show_value`.
+            **options: The fields of `CellOptions`.
 
         Raises:
             CellError: a rank failed.
+            CellInterrupt: the user pressed stop; with `check=False` too.
             ClusterGone: the cluster ended.
         """
-        run = self.begin(code, options)
-        drive_blocking(run)
-        return self.end(run, options)
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            drive_blocking(run, pressed)
+            return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        run = self.begin(code, options)
-        await drive(run)
-        return self.end(run, options)
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            await drive(run, pressed)
+            return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        run = self.begin(code, options)
-        return CellHandle(run, lambda: self.end(run, options))
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            pressed.hand_to(run.interrupt)
+            return CellHandle(run, lambda: self.end(run, options))
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
-        """Put variables into the namespace of ranks.
-
-        Args:
-            variables: Names and values: tensors, arrays, anything that pickles.
-            ranks: As for `run`.
-        """
+        """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
         self.health.refuse(chosen)
         transfer.push(self.connection.client, chosen, variables)
@@ -125,14 +124,12 @@ class Cluster(CellRunning):
     def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
         """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
 
-        Raises:
-            UsageError: a rank does not have it, or it does not pickle.
+        UsageError when a rank does not have it, or when it does not pickle.
         """
-        single = isinstance(ranks, int)
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
         self.health.refuse(chosen)
         values = transfer.pull(self.connection.client, chosen, name)
-        return values[chosen[0]] if single else values
+        return values[chosen[0]] if isinstance(ranks, int) else values
 
     def repair(
         self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
@@ -149,6 +146,10 @@ class Cluster(CellRunning):
         """
         chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
         return repair(self, chosen, source=source, names=list(names))
+
+    def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
+        """Copy models, optimizers and schedulers of rank `source` to all others, in place; no `names`: all there are."""
+        return sync(self, source, list(names))
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""

@@ -39,6 +39,8 @@ class Ending:
         self._cuttable = cuttable
         self.explanation = ""
         """Why the cell could not end by itself; empty when it could."""
+        self.run: str | None = None
+        """Name of the cell's run: ranks that have not begun it refuse it then."""
         self.aborted_at: float | None = None
         """When ranks were first told to abort; None while they were not."""
         self._cut: ConsistentCut | None = None
@@ -90,7 +92,7 @@ class Ending:
             self._last_sent = now
             for rank in unfinished:
                 self._listen(rank)
-                self._answers[rank] = self._client.request(rank, "axon_abort", again=again)
+                self._answers[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
                 self._aborts.append(self._answers[rank])
 
     def _listen(self, rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from axon_nb.cluster import remote
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.health import Health
+from axon_nb.cluster.step_counts import steps_apart
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["Recovery", "next_epoch"]
@@ -65,7 +66,10 @@ class Recovery:
                 return False  # a late one would break what has been formed
             if not failed:
                 self._health.broken = ""
-                self._tell_leaks([future.result()["leaked"] for future in self._futures.values()])
+                answers = {rank: future.result() for rank, future in self._futures.items()}
+                self._tell_leaks([answer["leaked"] for answer in answers.values()])
+                for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):
+                    print(line)
                 return True
             self._futures = {}
             return False

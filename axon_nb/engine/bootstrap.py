@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, exits, kernel_hooks, leaving, namespace, native_output, short_traceback
+from axon_nb.engine import (
+    dist_hooks,
+    exits,
+    kernel_hooks,
+    leaving,
+    namespace,
+    native_output,
+    shell_commands,
+    short_traceback,
+)
 from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
@@ -22,6 +31,7 @@ from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
+from axon_nb.engine.steps import OptimizerSteps
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
 from axon_nb.host.cores import usable_cores
@@ -97,7 +107,10 @@ def _shell() -> Any:
 
 def _install(session: RankSession) -> None:
     kernel = session.kernel
-    interrupts = Interrupts(kernel)
+    steps = OptimizerSteps()
+    steps.install()
+    session.extras["steps"] = steps
+    interrupts = Interrupts(kernel, steps.holds)
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)
     log = CellLog()
@@ -106,6 +119,7 @@ def _install(session: RankSession) -> None:
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
     exits.install(kernel.shell)
+    shell_commands.install(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))

@@ -23,6 +23,7 @@ __all__ = ["CellRunner"]
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
+_NEVER_BEGAN = {"axon_nb": {"seconds": 0.0, "calls": 0, "ended_in": {}, "has_value": False}}
 _MAX_VALUES = 16
 """Values that nobody has fetched are kept for the last so many cells that asked for it."""
 
@@ -49,11 +50,17 @@ class CellRunner:
             shell.execution_count = cell
         # IPython looks here for the semicolon that keeps a value from being shown.
         shell.history_manager.input_hist_parsed[-1:] = [code]
+        if facts.get("run") in self._interrupts.refused:
+            reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], **_NEVER_BEGAN}
+            self._log.end(message_id, reply)
+            return reply
+        activity.begin_cell()
+        session.extras["steps"].begin_cell()
         self._budget.begin()
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls = activity.started()
-        self._interrupts.running = True
+        self._interrupts.begin_cell()
         try:
             reply = self._prepare(metadata.get("axon_nb", {})) or await execute()
         except BaseException as error:
@@ -61,7 +68,7 @@ class CellRunner:
             raise
         finally:
             membership.leave()
-            self._interrupts.running = False
+            self._interrupts.end_cell()
             end = time.monotonic_ns()
             session.cell = None
             native_output.drain(wait=True)

@@ -35,7 +35,7 @@ def control_handlers(
         # The flag first: what the interrupt wakes must not begin to wait again.
         ABORT.set()
         unheard = interrupts.unheard
-        interrupted = interrupts.interrupt()
+        interrupted = interrupts.interrupt(content.get("run"))
         abort(again=bool(content.get("again")))
         return {"interrupted": interrupted, "unheard": unheard, "line": sampler.sample().line if unheard else None}
 
@@ -49,7 +49,7 @@ def control_handlers(
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
 
     def stop(content: dict[str, Any]) -> dict[str, Any]:
-        stop_at(int(content["at"]))
+        stop_at(int(content["at"]), group=str(content["group"]))
         return {}
 
     def tell_cells(content: dict[str, Any]) -> dict[str, Any]:

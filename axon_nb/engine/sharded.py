@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ import torch
 
 from axon_nb.engine.session import current
 
-__all__ = ["held_alone", "is_sharded", "is_stage", "mesh_type"]
+__all__ = ["held_alone", "is_sharded", "is_stage", "local_part", "mesh_type", "why_apart"]
 
 
 class _Absent:
@@ -47,6 +48,33 @@ def is_sharded(obj: Any) -> bool:
 def is_stage(obj: Any) -> bool:
     """Whether the object is one stage of a pipeline."""
     return issubclass(type(obj), _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank holds of the tensor."""
+    found: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
+    return found
+
+
+def why_apart(tensors: Iterable[Any]) -> str:
+    """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that."""
+    known = {id(tensor): tensor for tensor in tensors}
+    flat, split = _loaded("torch.distributed.fsdp._flat_param", "FlatParameter"), "is split over ranks"
+    for tensor in known.values():
+        if isinstance(tensor, flat):
+            return split
+        if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
+            return split
+    modules: list[tuple[torch.nn.Module, str]] = [
+        (module, split) for module in _living(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+    ]
+    stages = _living(_loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+    modules += [(stage.submod, "is a stage of a pipeline") for stage in stages]
+    return next((why for module, why in modules if any(id(p) in known for p in module.parameters())), "")
+
+
+def _living(kind: type) -> list[Any]:
+    return [] if kind is _Absent else [item for item in gc.get_objects() if issubclass(type(item), kind)]
 
 
 def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ __all__ = ["RecoverableGroup", "operations"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
-_DEFAULT_NAME = "0"
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 # Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
 # (send, recv) or ignore it (reduce_scatter).
@@ -102,7 +101,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._table: Table | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
-        if name != _DEFAULT_NAME:
+        if name != "0":  # the default group: all come to it at their start
             wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
         self.reform(epoch)
 
@@ -158,8 +157,7 @@ class RecoverableGroup(dist.ProcessGroup):
         raise_if_aborted(name)
         refusal = membership.refusal(self, name, _peer(name, args)) if membership.is_alone() else ""
         if name not in _POINT_TO_POINT:
-            if self._name == _DEFAULT_NAME:
-                raise_at_cut(self.sequence + 1, name)
+            raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
             self.sequence += 1
             if self._table is not None:
                 self._table.compare(name, args, self.sequence, self._members)

@@ -17,6 +17,7 @@ from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
+from axon_nb.engine.session import current
 
 __all__ = [
     "abort",
@@ -53,7 +54,7 @@ def abort(*, again: bool) -> None:
 
 
 def waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended, and how many collectives it has begun, by group."""
+    """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
     for call in activity.pending():
@@ -80,7 +81,7 @@ def waits() -> dict[str, Any]:
         facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
-    return {"pending": pending, "counts": counts}
+    return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
 
 
 def _made(name: str) -> str:
@@ -164,7 +165,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
-        How many groups and wrappers, and how many poisoned groups this process keeps.
+        How many groups and wrappers, how many poisoned groups this process keeps, and its optimizers' steps.
     """
     stand_down("")
     stop_at(None)
@@ -176,4 +177,4 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         rebuild_reducers()
     agree_on_names()
     groups_state.reforming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "steps": current().extras["steps"].report()}
