@@ -1,4 +1,4 @@
-"""`!command` on ranks: IPython takes an interrupt for the command's end and goes on with the cell; here it ends both."""
+"""`!command` on ranks: IPython takes an interrupt for the command's end and goes on; here it ends the cell, too."""
 
 from __future__ import annotations
 
