@@ -148,7 +148,7 @@ class Cluster(CellRunning):
         return repair(self, chosen, source=source, names=list(names))
 
     def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
-        """Copy models, optimizers and schedulers of rank `source` to all others, in place; no `names`: all there are."""
+        """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all possible."""
         return sync(self, source, list(names))
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
 from axon_nb.cluster import client
-from axon_nb.engine import dist_hooks
-from axon_nb.engine.groups import install
+from axon_nb.engine import dist_hooks, insist
+from axon_nb.engine.groups import install, stepping
 from tests.kernel.driver import Kernel
 
 ENGINE = Path(axon_nb.__file__).parent / "engine"
@@ -47,6 +47,11 @@ def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
         "%%distributed\nfrom axon_nb.engine import kernel_hooks\nkernel_hooks.missing(get_ipython().kernel)"
     )
     assert reply.lines() == ["[ranks 0-1] []"]
+
+
+def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
+    assert stepping.missing() == []
+    assert insist.missing() == []
 
 
 def test_torch_is_one_that_recoverable_groups_were_tested_with() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["COLLECTIVES", "KINDS", "ONE_END", "POINTS", "Fault", "make_fault"]
+__all__ = ["COLLECTIVES", "KINDS", "POINTS", "Fault", "make_fault"]
 
 NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
 COLLECTIVES = (
@@ -36,8 +36,6 @@ DEATHS = {
     "segfault": r"was killed by SIGSEGV",
 }
 _INTERRUPTED = r"KeyboardInterrupt"
-_EARLIEST_S = 0.05
-"""An interrupt before that can land in ipykernel's own code, which then sends no reply."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _two_interrupts(rng: random.Random, message: str) -> Fault:
 
 
 def _interrupt(rng: random.Random, message: str) -> Fault:
-    moments = (rng.uniform(_EARLIEST_S, 0.8),)
+    moments = (rng.uniform(0, 0.8),)
     names: tuple[str, ...] = ()
     if rng.random() < 0.6:
         names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
@@ -147,7 +145,7 @@ def _raise_and_interrupt(rng: random.Random, message: str) -> Fault:
     raised = _raise(rng, message)
     says = f"{message}|{_INTERRUPTED}"
     ends = ("CellError", "CellInterrupt", "KeyboardInterrupt")
-    moments = (rng.uniform(_EARLIEST_S, 0.3),)
+    moments = (rng.uniform(0, 0.3),)
     return Fault("raise and interrupt", raised.detail, raised.code, ends, says, moments, names=raised.names)
 
 
@@ -180,9 +178,6 @@ KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
     "death": (_die, 0.06),
 }
 """The kinds, and how often each is chosen."""
-ONE_END = ("raise", "interrupt", "swallow", "deadlock", "death")
-"""The kinds that give a cell one reason to end. With two, the stop button may be pressed just as the cell ends; where
-that hits ipykernel's own code it sends no reply."""
 
 
 def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.faults import COLLECTIVES, KINDS, ONE_END, POINTS, make_fault
+from tests.fuzz.faults import COLLECTIVES, KINDS, POINTS, make_fault
 from tests.fuzz.rounds import SENT, Fuzz
 
 SEED = 2
@@ -17,7 +17,7 @@ LONG = 200
 @pytest.fixture(scope="module")
 def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
     """One kernel, whose 4 ranks keep their models through all rounds."""
-    with Fuzz(SEED, tmp_path_factory.mktemp("fuzz"), kinds=ONE_END) as running:
+    with Fuzz(SEED, tmp_path_factory.mktemp("fuzz")) as running:
         yield running
 
 
@@ -40,7 +40,7 @@ def test_a_round_is_the_same_again() -> None:
 
 
 def test_the_slice_has_every_kind_and_a_long_run_every_place() -> None:
-    assert {make_fault(SEED, number, ONE_END).kind for number in range(ROUNDS)} == set(ONE_END)
+    assert {make_fault(SEED, number).kind for number in range(ROUNDS)} == set(KINDS)
     long = [make_fault(SEED, number) for number in range(1000)]
     assert {fault.kind for fault in long} == set(KINDS)
     details = " | ".join(fault.detail for fault in long)

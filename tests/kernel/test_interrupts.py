@@ -1,4 +1,4 @@
-"""An interrupt ends whatever ranks do, tears no step of an optimizer, and leaves all ranks at the same step, or says so."""
+"""An interrupt ends whatever ranks do, tears no optimizer's step, and leaves ranks at the same step, or says so."""
 
 from __future__ import annotations
 
