@@ -179,6 +179,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
 }
 """The kinds, and how often each is chosen."""
 
+
 def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:
     """Fault `number` of the run with this seed: always the same.
 
