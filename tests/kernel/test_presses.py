@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -53,8 +54,10 @@ def test_each_press_of_200_ends_its_cell(pair: Kernel) -> None:
 def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) -> None:
     for _ in range(3):
         pair.interrupt()
+        time.sleep(0.1)  # a person's hand
         pair.ok("x = 1")
         pair.interrupt()
+        time.sleep(0.1)
         assert pair.ok("%%distributed\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
