@@ -26,8 +26,6 @@ _NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_
 _STOP = compile("raise KeyboardInterrupt", "<stop button>", "exec")
 _ON_ITS_WAY_S = 2.0
 """A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time."""
-_CLOCKS_S = 0.02
-"""By so much the front end's clock may be ahead of the kernel's."""
 _INSIST_S = 1.0
 """A second press after so long raises wherever it lands, as ipykernel would have it: something there does not end."""
 
@@ -86,8 +84,7 @@ class StopButton:
         sent = _moment(request["header"].get("date"))
         if self._pressed is None or sent is None or request["content"].get("silent"):
             return False
-        early = self._pressed < sent - _CLOCKS_S
-        return time.time() - self._pressed < _ON_ITS_WAY_S and not early
+        return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent
 
     def _on_press(self, number: int, frame: FrameType | None) -> None:
         insisted = self._pressed is not None and time.time() - self._pressed > _INSIST_S
