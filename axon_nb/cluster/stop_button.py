@@ -81,10 +81,10 @@ class StopButton:
             signal.signal(signal.SIGINT, self._on_press)
 
     def _is_meant_for(self, request: dict[str, Any]) -> bool:
-        sent = request["header"].get("date")
-        if self._pressed is None or not isinstance(sent, dt.datetime) or request["content"].get("silent"):
+        sent = _moment(request["header"].get("date"))
+        if self._pressed is None or sent is None or request["content"].get("silent"):
             return False
-        return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent.timestamp()
+        return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent
 
     def _on_press(self, number: int, frame: FrameType | None) -> None:
         insisted = self._pressed is not None and time.time() - self._pressed > _INSIST_S
@@ -117,6 +117,14 @@ class StopButton:
             finally:
                 if not _succeeded(future):
                     self._pressed = None
+
+
+def _moment(date: Any) -> float | None:
+    """A message's date in Unix time; text in some versions of jupyter_client, a datetime in others."""
+    if isinstance(date, str):
+        with contextlib.suppress(ValueError):
+            date = dt.datetime.fromisoformat(date)
+    return date.timestamp() if isinstance(date, dt.datetime) else None
 
 
 def _succeeded(future: Any) -> bool:

@@ -251,3 +251,20 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> None:
             kernel.ok(SETUP)  # from a common place again
             kernel.ok(PLACE)
     print(f"{together} of {rounds} interrupts left all ranks at the same step")
+
+
+def test_a_recovery_leaves_two_threads_a_group_and_nothing_else(trained: Kernel) -> None:
+    look = (
+        "%%distributed --out held\nimport os, threading\nfrom axon_nb.engine.groups.gloo import leaked\n"
+        "(len(os.listdir('/proc/self/task')), leaked(), threading.active_count(), len(os.listdir('/proc/self/fd')))"
+    )
+    trained.run("%%distributed\nif rank == 1: 1 / 0\nstep()")
+    trained.ok(look)
+    before = trained.value("held.values")
+    for _ in range(8):
+        trained.run("%%distributed\nif rank == 1: 1 / 0\nstep()")
+    trained.ok(look)
+    for rank, (threads, groups, python_threads, fds) in trained.value("held.values").items():
+        assert threads - before[rank][0] <= 2 * (groups - before[rank][1]) + 8, (before, rank)
+        assert python_threads - before[rank][2] <= 8, (before, rank)
+        assert fds - before[rank][3] <= 8, (before, rank)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -50,11 +53,24 @@ def test_each_press_of_200_ends_its_cell(pair: Kernel) -> None:
     assert press_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
 
 
+def test_a_press_that_comes_before_the_cell_has_begun_ends_it(pair: Kernel) -> None:
+    """A cell that waits to be read: the kernel is stopped meanwhile, so that the press is noticed first."""
+    for _ in range(3):
+        os.kill(pair.pid, signal.SIGSTOP)
+        request = pair.submit("%%distributed\nwhile True: pass")
+        pair.interrupt()
+        os.kill(pair.pid, signal.SIGCONT)
+        assert pair.collect(request, timeout=30).ename in STOPPED
+        assert check_next_cell(pair) == ""
+
+
 def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) -> None:
     for _ in range(3):
         pair.interrupt()
+        time.sleep(0.1)  # a person's hand
         pair.ok("x = 1")
         pair.interrupt()
+        time.sleep(0.1)
         assert pair.ok("%%distributed\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
