@@ -48,6 +48,8 @@ class StopButton:
         """Type of the request that is being handled; empty when idle."""
         self._pressed: float | None = None
         """When the button was pressed without effect, in Unix time; None: it was not."""
+        self._began = time.time()
+        """When it began to be handled, in Unix time."""
         self._cancel_on_sigint = kernel._cancel_on_sigint
         self._run_code = kernel.shell.run_code
 
@@ -72,7 +74,7 @@ class StopButton:
         request = self._kernel.get_parent("shell")
         if request["header"]["msg_type"] == "execute_request" and not self._is_meant_for(request):
             self._pressed = None
-        self._handling = request["header"]["msg_type"]
+        self._handling, self._began = request["header"]["msg_type"], time.time()
         signal.signal(signal.SIGINT, self._on_press)
 
     def _after(self) -> None:
@@ -87,12 +89,13 @@ class StopButton:
         return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent
 
     def _on_press(self, number: int, frame: FrameType | None) -> None:
-        insisted = self._pressed is not None and time.time() - self._pressed > _INSIST_S
-        if self._handling not in ("", "execute_request") or (self._handling and insisted) or user_frame(frame):
+        first, now = self._pressed, time.time()
+        insisted = bool(self._handling) and first is not None and self._began <= first < now - _INSIST_S
+        if insisted or user_frame(frame) is not None:
             self._pressed = None
             raise KeyboardInterrupt
-        if self._pressed is None or not self._handling:
-            self._pressed = time.time()
+        if first is None or first < self._began or not self._handling:
+            self._pressed = now
 
     async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:
         if self._pressed is not None:
