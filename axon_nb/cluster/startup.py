@@ -24,6 +24,9 @@ from axon_nb.errors import StartError, UsageError
 
 __all__ = ["attach", "restart", "start"]
 
+_REGISTERED_S = 20.0
+"""The controller tells a new client of engines within milliseconds; longer on a machine that is busy."""
+
 
 def start(
     n: int | None = None,
@@ -161,7 +164,7 @@ def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
         return set(client.registered)
     # The controller takes a minute to miss an engine that died while nobody was there to tell it.
     living = set(map(int, connection.agent.greeting["ranks"]))
-    client.wait_registered(living, 2.0)
+    client.wait_registered(living, _REGISTERED_S)
     return living
 
 
