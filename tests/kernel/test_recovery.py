@@ -124,7 +124,13 @@ def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, wha
     request = trained.submit(f"%%distributed\nprint('go', flush=True)\n{INTERRUPTS[what]}")
     trained.wait_for_output(request, "go")
     trained.interrupt()
-    assert trained.collect(request, timeout=30).ename == "CellInterrupt"
+    reply = trained.collect(request, timeout=30)
+    assert reply.ename == "CellInterrupt"
+    if "`%distributed sync`" in reply.stdout + reply.stderr:
+        # Where a machine is too busy for the cut, ranks may be a step apart, and that is told.
+        assert what == "training"
+        trained.ok(SETUP)
+        return
     assert len(trained.ok("%%distributed\nprint('at step', steps)").lines()) == 1, "ranks are at the same step"
     assert "[ranks 0-3] True" in trained.ok("%%distributed\nstep()\nlen(weights()) == 2").lines()
 
