@@ -1,0 +1,21 @@
+"""Small, readable models to try parallelism on: a byte-level GPT, an MLP and a CNN, and text to train the GPT with."""
+
+from __future__ import annotations
+
+from axon_nb.parallel.models.corpus import standard_library, windows
+from axon_nb.parallel.models.gpt import GPT, Attention, Block, Embedding, GPTConfig, Head, next_byte_loss
+from axon_nb.parallel.models.images import CNN, MLP
+
+__all__ = [
+    "CNN",
+    "GPT",
+    "MLP",
+    "Attention",
+    "Block",
+    "Embedding",
+    "GPTConfig",
+    "Head",
+    "next_byte_loss",
+    "standard_library",
+    "windows",
+]
