@@ -14,7 +14,7 @@ from IPython.core.getipython import get_ipython
 from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
-from axon_nb.engine.groups import form_default_group, recovery
+from axon_nb.engine.groups import form_default_group, nccl, recovery
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
@@ -48,6 +48,8 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     config = JoinConfig(**settings)
     kernel = _shell().kernel
     namespace.set_environment(config)
+    if config.backend == "nccl":
+        nccl.set_environment(one_host=config.local_world_size == config.world_size)
     torch.set_num_threads(config.threads)
     device = torch.device(config.device)
     if device.type == "cuda":
@@ -69,6 +71,8 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         epoch=epoch,
     )
     recovery.recreate(list(groups))
+    if epoch and (native := nccl.groups()) is not None:
+        native.reform(epoch)
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)

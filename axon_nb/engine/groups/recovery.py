@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state
+from axon_nb.engine.groups.native_waits import native_waits
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
 
@@ -35,6 +36,8 @@ def abort(*, again: bool) -> None:
     for thread in threads:
         thread.start()
     fail_all()
+    if (native := nccl.groups()) is not None:
+        native.abort(limit_s=nccl.ABORT_LIMIT_S)
     end = time.monotonic() + _POISON_LIMIT_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -61,19 +64,24 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    return {"pending": pending, "counts": {name: group.sequence for name, group in groups.items()}}
+    counts = {name: group.sequence for name, group in groups.items()}
+    if (native := nccl.groups()) is not None:
+        return native_waits(native, pending, counts)
+    return {"pending": pending, "counts": counts}
 
 
 def registry() -> list[dict[str, Any]]:
-    """The groups that this rank is in besides the default one: name, global ranks, description."""
-    default = c10d._get_default_group()
+    """The groups that this rank is in besides the default one: name, global ranks, description, backend."""
+    default, native = c10d._get_default_group(), nccl.groups()
+    groups = [*all_groups(), *(native.all() if native is not None else [])]
     return [
         {
             "name": group.group_name,
             "ranks": sorted(c10d._world.pg_group_ranks[group]),
             "desc": group.group_desc,
+            "backend": str(dist.get_backend(group)),
         }
-        for group in all_groups()
+        for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
@@ -84,7 +92,12 @@ def recreate(groups: list[dict[str, Any]]) -> None:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
         hashed = not group["name"].isdigit()
-        dist.new_group(group["ranks"], use_local_synchronization=hashed, group_desc=group["desc"] or None)
+        dist.new_group(
+            group["ranks"],
+            backend=group["backend"],
+            use_local_synchronization=hashed,
+            group_desc=group["desc"] or None,
+        )
 
 
 def agree_on_names(device: torch.device | str = "cpu") -> None:
@@ -111,8 +124,10 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     groups = all_groups()
     for group in groups:
         group.reform(epoch)
+    native = nccl.groups()
+    num_native = native.reform(epoch) if native is not None else 0
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
-    agree_on_names()
-    return {"groups": len(groups), "wrappers": wrappers, "leaked": leaked()}
+    agree_on_names(native.device if native is not None else "cpu")
+    return {"groups": len(groups) + num_native, "wrappers": wrappers, "leaked": leaked()}

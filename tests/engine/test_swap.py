@@ -1,0 +1,156 @@
+"""Fresh backends under live groups, on real processes: torch's own Gloo groups stand in for NCCL's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from axon_nb.engine.groups import swap
+from axon_nb.engine.groups.abort import ABORT, Aborted, GroupBroken, raise_if_aborted
+from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
+from tests.engine.swap_ranks import CPU, LIMIT, groups_on, run_on_ranks, trained
+
+STOPS = ["", "forward", "backward", "step", ""]
+
+
+def _trains(rank: int, store: Any) -> dict[str, list[float]]:
+    groups = groups_on(store)
+    before = dist.group.WORLD
+    result = {}
+    for kind in ("ddp", "fsdp"):
+        result[kind] = trained(kind, rank, groups, [""] * len(STOPS))
+        result[f"{kind} aborted"] = trained(kind, rank, groups, STOPS)
+    result["fsdp by hand"] = trained("fsdp", rank, groups, STOPS, forced=True)
+    assert dist.group.WORLD is before
+    assert dist.get_backend() == "gloo"
+    return result
+
+
+def test_training_goes_on_bit_for_bit_with_the_same_wrappers_on_fresh_backends(tmp_path: Path) -> None:
+    results = run_on_ranks(_trains, 2, tmp_path)
+    assert sorted(results) == [0, 1]
+    for values in results.values():
+        assert values["ddp aborted"] == values["ddp"] == results[0]["ddp"]
+        assert values["fsdp aborted"] == values["fsdp"] == results[0]["fsdp"]
+        assert values["fsdp by hand"] == values["fsdp"]
+
+
+def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float], str, list[float]]:
+    groups = groups_on(store)
+    own = dist.new_group([0, 1], group_desc="mine")
+    name, desc = own.group_name, own.group_desc
+    tensor = torch.full((1000,), float(rank))
+    error = ""
+    if rank == 0:
+        work = dist.all_reduce(tensor, group=own, async_op=True)  # rank 1 never comes
+        threading.Timer(0.2, lambda: groups.abort(limit_s=20)).start()
+        try:
+            work.wait()
+        except RuntimeError as raised:
+            error = str(raised)
+    groups.reform(1)
+    assert (own.group_name, own.group_desc) == (name, desc)
+    tensor = torch.full((2,), rank + 1.0)
+    dist.all_reduce(tensor, group=own)
+    later = dist.new_group([0, 1])
+    more = torch.full((2,), rank + 1.0)
+    dist.all_reduce(more, group=later)
+    dist.barrier()
+    return error, desc, tensor.tolist(), later.group_name, more.tolist()
+
+
+def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_path: Path) -> None:
+    results = run_on_ranks(_waits_and_is_aborted, 2, tmp_path)
+    assert results[0][0] != ""
+    assert results[1][0] == ""
+    assert results[0][1:] == results[1][1:] == ("mine", [3.0, 3.0], results[0][3], [3.0, 3.0])
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    """A default group of this process alone, in this process."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=LIMIT)
+    yield store
+    ABORT.clear()
+    dist.destroy_process_group()
+
+
+def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> None:
+    never, asked = threading.Event(), []
+
+    def stuck(backend: Any) -> None:
+        asked.append(backend)
+        never.wait(60)
+
+    kind = Kind(
+        owns=lambda backend: isinstance(backend, ProcessGroupGloo),
+        connect=lambda *args: None,
+        abort=stuck,
+        connect_limit_s=0.1,
+    )
+    groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT)
+    dist.new_group([0])
+    assert sorted(groups.abort(limit_s=0.1)) == sorted(group.group_name for group in groups.all())
+    assert len(asked) == 2
+    # Each backend is aborted once, however often it is asked for.
+    assert groups.abort(limit_s=0.1) == []
+    assert len(asked) == 2
+    never.set()
+
+
+def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
+    assert swap.missing() == []
+    group = dist.group.WORLD
+    backend = group._get_backend(CPU)
+    for left in range(swap.MAX_SWAPS, 0, -1):
+        assert swap.swaps_left(group) == left
+        swap.swap_backend(group, backend, CPU)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    with pytest.raises(GroupBroken, match=r"formed anew 249 times.*%distributed restart"):
+        swap.swap_backend(group, backend, CPU)
+
+
+def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
+    threading.Timer(0.2, ABORT.set).start()
+    with pytest.raises(Aborted):
+        meet(alone, 0, 2, give_up=raise_if_aborted, limit_s=60)
+    ABORT.clear()
+
+    go_on, disposed = threading.Event(), threading.Event()
+    threading.Timer(0.2, ABORT.set).start()
+
+    def build() -> str:
+        go_on.wait(60)
+        return "backend"
+
+    with pytest.raises(Aborted):
+        connect_in_helper(build, give_up=raise_if_aborted, limit_s=60, dispose=lambda backend: disposed.set())
+    go_on.set()
+    assert disposed.wait(10)  # what comes too late is not kept
+
+
+def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"group ranks \[1, 2\] did not come within 0.1 s"):
+        meet(alone, 0, 3, give_up=lambda: None, limit_s=0.1)
+    stop = threading.Event()
+    with pytest.raises(RuntimeError, match=r"connecting took longer than 0.1 s"):
+        connect_in_helper(lambda: stop.wait(30), give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
+    stop.set()
+    with pytest.raises(ZeroDivisionError):
+        connect_in_helper(lambda: 1 // 0, give_up=lambda: None, limit_s=10, dispose=lambda backend: None)
+
+
+def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
+    begun = time.monotonic()
+    threading.Timer(0.2, lambda: alone.set("here1", "1")).start()
+    meet(alone, 0, 2, give_up=lambda: None, limit_s=60)
+    assert time.monotonic() - begun >= 0.1
