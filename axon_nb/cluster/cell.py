@@ -25,6 +25,9 @@ _GIVE_UP_S = 10.0
 
 
 _ENDED = ("Aborted",)
+_ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
+_NCCL_ABORTED = "NCCL communicator was aborted"
+"""What torch says of an operation that begins on an aborted communicator."""
 
 
 class Stepped(Protocol):
@@ -148,8 +151,9 @@ class CellRun:
         self._communicated = self._communicated or bool(ours.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
-            ended = ename in _ENDED or (self._ending.begun and ename in ("KeyboardInterrupt", "CancelledError"))
-            evalue = _where(ours.get("ended_in", {})) if ended else content.get("evalue", content["status"])
+            begun, evalue = self._ending.begun, content.get("evalue", content["status"])
+            ended = ename in _ENDED or (begun and (ename in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in evalue))
+            evalue = _where(ours.get("ended_in", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
 

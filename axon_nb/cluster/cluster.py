@@ -13,6 +13,7 @@ from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.cuda_errors import context_hint, lost_contexts
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.ending import Ending
@@ -140,7 +141,7 @@ class Cluster:
             timeout_s=timeout,
             view=options.get("view"),
             show_value=options.get("show_value", False),
-            recover=self._recovery if self.backend == "gloo" else None,
+            recover=lambda: self._recovery(run),
         )
         with self._lock:
             ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
@@ -155,15 +156,19 @@ class Cluster:
         return run
 
     def _ending(self, chosen: Sequence[int]) -> Ending:
-        client, gloo = self.connection.client, self.backend == "gloo"
+        client = self.connection.client
         living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen) if gloo else None
-        return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
+        watch = DeadlockWatch(client, living, chosen)
+        # A cut needs Python in each operation, which NCCL's do not have.
+        return Ending(client, chosen, watch=watch, cuttable=self.backend == "gloo" and chosen == self.ranks)
 
-    def _recovery(self) -> Recovery:
+    def _recovery(self, ended: CellRun) -> Recovery:
         for run in self._runs:
             self.health.follow_stuck(run)
-        return Recovery(self.connection.client, self.ranks, self.health)
+        if self.backend == "nccl":
+            self.health.tell_unproven()
+            self.health.lost.update(lost_contexts(ended.errors))
+        return Recovery(self.connection.client, self.ranks, self.health, patient=self.backend == "nccl")
 
     def _end(self, run: CellRun, options: CellOptions) -> CellResult:
         check = options.get("check", True)
@@ -232,6 +237,7 @@ class Cluster:
         self._places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
+        self.health.lost.discard(rank)
         self.connection.agent.call("set_info", info={"places": self._places})
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
@@ -275,4 +281,6 @@ class Cluster:
 
 
 def _hint(run: CellRun) -> str:
+    if hint := context_hint(run.errors):
+        return hint
     return REPAIR if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from axon_nb.engine.forget import forget_failure
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.session import RankSession
@@ -60,6 +61,8 @@ class CellRunner:
             self._values[token] = value
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
+        if reply["status"] == "error":
+            forget_failure(shell)
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,

@@ -120,6 +120,8 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stand_down("")
     stop_at(None)
     activity.forget_all()
+    if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
+        return {"groups": 0, "wrappers": 0, "leaked": 0}
     groups_state.epoch = epoch
     groups = all_groups()
     for group in groups:

@@ -1,0 +1,56 @@
+"""After a failed cell: nothing keeps its frames, and with them its tensors, alive.
+
+Python and IPython each keep the last error for a debugger, and its frames hold all that the cell's functions had in
+local variables: after running out of GPU memory the next, smaller step would fail too. The text of the traceback has
+been made by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from typing import Any
+
+from axon_nb.engine.kernel_hooks import RUN_CODE
+
+__all__ = ["forget_failure"]
+
+
+def forget_failure(shell: Any) -> None:
+    """Drop what `shell` and `sys` hold of the last error; what the user's own names hold of it stays.
+
+    Frames that refer to their own error, as after ``except E as e: errors.append(e)``, go with the next collection of
+    garbage, which is made here when memory ran out.
+    """
+    result = getattr(shell, "last_execution_result", None)
+    error = getattr(result, "error_in_exec", None)
+    short = _out_of_memory(error)
+    _clear_outermost(error)
+    if result is not None:
+        result.error_in_exec = result.error_before_exec = None
+    del error
+    shell.last_execution_result = None
+    for name in ("last_exc", "last_traceback", "last_type", "last_value"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    for name in ("InteractiveTB", "SyntaxTB"):
+        if getattr(getattr(shell, name, None), "tb", None) is not None:
+            getattr(shell, name).tb = None
+    if short:
+        gc.collect()
+
+
+def _clear_outermost(error: BaseException | None) -> None:
+    # IPython's own frame is the first of the error's, and holds the error: without it nothing refers to itself.
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code is RUN_CODE:
+            with contextlib.suppress(RuntimeError):  # it still runs
+                trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    # By name and not by text: `str` of an error is the user's code.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
