@@ -6,6 +6,7 @@ Gloo stands in for NCCL where no GPU is: it is aborted by poison, which is safe 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -22,12 +23,12 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.engine.groups import gloo
+from axon_nb.engine.groups import gloo, nccl, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.native import Kind, NativeGroups
 from axon_nb.engine.groups.wrappers import reset_wrappers
 
-__all__ = ["CPU", "GLOO", "LIMIT", "be_rank", "groups_on", "run_on_ranks", "trained"]
+__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained"]
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=60)
@@ -90,6 +91,36 @@ def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
     dist.barrier()
     (base / f"{rank}.out").write_text(repr(result))
     os._exit(0)  # a poisoned Gloo backend cannot be freed
+
+
+def be_newcomer(folder: str, groups: str, epoch: str) -> None:
+    """The life of a process that takes the place of rank 1 of 2, as `engine.bootstrap.join` does on NCCL.
+
+    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the forming.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
+    kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
+    store = dist.FileStore(str(Path(folder) / "forms"), 2)
+    nccl.install(store, device=CPU, timeout=LIMIT, kind=kind).reform(int(epoch))
+    recovery.agree_on_names()
+    print(sums(1), flush=True)
+    os._exit(0)
+
+
+def sums(rank: int) -> list[float]:
+    """An all_reduce in each group that is there, and in a new one: the same on all ranks."""
+    found = []
+    dist.new_group([0, 1], backend="gloo")
+    names = sorted(dist.distributed_c10d._world.pg_names, key=lambda group: (len(group.group_name), group.group_name))
+    for group in names:
+        tensor = torch.full((2,), rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        found += tensor.tolist()
+    dist.barrier()
+    return found
 
 
 def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:

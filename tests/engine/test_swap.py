@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from axon_nb.engine.groups import swap
+from axon_nb.engine.groups import nccl, recovery, swap
 from axon_nb.engine.groups.abort import ABORT, Aborted, GroupBroken, raise_if_aborted
+from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
-from tests.engine.swap_ranks import CPU, LIMIT, groups_on, run_on_ranks, trained
+from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained
 
 STOPS = ["", "forward", "backward", "step", ""]
 
@@ -71,6 +75,57 @@ def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_pat
     assert results[0][0] != ""
     assert results[1][0] == ""
     assert results[0][1:] == results[1][1:] == ("mine", [3.0, 3.0], results[0][3], [3.0, 3.0])
+
+
+def _is_replaced(rank: int, store: Any) -> Any:
+    dist.new_group([0, 1], group_desc="mine")
+    groups_state.installed = True
+    groups = nccl.install(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    registry = recovery.registry()
+    if rank == 1:  # from here on another process is rank 1
+        folder = str(Path(store.path).parent)
+        code = "import sys; from tests.engine.swap_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, folder, repr(registry), "7"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        answer = done.stdout
+        store.set("newcomer", answer)
+        groups.reform(8)  # for the barrier at the end of the test's processes
+        return registry, ast.literal_eval(answer)
+    done = recovery.recover(7, replaced=True)
+    found = sums(rank)
+    store.wait(["newcomer"])
+    for group in groups.all()[2:]:  # those that the other process never had
+        dist.destroy_process_group(group)
+    groups.reform(8)
+    return registry, found, done["groups"]
+
+
+def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
+    results = run_on_ranks(_is_replaced, 2, tmp_path)
+    registry = [{"name": "1", "ranks": [0, 1], "desc": "mine", "backend": "gloo"}]
+    assert results[1] == (registry, [3.0] * 6)
+    assert results[0] == (registry, [3.0] * 6, 2)
+
+
+def _recovers(rank: int, store: Any) -> Any:
+    groups_state.installed = True
+    nccl.install(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    if rank == 1:
+        for _ in range(3):  # groups of its own, which the other rank does not know of
+            dist.distributed_c10d._world.group_count += 1
+    recovery.abort(again=False)
+    refused = ABORT.is_set()
+    answer = recovery.recover(3)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return refused, ABORT.is_set(), answer["groups"], tensor.item(), dist.distributed_c10d._world.group_count
+
+
+def test_abort_and_recover_as_a_rank_is_asked_to(tmp_path: Path) -> None:
+    results = run_on_ranks(_recovers, 2, tmp_path)
+    assert results[0] == results[1]
+    assert results[0][:4] == (True, False, 1, 2.0)
 
 
 @pytest.fixture

@@ -93,9 +93,8 @@ def test_ranks_that_share_a_card_are_free_after_a_failure(shared_card: Script, t
     for _ in range(5):
         answer = shared_card.run(f"c.run({cell!r}, timeout=3)", timeout=60)
         assert "CellError" in answer.kinds
-        assert shared_card.value(
-            "set(c.run('t = torch.ones(1, device=device); dist.all_reduce(t)\\nt.item()').values.values()) == {last + 1.0}"
-        )
+        total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+        assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")
 
 
 def test_a_killed_rank_on_a_shared_card_is_replaced(shared_card: Script) -> None:

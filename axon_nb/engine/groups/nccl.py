@@ -61,9 +61,9 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def install(root: Store, *, device: torch.device, timeout: timedelta) -> NativeGroups:
-    """From now on NCCL groups of this rank can be aborted and formed anew."""
-    _groups[:] = [NativeGroups(_KIND, root, device=device, timeout=timeout)]
+def install(root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None) -> NativeGroups:
+    """From now on NCCL groups of this rank, or those of another `kind`, can be aborted and formed anew."""
+    _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
     return _groups[0]
 
 
