@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import flight
-from axon_nb.engine.groups.gpu_wait import waits_in
-from axon_nb.engine.groups.native_waits import native_waits
+from axon_nb.engine.groups.native_waits import native_waits, synchronizes
 from axon_nb.records.waits import PendingCall, RankWaits, explain
 from tests.engine.swap_ranks import groups_on, run_on_ranks
 
@@ -63,11 +62,11 @@ def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
     assert results[0]["later"] == results[1]["later"] == (0, {"0": 0})
     # And the graph of waits takes it: rank 1 has ended the cell, so nobody will come.
     reports = {
-        0: RankWaits(0, True, 4, "item(), behind allreduce,", (call,), results[0]["answer"]["counts"]),
+        0: RankWaits(0, True, 4, "torch.cuda.synchronize() behind allreduce", (call,), results[0]["answer"]["counts"]),
         1: RankWaits(1, False, None, "", (), results[1]["answer"]["counts"]),
     }
     assert explain(reports, [0, 1], 0.0) == (
-        "rank 0 waits in item(), behind allreduce, at line 4 for rank 1, which has finished the cell."
+        "rank 0 waits in torch.cuda.synchronize() behind allreduce at line 4 for rank 1, which has finished the cell."
     )
 
 
@@ -98,38 +97,31 @@ def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
     assert dict(seen.counts) == {"3": 0}
 
 
-def test_the_stack_tells_a_call_that_waits_from_one_that_computes() -> None:
-    lines = {
-        "x.item()": "item",
-        "y = [x.item(), 1]": "item",
-        "y = x.to('cpu')": "to",
-        "x.compute()": "",
-        "f(x)": "",
-    }
-    for line, expected in lines.items():
-        go_on, begun = threading.Lock(), threading.Event()
-        go_on.acquire()
-        waits = go_on.__enter__  # in C, as what waits for the GPU
-        slow = SimpleNamespace(item=waits, to=functools.partial(_wait, go_on), compute=waits)
-        names = {"x": slow, "f": lambda slow: slow.item(), "begun": begun}
-        thread = threading.Thread(target=exec, args=(f"begun.set()\n{line}", names))
-        thread.start()
-        assert begun.wait(10)
-        end = time.monotonic() + 10
-        while (found := _waits_in_line(thread, 2)) != expected and time.monotonic() < end:
-            pass
-        assert found == expected, line
-        go_on.release()
-        thread.join()
-    assert waits_in(None) == ""
+@pytest.mark.parametrize(
+    ("file", "name", "expected"),
+    [
+        ("/somewhere/torch/cuda/__init__.py", "synchronize", True),
+        ("/somewhere/torch/cuda/streams.py", "synchronize", False),  # of one stream
+        ("/somewhere/torch/cuda/__init__.py", "current_device", False),
+        ("cell", "synchronize", False),
+    ],
+)
+def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, expected: bool) -> None:
+    go_on, begun = threading.Lock(), threading.Event()
+    go_on.acquire()
+    names = {"wait": go_on.__enter__, "begin": begun.set}
+    exec(compile(f"def {name}():\n    begin()\n    wait()", file, "exec"), names)
+    thread = threading.Thread(target=names[name])
+    thread.start()
+    assert begun.wait(10)
+    end = time.monotonic() + 10
+    while (found := _innermost(thread)) is None or (found.f_code.co_name != name and time.monotonic() < end):
+        pass
+    assert synchronizes(found) is expected
+    assert synchronizes(None) is False
+    go_on.release()
+    thread.join()
 
 
-def _wait(lock: Any, where: str) -> None:
-    lock.acquire()
-
-
-def _waits_in_line(thread: threading.Thread, line: int) -> str | None:
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and frame.f_code.co_filename != "<string>":
-        frame = frame.f_back
-    return waits_in(frame) if frame is not None and frame.f_lineno == line else None
+def _innermost(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)

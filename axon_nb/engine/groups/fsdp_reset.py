@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["reset_by_hand", "reset_root"]
+__all__ = ["param_groups", "reset_by_hand", "reset_root"]
 
 
 def reset_root(root: Any) -> None:
@@ -40,13 +40,14 @@ def reset_by_hand(root: Any) -> None:
         each._training_state = TrainingState.IDLE
         if hasattr(each, "_modules_to_run_forward"):
             each._modules_to_run_forward.clear()
-        for group in _groups(each):
+        for group in param_groups(each):
             _reset_group(group, TrainingState.IDLE)
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
 
 
-def _groups(state: Any) -> list[Any]:
+def param_groups(state: Any) -> list[Any]:
+    """The parameter groups of an FSDP2 state, one or several by version of torch."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group else []
