@@ -21,7 +21,7 @@ from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
 from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained
 
-STOPS = ["", "forward", "backward", "step", ""]
+STOPS = ["", "in forward", "in backward", "step", "in backward", ""]
 
 
 def _trains(rank: int, store: Any) -> dict[str, list[float]]:
