@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all check fix bench notebooks clean
+.PHONY: help install demo lab test test-all check fix fuzz bench notebooks clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -38,8 +38,15 @@ check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks
 fix: $(INSTALLED)  ## mend what `check` can mend by itself
 	scripts/check --fix
 
-bench: $(INSTALLED)  ## measure against stock ipyparallel; the table goes to benchmarks/results
+FAULTS ?= 1000
+SEED ?= 1
+fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY=38 for one round again
+	$(VENV)/bin/python -m tests.fuzz --faults $(FAULTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+
+bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the tables go to benchmarks/results
 	$(VENV)/bin/python -m benchmarks.main_job
+	$(VENV)/bin/python -m benchmarks.overhead
+	$(VENV)/bin/python -m benchmarks.collectives
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py

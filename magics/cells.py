@@ -121,6 +121,8 @@ class CellMagics(Magics):
             raise UsageError(f"--out {options.out}: it is no variable name.")
         code = cell_code.with_head(cell, f"%%{name} {line}")
         number = _prompt(self.shell)
+        if current.get() is None:
+            cell_code.check(code, name=f"Cell In[{number}]")  # before ranks are started for it
         cluster = _cluster()
         return _Request(
             cluster=cluster,
@@ -136,6 +138,7 @@ class CellMagics(Magics):
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
+                "alone": not options.noblock,
             },
         )
 

@@ -10,6 +10,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster import current, startup
+from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
@@ -32,6 +33,7 @@ def _start_parser() -> LineParser:
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
     parser.add_argument("--name", default=None, help="what the cluster is called")
+    parser.add_argument("--interface", default=None, help="network interface on which other hosts' ranks reach this")
     return parser
 
 
@@ -49,22 +51,27 @@ def _config_parser() -> LineParser:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Start, attach, status, stop, restart, repair, config."""
+    """Start, attach, status, stacks, stop, restart, repair, sync, config."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """The cluster: `%distributed start | status | stop | restart | repair | attach | config`.
+        """`%distributed start | status | stacks | stop | restart | repair | sync | attach | cancel | config`.
 
-        repair [--ranks R] · attach [NAME] · config [key=value …]
+        sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
+        stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+        start -n N --engines ssh --interface eth0: ranks on several hosts
         """
         commands: dict[str, Callable[[list[str]], Any]] = {
             "start": self._start,
             "status": self._status,
+            "stacks": self._stacks,
             "stop": self._stop,
             "repair": self._repair,
             "restart": self._restart,
             "attach": self._attach,
+            "cancel": self._cancel,
+            "sync": self._sync,
             "config": self._config,
         }
         word, *rest = line.split() or [""]
@@ -76,13 +83,24 @@ class DistributedMagics(Magics):
     def _start(self, words: list[str]) -> None:
         options = parse(_start_parser(), words)
         cluster = startup.start(
-            options.n, devices=options.devices, backend=options.backend, engines=options.engines, name=options.name
+            options.n,
+            devices=options.devices,
+            backend=options.backend,
+            engines=options.engines,
+            name=options.name,
+            interface=options.interface,
         )
         display(cluster)
 
     def _status(self, words: list[str]) -> Any:
         parse(LineParser("%distributed status", "Show the ranks."), words)
         return current.require("%distributed status").status()
+
+    def _stacks(self, words: list[str]) -> None:
+        parser = LineParser("%distributed stacks", "Show where each rank is.")
+        parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
+        options = parse(parser, words)
+        print(current.require("%distributed stacks").stacks(options.ranks))
 
     def _stop(self, words: list[str]) -> None:
         parse(LineParser("%distributed stop", "End the cluster."), words)
@@ -98,14 +116,30 @@ class DistributedMagics(Magics):
     def _repair(self, words: list[str]) -> None:
         parser = LineParser("%distributed repair", "Replace dead ranks by fresh ones.")
         parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
+        parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
+        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
         options = parse(parser, words)
-        ranks = current.require("%distributed repair").repair(options.ranks)
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-        print(f"Replaced {who}: fresh and empty; the other ranks keep all they have.")
+        cluster = current.require("%distributed repair")
+        print(cluster.repair(options.ranks, source=options.source, names=options.names))
 
-    def _attach(self, words: list[str]) -> None:
+    def _sync(self, words: list[str]) -> None:
+        parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
+        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
+        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
+        options = parse(parser, words)
+        print(current.require("%distributed sync").sync(options.source, options.names))
+
+    def _attach(self, words: list[str]) -> CellHandle | None:
         options = parse(_attach_parser(), words)
-        display(startup.attach(options.name))
+        cluster = startup.attach(options.name)
+        display(cluster)
+        handle = cluster.running_cell
+        return None if handle is None or handle.done() else handle
+
+    def _cancel(self, words: list[str]) -> None:
+        parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
+        ranks = current.require("%distributed cancel").cancel()
+        print(f"Interrupted the cell on ranks {format_ranks(ranks)}." if ranks else "No cell is running.")
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)

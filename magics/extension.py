@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from axon_nb.cluster import current, kept, lifecycle, warmup
+from axon_nb.cluster import current, kept, lifecycle, stop_button, warmup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics.cells import CellMagics
@@ -24,6 +24,7 @@ def load(shell: InteractiveShell) -> None:
     if awaited_cells not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(awaited_cells)
     lifecycle.install()
+    stop_button.install()
     if current.get() is not None:
         return
     try:
@@ -45,6 +46,7 @@ def unload(shell: InteractiveShell) -> None:
     """Take back what `load` registered."""
     if awaited_cells in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(awaited_cells)
+    stop_button.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:
         manager.registry.pop(cls.__name__, None)

@@ -1,130 +1,25 @@
-"""From a connection to ranks that have joined their world: engines launched, registered, joined, one barrier passed."""
+"""From engines to ranks that have joined their world: each told its place, one barrier passed."""
 
 from __future__ import annotations
 
-import logging
-import os
+import dataclasses
+import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from importlib.metadata import entry_points
 from typing import Any
-
-import ipyparallel as ipp
 
 from axon_nb.cluster import remote
 from axon_nb.cluster.connection import Connection
-from axon_nb.cluster.launcher import AgentControllerLauncher, ForkedEngineSetLauncher
+from axon_nb.cluster.hosts import LOOPBACK, Seat, seats
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.settings import Settings
-from axon_nb.errors import StartError, UsageError
+from axon_nb.errors import StartError
+from axon_nb.host.sealing import store_key
 
-__all__ = ["gather", "join_settings", "join_world", "launch_engines", "launcher_class", "rank_environment"]
+__all__ = ["gather", "join_settings", "join_world", "store_address"]
 
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
-
-
-def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
-    """Launch one engine a rank with the ipyparallel launcher called `engines`, and wait until all are registered.
-
-    Raises:
-        StartError: one ended or did not register within `timeout_s` seconds; the message has its last lines.
-    """
-    run_dir = connection.run_dir
-    cluster = ipp.Cluster(
-        engines=launcher_class(engines),
-        controller=AgentControllerLauncher,
-        profile_dir=str(run_dir.profile),
-        cluster_id="",
-        cluster_file="",
-        load_profile=False,
-        shutdown_atexit=False,
-        delay=0.0,
-        log=logging.getLogger("axon_nb.ipyparallel"),
-        parent=None,
-    )
-    cluster.start_controller_sync()
-    options: dict[str, Any] = {"engine_set_id": "ranks"}
-    env = rank_environment(layout)
-    if engines == "axon":
-        options |= {"agent": connection.agent, "rank_env": env}
-    else:
-        options |= {"environment": env}
-        _precreate_logs(connection, layout.num_ranks)
-    deaths: dict[int, int] = {}
-    connection.agent.on_event(
-        lambda event: deaths.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
-    )
-    try:
-        cluster.start_engines_sync(layout.num_ranks, **options)
-    except Exception as error:
-        raise StartError(f"The engine launcher {engines!r} failed: {error}") from error
-    end = time.monotonic() + timeout_s
-    wanted = set(range(layout.num_ranks))
-    while not connection.client.wait_registered(wanted, 0.1):
-        _raise_if_dead(connection, deaths)
-        _raise_if_ended(cluster.engines["ranks"])
-        if time.monotonic() > end:
-            there = connection.client.registered
-            raise StartError(f"Only engines {there} of {sorted(wanted)} registered within {timeout_s:.0f} s.")
-    return cluster
-
-
-def launcher_class(engines: str) -> Any:
-    """The ipyparallel launcher of that name.
-
-    Raises:
-        UsageError: nobody has registered it.
-    """
-    if engines == "axon":
-        return ForkedEngineSetLauncher
-    known = {point.name: point for point in entry_points(group="ipyparallel.engine_launchers")}
-    if engines.lower() not in known:
-        raise UsageError(
-            f"--engines {engines}: no ipyparallel launcher of that name; there are {', '.join(sorted(known))}."
-        )
-    return known[engines.lower()].load()
-
-
-def rank_environment(layout: Layout) -> dict[str, str]:
-    """Environment variables of ranks besides the notebook's own."""
-    env = {"OMP_NUM_THREADS": str(layout.threads)}
-    if layout.visible is not None:
-        env["CUDA_VISIBLE_DEVICES"] = layout.visible
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers the cards, which named them
-    return env
-
-
-def _precreate_logs(connection: Connection, num_ranks: int) -> None:
-    # ipyparallel opens its logs with the user's umask; a file that is there keeps its mode.
-    folder = connection.run_dir.profile / "log"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for name in [*(f"ipengine--ranks-{index}" for index in range(num_ranks)), f"ipengine-ranks-{os.getpid()}"]:
-        path = folder / f"{name}.log"
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-
-
-def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
-    if connection.agent.closed.is_set():
-        raise StartError("The host agent ended while the ranks were starting.")
-    for rank, code in deaths.items():
-        log = connection.run_dir.profile / "log" / f"rank{rank}.log"
-        lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-        raise StartError(
-            f"Rank {rank} ended with code {code} while starting: {' | '.join(lines) or 'it wrote nothing'}"
-        )
-
-
-def _raise_if_ended(launcher: Any) -> None:
-    """Notice processes that ipyparallel's own launchers started on this host and that are gone again."""
-    parts = list(getattr(launcher, "launchers", {}).values()) or [launcher]
-    for part in parts:
-        process = getattr(part, "process", None)
-        if process is not None and not process.is_running():
-            text = str(part.get_output()).strip().splitlines()
-            lines = [line for line in text if "Error" in line][-1:] or text[-5:]
-            raise StartError(f"An engine ended while starting: {' | '.join(lines) or 'it wrote nothing'}")
 
 
 def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:
@@ -137,31 +32,44 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     places = gather(
         {rank: remote.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, timeout_s, connection
     )
-    hosts = list(dict.fromkeys(places[rank]["host"] for rank in ranks))
-    if len(hosts) > 1:
-        raise StartError(
-            f"The ranks are on {len(hosts)} hosts ({', '.join(hosts)}); a cluster spans one host in this version."
-        )
+    seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
+    store = store_address(connection, {place["host"] for place in places.values()})
     joins = {
-        rank: remote.call(client, rank, f"{_BOOTSTRAP}:join", **join_settings(connection, layout, settings, rank))
+        rank: remote.call(
+            client, rank, f"{_BOOTSTRAP}:join", **join_settings(layout, settings, rank, seated[rank], store)
+        )
         for rank in ranks
     }
     answers = gather(joins, timeout_s, connection)
     return [answers[rank] for rank in ranks]
 
 
-def join_settings(connection: Connection, layout: Layout, settings: Settings, rank: int) -> dict[str, Any]:
+def store_address(connection: Connection, hosts: Collection[str]) -> str:
+    """Where ranks on these hosts find the rendezvous store: a Unix socket on this host, TCP from others.
+
+    Raises:
+        StartError: there are others, and the cluster listens on loopback alone.
+    """
+    if set(hosts) <= {socket.gethostname()}:
+        return str(connection.run_dir.store_socket)
+    if connection.ip == LOOPBACK:
+        raise StartError(
+            f"There are ranks on {', '.join(sorted(hosts))}: `--interface NAME` names the network interface on which "
+            "they reach this host."
+        )
+    key = store_key(connection.client.session.key)
+    port = connection.agent.call("serve_store", ip=connection.ip, key=key.hex())["port"]
+    return f"tcp:{connection.ip}:{port}"
+
+
+def join_settings(layout: Layout, settings: Settings, rank: int, seat: Seat, store: str) -> dict[str, Any]:
     """How `rank` joins: the fields of the engine's `JoinConfig`."""
     return {
+        **dataclasses.asdict(seat),
         "rank": rank,
         "world_size": layout.num_ranks,
-        "local_rank": rank,
-        "local_world_size": layout.num_ranks,
-        "node_rank": 0,
         "backend": layout.backend,
-        "store": str(connection.run_dir.store_socket),
-        "device": layout.devices[rank],
-        "threads": layout.threads,
+        "store": store,
         "timeout_s": settings.collective_timeout,
         "output_limit": settings.output_limit,
     }

@@ -6,59 +6,32 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.code import mentions
 from axon_nb.cluster.ending import Ending
+from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
+from axon_nb.cluster.part import LiveView, Part, Stepped, where_ended
 from axon_nb.cluster.result import RankError
 
-__all__ = ["CellRun", "LiveView", "Stepped"]
+__all__ = ["CellRun"]
 
-_IDLE_WAIT_S = 0.5
-"""After a rank's reply its last output is waited for at most this long."""
 _BUSY_S = 0.005
 """How often to look while something is being decided."""
 _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
-
-
+_INSIST_AFTER_S = 1.0
+"""An interrupt counts as the second one when so much time has passed since the first."""
+_INSIST_GRACE_S = 0.5
+"""Ranks that are still in C code this long after the second interrupt are given up."""
+_SURE_S = 0.06
+"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""
 _ENDED = ("Aborted",)
 _ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
 _NCCL_ABORTED = "NCCL communicator was aborted"
 """What torch says of an operation that begins on an aborted communicator."""
-
-
-class Stepped(Protocol):
-    """Something that goes on a little at each call, such as a recovery."""
-
-    def step(self) -> bool:
-        """Do what is due; True when it is over."""
-
-
-class LiveView(Protocol):
-    """A view that is fed while the cell runs; flushed on the notebook's thread."""
-
-    def flush(self) -> None:
-        """Show what has come since."""
-
-    def rank_over(self, rank: int, *, failed: bool) -> None:
-        """From any thread: a rank has ended the cell."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """One rank's part in the cell."""
-
-    replied_at: float = 0.0
-    idle: bool = False
-    error: RankError | None = None
-    seconds: float = 0.0
-    has_value: bool = False
-
-    def over(self, now: float) -> bool:
-        return bool(self.replied_at) and (self.idle or now - self.replied_at > _IDLE_WAIT_S)
 
 
 class CellRun:
@@ -75,6 +48,7 @@ class CellRun:
         view: LiveView | None = None,
         show_value: bool = True,
         recover: Callable[[], Stepped] | None = None,
+        notice: WaitNotice | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
@@ -82,31 +56,43 @@ class CellRun:
         self.failed_order: list[int] = []
         self.timed_out = False
         self.interrupted_at: float | None = None
+        self.to_replace: list[int] = []
+        """Ranks that are in C code and that the user, by a second interrupt, wants to be replaced."""
         self.lost = ""
         """Why there is no cluster any more; empty while there is."""
         self.on_late_reply: Callable[[int], None] = lambda rank: None
         """Called from the IO thread when a rank ends the cell after it was given up."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
+        self.harmed = False
+        """Whether the groups need forming anew at the end, whatever becomes of the cell."""
+        self._fetch: Callable[[float], None] = lambda now: None
         self._client = client
         self._recover = recover
         self._ending = ending
         self._view = view
+        self._notice = notice
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
-        self._parts = {rank: _Part() for rank in ranks}
+        self._parts = {rank: Part() for rank in ranks}
         self._lock = threading.Lock()
         self._messages: list[str] = []
         self._started = time.monotonic()
         self.timeout_s = timeout_s
         self._first_failure: float | None = None
+        self._insisted_at: float | None = None
         self._recovery: Stepped | None = None
         self._communicated = False
         self._view_due = 0.0
         self._given_up = False
         self._finished = False
 
-    def send(self, code: str, cell: int, *, keep_value: bool) -> None:
-        """Send the cell to its ranks; with `keep_value` they keep the last expression's value for who has `token`."""
+    def adopt(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
+        """Instead of `send`: the cell `run` has been on its ranks for `seconds`; `fetch` hands on what they say."""
+        self.token, self._fetch = run, fetch
+        self._started = time.monotonic() - seconds
+
+    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False) -> None:
+        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`: as in `CellOptions`."""
         content = {
             "code": code,
             "silent": False,
@@ -115,9 +101,19 @@ class CellRun:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        self._messages = self._client.send_cells(
-            self.ranks, content, {"axon_nb": {"cell": cell, "token": self.token if keep_value else None}}, self
-        )
+        facts = {
+            "cell": cell,
+            "token": self.token if keep_value else None,
+            "run": self.token,
+            "ranks": self.ranks,
+            "timeout": self.timeout_s,
+            "show_value": "execute_result" not in self._hidden,
+            "quiet": self.output.quiet,
+            "alone": alone,
+            "subgroup": mentions(code, "subgroup"),
+        }
+        self._ending.run = self.token
+        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""
@@ -144,7 +140,7 @@ class CellRun:
         if self._view is not None:
             self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
 
-    def _take_reply(self, rank: int, part: _Part, content: dict[str, Any]) -> None:
+    def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
         ours = content.get("axon_nb", {})
         part.seconds = float(ours.get("seconds", 0.0))
         part.has_value = bool(ours.get("has_value"))
@@ -153,7 +149,7 @@ class CellRun:
             ename = content.get("ename", "")
             begun, evalue = self._ending.begun, content.get("evalue", content["status"])
             ended = ename in _ENDED or (begun and (ename in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in evalue))
-            evalue = _where(ours.get("ended_in", {})) if ended else evalue
+            evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
 
@@ -181,9 +177,12 @@ class CellRun:
                 self._first_failure = time.monotonic()
 
     def interrupt(self) -> None:
-        """The user wants the cell to end."""
+        """The user wants the cell to end; when it does not, a second time, that ranks in C code are replaced."""
+        now = time.monotonic()
         if self.interrupted_at is None:
-            self.interrupted_at = time.monotonic()
+            self.interrupted_at = now
+        elif self._insisted_at is None and now - self.interrupted_at >= _INSIST_AFTER_S:
+            self._insisted_at = now
         self._ending.hurry()
         self.wake()
 
@@ -203,17 +202,20 @@ class CellRun:
             self._view.flush()
         if self.lost:
             return True
+        self._fetch(now)
         if self._recovery is not None:
             return self._recovery.step()
+        if self._notice is not None:
+            self._notice.show(self._ending.slow if self._first_failure is None else "", now)
         if self._over(now):
-            return not self._begin_recovery()
+            return self._ending.settled(now) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True
         self._ending.step(
             now,
             self.unfinished,
             failed_at=self._first_failure,
-            interrupted=self.interrupted_at is not None,
+            interrupted=self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
             timed_out=self.timed_out,
         )
         return False
@@ -222,15 +224,20 @@ class CellRun:
         if self.output.drained and all(part.over(now) for part in self._parts.values()):
             return True
         begun = self._ending.aborted_at
-        if begun is not None and now - begun > _GIVE_UP_S:
+        if begun is None:
+            return False
+        insisted = self._insisted_at is not None and now - self._insisted_at > _INSIST_GRACE_S
+        if insisted and self._recover is not None and all(map(self._ending.deaf, self.unfinished)):
+            self.to_replace = self.unfinished
+        if self.to_replace or now - begun > _GIVE_UP_S:
             self._given_up = True
             for rank in self.unfinished:
-                self._fail(rank, RankError(rank, "stuck", "", "is still busy and does not react to interrupts"))
+                self._fail(rank, RankError(rank, "stuck", "", self._ending.why_stuck(rank)))
             return True
         return False
 
     def _begin_recovery(self) -> bool:
-        harmed = self._ending.begun or (bool(self.errors) and self._communicated)
+        harmed = self.harmed or self._ending.begun or (bool(self.errors) and self._communicated)
         if harmed and self._recover is not None:
             self.finish()
             self._recovery = self._recover()
@@ -265,6 +272,8 @@ class CellRun:
         self._finished = True
         if not self.unfinished:
             self._client.forget(self._messages)
+        if self._notice is not None:
+            self._notice.hide()
         self.output.flush(final=True)
 
     @property
@@ -281,8 +290,3 @@ class CellRun:
     def ranks_with_value(self) -> list[int]:
         """The ranks whose last expression has a value."""
         return [rank for rank, part in self._parts.items() if part.has_value]
-
-
-def _where(place: dict[str, Any]) -> str:
-    line = f" at line {place['line']}" if place.get("line") else ""
-    return f"waited in {place['call']}{line}" if place.get("call") else f"was interrupted{line}"

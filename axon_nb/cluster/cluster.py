@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import signal
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import code as cell_code
-from axon_nb.cluster import transfer
-from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster import presses, transfer
+from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
-from axon_nb.cluster.cuda_errors import context_hint, lost_contexts
-from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.drive import drive, drive_blocking
-from axon_nb.cluster.ending import Ending
-from axon_nb.cluster.failures import REPAIR, cell_error, interrupt_error
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.options import CellOptions
-from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
-from axon_nb.cluster.recovery import Recovery
 from axon_nb.cluster.repair import repair
+from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
-from axon_nb.errors import ClusterGone, UsageError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.cluster.sync import SyncReport, sync
 from axon_nb.records.state import RankState
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from axon_nb.records.cluster_info import ClusterInfo
+    from axon_nb.records.stacks import Stacks
 
 __all__ = ["Cluster"]
 
 
-class Cluster:
+class Cluster(CellRunning):
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
 
     def __init__(
@@ -64,11 +56,12 @@ class Cluster:
         self.settings = settings
         self.launched: Any = None
         """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
-        self._places = list(places)
-        self._numbers = itertools.count(1)
-        self._runs: list[CellRun] = []
-        self._lock = threading.Lock()
+        self.places = list(places)
+        """What each rank says of its host: host, pid, device, cores, gpus."""
+        self.running_cell: CellHandle | None = None
+        """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
         self.health = Health(name, lambda: list(self._runs))
+        self._keep_cells()
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
 
@@ -87,11 +80,6 @@ class Cluster:
         return self.connection.client
 
     @property
-    def ranks(self) -> list[int]:
-        """All ranks of the world."""
-        return list(range(self.world_size))
-
-    @property
     def running(self) -> bool:
         """Whether cells can be sent."""
         return not self.health.gone
@@ -101,110 +89,34 @@ class Cluster:
 
         Args:
             code: Python as in a cell; `await`, `!cmd` and `%magic` lines work.
-            **options: The fields of `CellOptions`: `ranks` (``"0,2-3"`` or ``[0, 2]``; all if left out), `quiet` (show
-                nothing), `timeout` (seconds), `check` (False: failures are returned in `errors`, not raised), `cell`
-                (number for tracebacks), `view` (a live view), `values` (False: do not fetch them), `show_value`.
+            **options: The fields of `CellOptions`.
 
         Raises:
             CellError: a rank failed.
+            CellInterrupt: the user pressed stop; with `check=False` too.
             ClusterGone: the cluster ended.
         """
-        run = self._begin(code, options)
-        drive_blocking(run)
-        return self._end(run, options)
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            drive_blocking(run, pressed)
+            return self.end(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        run = self._begin(code, options)
-        await drive(run)
-        return self._end(run, options)
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            await drive(run, pressed)
+            return self.end(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        run = self._begin(code, options)
-        return CellHandle(run, lambda: self._end(run, options))
-
-    def _begin(self, code: str, options: CellOptions) -> CellRun:
-        quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
-        cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
-        chosen = resolve_ranks(options.get("ranks"), self.world_size)
-        self.health.refuse(chosen)
-        if timeout is not None and timeout <= 0:
-            raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
-        sink = RecordingSink() if quiet else NotebookSink()
-        output = CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.settings.output_limit)
-        run = CellRun(
-            self.connection.client,
-            chosen,
-            output,
-            self._ending(chosen),
-            timeout_s=timeout,
-            view=options.get("view"),
-            show_value=options.get("show_value", False),
-            recover=lambda: self._recovery(run),
-        )
-        with self._lock:
-            ahead = [rank for other in self._runs for rank in other.unfinished if rank in chosen]
-            self._runs.append(run)
-        if ahead and not quiet:
-            print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        run.send(code, cell if cell is not None else next(self._numbers), keep_value=options.get("values", True))
-        for rank, reason in list(self.health.dead.items()):  # one that died while we were sending
-            run.on_death(rank, reason)
-        if self.health.gone:
-            run.on_lost(self.health.gone)
-        return run
-
-    def _ending(self, chosen: Sequence[int]) -> Ending:
-        client = self.connection.client
-        living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen)
-        # A cut needs Python in each operation, which NCCL's do not have.
-        return Ending(client, chosen, watch=watch, cuttable=self.backend == "gloo" and chosen == self.ranks)
-
-    def _recovery(self, ended: CellRun) -> Recovery:
-        for run in self._runs:
-            self.health.follow_stuck(run)
-        if self.backend == "nccl":
-            self.health.tell_unproven()
-            self.health.lost.update(lost_contexts(ended.errors))
-        return Recovery(self.connection.client, self.ranks, self.health, patient=self.backend == "nccl")
-
-    def _end(self, run: CellRun, options: CellOptions) -> CellResult:
-        check = options.get("check", True)
-        run.finish()
-        with self._lock, contextlib.suppress(ValueError):
-            self._runs.remove(run)
-        if run.lost:
-            raise ClusterGone(
-                f"The cluster {self.name!r} {run.lost} while the cell ran: `%distributed start` starts a new one."
-            )
-        self.health.follow_stuck(run)
-        if run.interrupted_at is not None and check:
-            raise interrupt_error(run.errors, run.ranks)
-        if (run.errors or run.explanation) and check:
-            raise cell_error(
-                run.errors,
-                first=run.failed_order,
-                explanation=run.explanation,
-                hint=_hint(run),
-                timeout_s=run.timeout_s if run.timed_out else None,
-            )
-        fetched = (
-            transfer.last_values(self.connection.client, run.ranks_with_value, run.token)
-            if options.get("values", True)
-            else {}
-        )
-        text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.seconds, text)
+        with presses.caught() as pressed:
+            run = self.begin(code, options)
+            pressed.hand_to(run.interrupt)
+            return CellHandle(run, lambda: self.end(run, options))
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
-        """Put variables into the namespace of ranks.
-
-        Args:
-            variables: Names and values: tensors, arrays, anything that pickles.
-            ranks: As for `run`.
-        """
+        """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
         self.health.refuse(chosen)
         transfer.push(self.connection.client, chosen, variables)
@@ -212,33 +124,40 @@ class Cluster:
     def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
         """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
 
-        Raises:
-            UsageError: a rank does not have it, or it does not pickle.
+        UsageError when a rank does not have it, or when it does not pickle.
         """
-        single = isinstance(ranks, int)
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
         self.health.refuse(chosen)
         values = transfer.pull(self.connection.client, chosen, name)
-        return values[chosen[0]] if single else values
+        return values[chosen[0]] if isinstance(ranks, int) else values
 
-    def repair(self, ranks: str | Iterable[int] | None = None) -> list[int]:
+    def repair(
+        self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
+    ) -> RepairReport:
         """Replace dead ranks by fresh ones and form all groups anew; the other ranks keep everything.
 
         Args:
             ranks: Which, as for `run`; None: those that are dead. One that lives is killed first.
+            source: A rank whose variables and random state the replaced ranks get; None: they start empty.
+            names: Which variables; empty: all that can be copied.
 
         Returns:
-            The replaced ranks. They start empty: what only they held is lost.
+            What was replaced and copied, and what only those ranks held, which is lost; its text says so.
         """
-        return repair(self, None if ranks is None else resolve_ranks(ranks, self.world_size))
+        chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
+        return repair(self, chosen, source=source, names=list(names))
+
+    def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
+        """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all possible."""
+        return sync(self, source, list(names))
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""
-        self._places[rank] = place
+        self.places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost.discard(rank)
-        self.connection.agent.call("set_info", info={"places": self._places})
+        self.connection.agent.call("set_info", info={"places": self.places})
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
@@ -247,11 +166,23 @@ class Cluster:
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""
-        return cluster_info(self, self._places, self.health.dead)
+        return cluster_info(self, self.places, self.health.dead)
 
     def status(self) -> pd.DataFrame:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
         return status_frame(self.info())
+
+    def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
+        """Where each rank is: its Python stack and its communication call, also while it is stuck.
+
+        Args:
+            ranks: As for `run`.
+
+        Returns:
+            The stacks by rank; printed, ranks with the same one are told once.
+        """
+        chosen = resolve_ranks(ranks, self.world_size)
+        return rank_stacks(self.connection.client, chosen, self.ranks, self.health.dead)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""
@@ -269,18 +200,25 @@ class Cluster:
             run.on_lost("was stopped")
 
     def detach(self) -> None:
-        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back."""
-        self.health.gone = "was left running"
+        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
+        self.leave_cells()
+        self.health.gone = LEFT
         self.connection.close()
+
+    def leave_cells(self) -> None:
+        """Wait no longer for the cells that run; they go on. From any thread."""
+        for run in list(self._runs):
+            run.on_lost(LEFT)
+
+    def cancel(self) -> list[int]:
+        """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
+        ranks = {rank for run in self._runs for rank in run.unfinished}
+        for run in list(self._runs):
+            run.interrupt()
+        return sorted(ranks)
 
     def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _hint(run: CellRun) -> str:
-    if hint := context_hint(run.errors):
-        return hint
-    return REPAIR if {error.kind for error in run.errors.values()} & {"died", "stuck"} else ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import traceback
 
 from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CellSyntaxError", "check", "is_empty", "with_head"]
+__all__ = ["CellSyntaxError", "check", "is_empty", "mentions", "with_head"]
 
 
 class CellSyntaxError(UsageError):
@@ -42,6 +43,11 @@ def check(code: str, *, name: str = "cell") -> None:
         raise CellSyntaxError(error) from None
     except ValueError as error:  # such as null bytes
         raise CellSyntaxError(SyntaxError(str(error))) from None
+
+
+def mentions(code: str, name: str) -> bool:
+    """Whether the code may read the variable `name`: the word is in it."""
+    return re.search(rf"\b{name}\b", code) is not None
 
 
 def is_empty(body: str) -> bool:

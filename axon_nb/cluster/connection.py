@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from axon_nb.cluster.client import RankClient, connect
+from axon_nb.cluster.hosts import LOOPBACK
 from axon_nb.cluster.launcher import ENGINE_ENTRY, controller_command
 from axon_nb.cluster.owner import owner_id
 from axon_nb.host.client import AgentClient, spawn_agent
@@ -27,6 +28,8 @@ class Connection:
     run_dir: RunDir
     agent: AgentClient
     client: RankClient
+    ip: str = LOOPBACK
+    """The address on which the controller listens, and the rendezvous store for ranks on other hosts."""
 
     def close(self) -> None:
         """Leave the cluster as it is."""
@@ -41,7 +44,7 @@ class Connection:
         return self.agent.stop()
 
 
-def open_new(*, ip: str = "127.0.0.1") -> Connection:
+def open_new(*, ip: str = LOOPBACK) -> Connection:
     """Start a host agent and a controller, and connect to both; the agent goes on importing meanwhile.
 
     Raises:
@@ -54,18 +57,19 @@ def open_new(*, ip: str = "127.0.0.1") -> Connection:
     except BaseException:
         run_dir.remove()
         raise
-    return _with_client(run_dir, agent)
+    return _with_client(run_dir, agent, ip)
 
 
 def open_existing(run_dir: RunDir) -> Connection:
     """Connect to a cluster that runs already, and become its owner."""
-    return _with_client(run_dir, AgentClient(run_dir, owner=owner_id()))
+    agent = AgentClient(run_dir, owner=owner_id())
+    return _with_client(run_dir, agent, agent.greeting["info"].get("ip", LOOPBACK))
 
 
-def _with_client(run_dir: RunDir, agent: AgentClient) -> Connection:
+def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
         client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
     except BaseException:
         agent.stop()
         raise
-    return Connection(run_dir, agent, client)
+    return Connection(run_dir, agent, client, ip)

@@ -41,7 +41,7 @@ def put(cluster: Cluster) -> None:
 
     with _lock:
         _current[:] = [cluster]
-    lifecycle.install()
+    lifecycle.install(cluster)
     atexit.register(lifecycle.at_exit, cluster)
 
 

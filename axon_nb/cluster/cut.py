@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
 
-__all__ = ["ConsistentCut"]
+__all__ = ["ConsistentCut", "moving_group"]
+
+Counts = dict[str, int]
 
 _LOOK_S = 0.015
 _AHEAD_S = 0.04
@@ -19,7 +21,11 @@ _LIMIT_S = 0.6
 
 
 class ConsistentCut:
-    """Reads how many collectives of the default group each rank has begun until all have moved on, then sets the stop.
+    """Reads how many collectives each rank has begun until all have moved on, then sets the stop.
+
+    The stop is a number of collectives of a group that all ranks are in and move on in. Where there is none, as with
+    tensor parallelism next to data parallelism, it is a number of collectives of all groups together: then ranks that
+    run the same program stop at the same place, and others are ended the hard way when the time is over.
 
     Args:
         client: The cluster's client.
@@ -31,7 +37,7 @@ class ConsistentCut:
         self._client = client
         self._ranks = list(ranks)
         self._began = now
-        self._looks: list[tuple[float, dict[int, int]]] = []
+        self._looks: list[tuple[float, dict[int, Counts]]] = []
         self._asked: dict[int, Any] = {}
         self._set = False
         self._look(now)
@@ -45,10 +51,10 @@ class ConsistentCut:
         if self._set:
             return now - self._began > _LIMIT_S
         if self._asked and all(future.done() for future in self._asked.values()):
-            self._looks.append((self._asked_at, {rank: _count(future) for rank, future in self._asked.items()}))
+            self._looks.append((self._asked_at, {rank: _counts(future) for rank, future in self._asked.items()}))
             self._asked = {}
-            if len(self._looks) > 1 and self._all_moved():
-                self._set_stop()
+            if len(self._looks) > 1 and (group := moving_group(self._looks[0][1], self._looks[-1][1])) is not None:
+                self._set_stop(group)
                 return False
         if now - self._began > _MOVE_S:
             return True
@@ -56,18 +62,34 @@ class ConsistentCut:
             self._look(now)
         return False
 
-    def _all_moved(self) -> bool:
-        first, last = self._looks[0][1], self._looks[-1][1]
-        return all(last[rank] > first[rank] for rank in self._ranks)
-
-    def _set_stop(self) -> None:
+    def _set_stop(self, group: str) -> None:
         (before, first), (after, last) = self._looks[0], self._looks[-1]
-        pace = max(last[rank] - first[rank] for rank in self._ranks) / max(after - before, 1e-3)
-        at = max(last.values()) + max(2, int(pace * _AHEAD_S))
+        moved = [last[rank][group] - first[rank][group] for rank in self._ranks]
+        pace = max(moved) / max(after - before, 1e-3)
+        at = max(counts[group] for counts in last.values()) + max(2, int(pace * _AHEAD_S))
         for rank in self._ranks:
-            self._client.request(rank, "axon_stop", at=at)
+            self._client.request(rank, "axon_stop", group=group, at=at)
         self._set = True
 
 
-def _count(future: Any) -> int:
-    return int(future.result()["content"].get("counts", {}).get("0", 0))
+def moving_group(first: Mapping[int, Counts], last: Mapping[int, Counts]) -> str | None:
+    """The group to cut in: one that all ranks have moved on in, the busiest; "" for all groups together; None: none.
+
+    Args:
+        first: Collectives begun by rank and group, and under "" in the cell in all groups together.
+        last: The same, later.
+    """
+    moved = {
+        group: min(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
+        for group in set.intersection(*(set(counts) for counts in last.values()))
+    }
+    together = moved.pop("", 0)
+    busiest = max(sorted(moved), key=lambda group: moved[group], default="")
+    if busiest and moved[busiest] > 0:
+        return busiest
+    return "" if together > 0 else None
+
+
+def _counts(future: Any) -> Counts:
+    answer = future.result()["content"]
+    return {**answer.get("counts", {}), "": int(answer.get("collectives", 0))}

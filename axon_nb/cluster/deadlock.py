@@ -1,4 +1,4 @@
-"""Looking, while a cell runs, whether it can still end by itself."""
+"""Looking, while a cell runs, whether it can still end by itself, and who is waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
-from axon_nb.records.waits import PendingCall, RankWaits, explain
+from axon_nb.cluster.waits import read_waits
+from axon_nb.records.slow import slow_sentence
+from axon_nb.records.waits import explain
 
 __all__ = ["DeadlockWatch"]
 
@@ -15,6 +17,8 @@ _FIRST_S = 0.6
 _EVERY_S = 0.3
 _WAITED_S = 0.5
 """A call counts as waited for after this long."""
+_SLOW_S = 3.0
+"""A rank that is waited for this long is named in the running cell."""
 
 
 class DeadlockWatch:
@@ -33,6 +37,8 @@ class DeadlockWatch:
         self._next = time.monotonic() + _FIRST_S
         self._asked: dict[int, Any] = {}
         self._suspect: tuple[str, object] | None = None
+        self.slow = ""
+        """Who is waited for, and by whom, as of the last look; empty while nobody is, or not for long."""
 
     def step(self, now: float) -> str:
         """Do what is due; the explanation once a deadlock is proven, empty before."""
@@ -50,7 +56,8 @@ class DeadlockWatch:
         self._asked = {}
         if any("error" in answer for answer in answers.values()):
             return ""
-        reports = {rank: _report(answer) for rank, answer in answers.items()}
+        reports = {rank: read_waits(answer) for rank, answer in answers.items()}
+        self.slow = slow_sentence(reports, _SLOW_S)
         text = explain(reports, self._cell_ranks, _WAITED_S)
         if text is None:
             self._suspect = None
@@ -59,8 +66,3 @@ class DeadlockWatch:
         proven = self._suspect is not None and self._suspect[1] == picture
         self._suspect = (text, picture)
         return text if proven else ""
-
-
-def _report(answer: dict[str, Any]) -> RankWaits:
-    pending = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in answer["pending"])
-    return RankWaits(**{**answer, "pending": pending})

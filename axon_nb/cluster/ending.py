@@ -14,6 +14,8 @@ __all__ = ["Ending"]
 _ABORT_AFTER_S = 0.3
 """When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
 _ASK_EVERY_S = 0.03
+_ANSWER_S = 2.0
+"""An abort that has not been answered after this long will not be: the rank is dead."""
 _REPEAT_S = 0.25
 """An abort is sent again as often: code may swallow the exception and go on."""
 
@@ -37,17 +39,33 @@ class Ending:
         self._cuttable = cuttable
         self.explanation = ""
         """Why the cell could not end by itself; empty when it could."""
+        self.run: str | None = None
+        """Name of the cell's run: ranks that have not begun it refuse it then."""
         self.aborted_at: float | None = None
         """When ranks were first told to abort; None while they were not."""
         self._cut: ConsistentCut | None = None
         self._last_abort = 0.0
+        self._aborts: list[Any] = []
+        self._last_sent: float | None = None
         self._asked: dict[int, Any] = {}
         self._asked_at = 0.0
+        self._answers: dict[int, Any] = {}
+        self._deaf: dict[int, str] = {}
 
     @property
     def begun(self) -> bool:
         """Whether ranks have been told to end, gently or not."""
         return self.aborted_at is not None or self._cut is not None
+
+    def settled(self, now: float) -> bool:
+        """Whether every abort has been carried out: a late one would break the groups that are formed anew."""
+        late = self._last_sent is not None and now - self._last_sent > _ANSWER_S
+        return late or all(future.done() for future in self._aborts)
+
+    @property
+    def slow(self) -> str:
+        """Which rank is waited for while nobody is told to end; empty when none is, or not for long."""
+        return self._watch.slow if self._watch is not None and not self.begun else ""
 
     def hurry(self) -> None:
         """Tell them again at the next step."""
@@ -71,8 +89,32 @@ class Ending:
             self.aborted_at = now
         if now - self._last_abort >= _REPEAT_S:
             again, self._last_abort = bool(self._last_abort), now
+            self._last_sent = now
             for rank in unfinished:
-                self._client.request(rank, "axon_abort", again=again)
+                self._listen(rank)
+                self._answers[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
+                self._aborts.append(self._answers[rank])
+
+    def _listen(self, rank: int) -> None:
+        """Take in how the rank answered to the abort before the next: one in C code has not noticed it."""
+        before = self._answers.get(rank)
+        if before is None:
+            return
+        answer = before.result()["content"] if before.done() else {"unheard": 1}  # C code that keeps the GIL
+        line = answer.get("line")
+        self._deaf.pop(rank, None)
+        if answer.get("unheard"):
+            self._deaf[rank] = f" at line {line}" if line else ""
+
+    def deaf(self, rank: int) -> bool:
+        """Whether the rank is in C code: it was told to end and has not noticed."""
+        return rank in self._deaf
+
+    def why_stuck(self, rank: int) -> str:
+        """What a rank does that does not end; reads after its name."""
+        if rank in self._deaf:
+            return f"is still in C code{self._deaf[rank]} and does not react to interrupts"
+        return "is still busy and does not react to interrupts"
 
     def _due(
         self, now: float, unfinished: Sequence[int], failed_at: float | None, interrupted: bool, timed_out: bool

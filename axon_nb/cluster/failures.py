@@ -63,18 +63,27 @@ def cell_error(
     return kind(message, report)
 
 
-def interrupt_error(errors: Mapping[int, RankError], ranks: Sequence[int]) -> CellInterrupt:
+def interrupt_error(
+    errors: Mapping[int, RankError], ranks: Sequence[int], replaced: Sequence[str] = ()
+) -> CellInterrupt:
     """The exception of a cell that the user interrupted: who has stopped, and where each rank was.
 
     Args:
         errors: Failures by rank; may be empty.
         ranks: The ranks of the cell.
+        replaced: What was done with those that have not stopped; empty: nothing.
     """
     stopped = [rank for rank in ranks if rank not in errors or errors[rank].kind != "stuck"]
     message = f"ranks {format_ranks(stopped)} have stopped." if stopped else "no rank has stopped."
     report = _others(errors, set())
-    if len(stopped) < len(ranks):
-        report.append(REPAIR)
+    if replaced:
+        report += replaced
+    elif len(stopped) < len(ranks):
+        stuck = format_ranks([rank for rank in ranks if rank not in stopped])
+        report.append(
+            f"`%distributed repair --ranks {stuck}` replaces what has not stopped by fresh ranks, as a second "
+            "interrupt while a cell ends does; the others keep all they have."
+        )
     return CellInterrupt(message, report)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.drive import drive_blocking
+from axon_nb.cluster.presses import Presses
 from axon_nb.cluster.result import CellResult
 from axon_nb.records.ranks import format_ranks
 
@@ -28,7 +29,7 @@ class CellHandle:
 
     def _drive(self, end: Callable[[], CellResult]) -> None:
         try:
-            drive_blocking(self._run)
+            drive_blocking(self._run, Presses())
             self._future.set_result(end())
         except BaseException as error:
             self._future.set_exception(error)
@@ -46,6 +47,11 @@ class CellHandle:
     def done(self) -> bool:
         """Whether the cell is over."""
         return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the cell's end, whichever it is, at most `timeout` seconds; whether it has come."""
+        self._thread.join(timeout)
+        return self.done()
 
     def cancel(self) -> None:
         """Interrupt the cell on its ranks; `result` then raises KeyboardInterrupt."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster import unproven
 from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.failures import REPAIR
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
@@ -23,6 +24,8 @@ class Health:
         self._runs = runs
         self.dead: dict[int, str] = {}
         """Why each dead rank died; reads after its name."""
+        self.awaited: set[int] = set()
+        """Ranks that are being ended on request: their death is no news."""
         self.stuck: set[int] = set()
         """Ranks that an earlier cell was given up on, and that have not come back."""
         self.lost: set[int] = set()
@@ -41,9 +44,9 @@ class Health:
         if self.gone:
             return
         if event["event"] == "exit" and event["rank"] is not None:
-            self.die(event["rank"], _how(event["code"]))
+            self.die(event["rank"], describe_death(event))
         elif event["event"] == "controller_exit":
-            self.lose(f"lost its ipyparallel controller, which {_how(event['code'])},")
+            self.lose(f"lost its ipyparallel controller, which {describe_death(event)},")
         elif event["event"] == "closed":
             self.lose("lost its host agent")
 
@@ -54,10 +57,23 @@ class Health:
 
     def die(self, rank: int, reason: str) -> None:
         """A rank is dead."""
+        news = rank not in self.dead
         self.dead.setdefault(rank, reason)
         self.stuck.discard(rank)
-        for run in self._runs():
+        runs = self._runs()
+        for run in runs:
             run.on_death(rank, self.dead[rank])
+        if rank in self.awaited:
+            self.awaited.discard(rank)
+        elif news and not any(rank in run.ranks for run in runs):
+            print(f"rank {rank} {reason}, while it was idle. {REPAIR}", file=sys.stderr, flush=True)
+
+    def tell(self, run: CellRun) -> None:
+        """Tell a new cell what is known already."""
+        for rank, reason in list(self.dead.items()):
+            run.on_death(rank, reason)
+        if self.gone:
+            run.on_lost(self.gone)
 
     def lose(self, reason: str) -> None:
         """The cluster is gone."""
@@ -96,10 +112,3 @@ class Health:
         if stuck:
             self.stuck |= stuck
             run.on_late_reply = self.stuck.discard
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

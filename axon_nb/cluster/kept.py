@@ -23,6 +23,8 @@ class KeptCluster:
     owner: str
     attached: bool
     """Whether a notebook is connected."""
+    formed: bool
+    """Whether its ranks have joined a world; false for engines that a program started with ipyparallel itself."""
 
 
 def running() -> list[KeptCluster]:
@@ -32,7 +34,10 @@ def running() -> list[KeptCluster]:
         info = run_dir.read_info()
         if info.get("world_size"):
             attached = _attached(run_dir)
-            found.append(KeptCluster(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached))
+            formed = "layout" in info
+            found.append(
+                KeptCluster(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached, formed)
+            )
     return found
 
 
@@ -74,7 +79,7 @@ def find(name: str | None) -> KeptCluster:
     if name is not None:
         entries = [entry for entry in everything if entry.name == name]
     else:
-        free = [entry for entry in everything if not entry.attached]
+        free = [entry for entry in everything if entry.formed and not entry.attached]
         me = owner_id()
         entries = [entry for entry in free if entry.owner == me] or free
     names = ", ".join(repr(entry.name) for entry in everything) or "none"
@@ -83,6 +88,11 @@ def find(name: str | None) -> KeptCluster:
         raise UsageError(f"{wanted}; running: {names}. `%distributed start` starts one.")
     if len(entries) > 1:
         raise UsageError(f"Several clusters wait for a notebook: {', '.join(repr(e.name) for e in entries)}; name one.")
+    if not entries[0].formed:
+        raise UsageError(
+            f"{entries[0].name!r} is no cluster of ranks, but engines that a program started with "
+            "ipyparallel.Cluster(engines='axon'): connect to them with ipyparallel, or `%distributed start` ranks."
+        )
     if entries[0].attached:
         raise UsageError(f"The cluster {entries[0].name!r} is in use by another notebook.")
     return entries[0]

@@ -19,6 +19,7 @@ from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
 
+from axon_nb.cluster.farewell import tell_controller
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 
@@ -66,7 +67,7 @@ def fork_request(
     profile = connection_file.parent.parent
     log_dir = profile / "log"
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    env = {**os.environ, **extra_env}
+    env = {**os.environ, **RunDir(profile.parent).ipython_env(), **extra_env}
     return {
         "rank": rank,
         "env": {name: value for name, value in env.items() if name not in _NOT_INHERITED},
@@ -118,6 +119,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
     work_dir = Unicode(".")
 
     _own_run_dir: RunDir | None = None
+    _stopping = False
 
     def find_args(self) -> list[str]:
         """What ipyparallel logs."""
@@ -158,6 +160,8 @@ class ForkedEngineSetLauncher(EngineLauncher):
     def _on_event(self, event: dict[str, Any]) -> None:
         gone = self._living if event["event"] == "closed" else {event.get("rank")}
         self._living = self._living - gone
+        if self._own_run_dir is not None and event["event"] == "exit" and not self._stopping:
+            tell_controller(Path(self.connection_files["client"]), event["rank"])
         if not self._living and self.state == "running":
             self._main_loop.add_callback(self.notify_stop, {"exit_code": event.get("code")})
 
@@ -168,6 +172,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
 
     async def stop(self) -> None:
         """End the engines; an agent of our own ends with them."""
+        self._stopping = True
         if self._own_run_dir is not None:
             self.agent.stop()  # in place: at the end of the interpreter no thread can be started
             return

@@ -30,7 +30,9 @@ class Layout:
     """What the user should know, a sentence each."""
 
 
-def plan_layout(n: int | None, *, devices: str = "auto", backend: str = "auto", threads: int = 0) -> Layout:
+def plan_layout(
+    n: int | None, *, devices: str = "auto", backend: str = "auto", threads: int = 0, several_hosts: bool = False
+) -> Layout:
     """Choose devices and backend.
 
     Args:
@@ -38,6 +40,7 @@ def plan_layout(n: int | None, *, devices: str = "auto", backend: str = "auto", 
         devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
         backend: ``auto``, ``gloo`` or ``nccl``.
         threads: Intra-op threads a rank; 0: usable cores / ranks, at least 1.
+        several_hosts: Whether ranks may be on other hosts, which are taken to have GPUs when this one has.
 
     Raises:
         UsageError: the wish cannot be met; the message says what can.
@@ -46,6 +49,8 @@ def plan_layout(n: int | None, *, devices: str = "auto", backend: str = "auto", 
         raise UsageError(f"-n {n}: a cluster has at least 1 rank.")
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend}: it is one of {', '.join(BACKENDS)}.")
+    if several_hosts:
+        return _spread(n, devices=devices, backend=backend, threads=threads)
     notes: list[str] = []
     gpus = [] if devices == "cpu" else _choose(devices, list_gpus(), notes)
     cores = usable_cores()
@@ -64,6 +69,18 @@ def plan_layout(n: int | None, *, devices: str = "auto", backend: str = "auto", 
     placed = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
     visible = ",".join(str(gpu.index) for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
     return Layout(num_ranks, backend, placed, visible, threads or max(1, cores // num_ranks), tuple(notes))
+
+
+def _spread(n: int | None, *, devices: str, backend: str, threads: int) -> Layout:
+    """What can be said before it is known which rank is where; `cluster.hosts.seats` completes it."""
+    if n is None:
+        raise UsageError("`-n` is needed with `--interface`: how many ranks on all hosts together.")
+    if devices not in ("auto", "cpu"):
+        raise UsageError(f"--devices {devices}: with ranks on several hosts it is auto or cpu.")
+    gpus = devices != "cpu" and bool(list_gpus())
+    chosen = backend if backend != "auto" else "nccl" if gpus else "gloo"
+    visible = "" if devices == "cpu" else None
+    return Layout(n, chosen, ("cuda:0" if gpus else "cpu",) * n, visible, threads or 1)
 
 
 def _choose(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:

@@ -7,6 +7,7 @@ is missing a restart counts as a shutdown.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import warmup
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["at_exit", "install", "restarting"]
 
 _state = {"restart": False, "installed": False}
+_clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 
 def restarting() -> bool:
@@ -24,8 +26,10 @@ def restarting() -> bool:
     return _state["restart"]
 
 
-def install() -> None:
-    """Watch for the kernel's shutdown request; safe to call again, and without a kernel."""
+def install(cluster: Cluster | None = None) -> None:
+    """Watch for the kernel's shutdown request, on behalf of `cluster` too; safe to call again, and without a kernel."""
+    if cluster is not None:
+        _clusters.add(cluster)
     app = sys.modules.get("ipykernel.kernelapp")
     if _state["installed"] or app is None or not app.IPKernelApp.initialized():
         return
@@ -34,6 +38,8 @@ def install() -> None:
 
     def do_shutdown(restart: bool) -> Any:
         _state["restart"] = bool(restart)
+        for mine in list(_clusters) if restart else ():
+            mine.leave_cells()  # Jupyter has interrupted the cell that runs: that was not meant for the ranks
         return original(restart)
 
     kernel.do_shutdown = do_shutdown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypedDict
 
-from axon_nb.cluster.cell import LiveView
+from axon_nb.cluster.part import LiveView
 
 __all__ = ["CellOptions"]
 
@@ -25,6 +25,9 @@ class CellOptions(TypedDict, total=False):
     """Number that tracebacks name the code by; None, the default: a running number."""
     view: LiveView | None
     """A live view to flush while the cell runs."""
+    alone: bool
+    """Whether no other cell is sent before this one is over, so that communication with ranks that do not run it can be
+    refused at once; not the default."""
     values: bool
     """Whether to fetch the values of the last expression; the default."""
     show_value: bool

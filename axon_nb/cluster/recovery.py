@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import Any
 from axon_nb.cluster import remote
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.health import Health
+from axon_nb.cluster.step_counts import steps_apart
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["Recovery", "next_epoch"]
@@ -23,12 +23,13 @@ _AGAIN_S = 0.25
 _LEAKS_TOLD = 500
 """Told each time so many groups more have been given up on one rank."""
 
-_epochs = itertools.count(int(time.time()))
+_last = [int(time.time())]
 
 
-def next_epoch() -> int:
-    """The number of the next forming: higher than any before, also than those of a kernel that was restarted."""
-    return next(_epochs)
+def next_epoch(*, above: int = 0) -> int:
+    """The number of the next forming: higher than any before, and than `above`, the last that some rank has seen."""
+    _last[0] = max(_last[0], above) + 1
+    return _last[0]
 
 
 class Recovery:
@@ -48,6 +49,7 @@ class Recovery:
         self._health = health
         self._attempt = 0
         self._futures: dict[int, Future[Any]] = {}
+        self._aborts: list[Future[Any]] = []
         self._since = 0.0
         self._aborted_at = 0.0
 
@@ -64,9 +66,14 @@ class Recovery:
             return self._begin(now)
         failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
         if all(future.done() for future in self._futures.values()):
+            if not all(future.done() for future in self._aborts):
+                return False  # a late one would break what has been formed
             if not failed:
                 self._health.broken = ""
-                self._tell_leaks([future.result()["leaked"] for future in self._futures.values()])
+                answers = {rank: future.result() for rank, future in self._futures.items()}
+                self._tell_leaks([answer["leaked"] for answer in answers.values()])
+                for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):
+                    print(line)
                 return True
             self._futures = {}
             return False
@@ -99,7 +106,7 @@ class Recovery:
             self._aborted_at = now
             for rank, future in self._futures.items():
                 if not future.done():
-                    self._client.request(rank, "axon_abort", again=True)
+                    self._aborts.append(self._client.request(rank, "axon_abort", again=True))
 
     def _stand_down(self, missing: Sequence[int]) -> bool:
         what = "is stuck in an earlier cell" if missing[0] in self._health.stuck else "has lost its CUDA context"

@@ -2,54 +2,119 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
-from axon_nb.cluster.bringup import gather, join_settings, rank_environment
+from axon_nb.cluster.bringup import gather, join_settings, store_address
+from axon_nb.cluster.hosts import seats
 from axon_nb.cluster.launcher import fork_request
+from axon_nb.cluster.launching import rank_environment
 from axon_nb.cluster.recovery import next_epoch
-from axon_nb.errors import StartError, UsageError
+from axon_nb.cluster.repair_report import RepairReport
+from axon_nb.cluster.takeover import copy_variables
+from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.connection import Connection
 
-__all__ = ["repair"]
+__all__ = ["auto_repair", "repair", "replace_stuck"]
 
 _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
+_SHARDED = "axon_nb.engine.sharded"
 _LIMIT_S = 30.0
 
 
-def repair(cluster: Cluster, ranks: Sequence[int] | None) -> list[int]:
-    """Replace ranks, and form the groups of all anew; returns the replaced ones.
+def repair(
+    cluster: Cluster,
+    ranks: Sequence[int] | None,
+    *,
+    source: int | None = None,
+    names: Sequence[str] = (),
+    all_allowed: bool = False,
+) -> RepairReport:
+    """Replace ranks, and form the groups of all anew.
 
     Args:
         cluster: The cluster.
-        ranks: Which; None: those that are dead. One that lives is killed first: the user asked for it.
+        ranks: Which, besides those that are dead; one that lives is killed first: the user asked for it.
+        source: The rank whose variables the replaced ranks get; None: they start empty.
+        names: Which variables; empty: all that can be copied.
+        all_allowed: Whether these may be all ranks, of which none keeps anything.
 
     Raises:
-        UsageError: there is nothing to replace, or these ranks cannot be.
+        UsageError: there is nothing to replace, these ranks cannot be, or the source cannot give.
         StartError: a newcomer did not come up.
     """
-    health = cluster.health
-    chosen = sorted(health.dead) if ranks is None else list(ranks)
+    chosen = sorted({*cluster.health.dead, *(ranks or ())})
+    _refuse(cluster, chosen, source, names, all_allowed)
+    survivors = [rank for rank in cluster.ranks if rank not in chosen]
+    with _uninterrupted():
+        reasons = {rank: cluster.health.dead.get(rank, "") for rank in chosen}
+        _end(cluster, [rank for rank in chosen if rank not in cluster.health.dead])
+        lost = _ask(cluster.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
+        _replace(cluster, chosen, survivors)
+        copied = None if source is None else copy_variables(cluster, chosen, survivors, source, names)
+    return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
+
+
+def auto_repair(cluster: Cluster) -> None:
+    """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
+    dead = cluster.health.dead
+    possible = cluster.engines == "axon" and len(dead) < cluster.world_size and not cluster.health.gone
+    if dead and possible and not cluster.busy and not cluster.health.stuck:
+        print("\n".join(repair(cluster, None).lines(why=True)))
+
+
+def replace_stuck(cluster: Cluster, ranks: Sequence[int]) -> list[str]:
+    """Replace ranks that do not react, all of them if need be; what to tell the user, also when it cannot be done."""
+    if not ranks or cluster.health.gone:
+        return []
+    try:
+        return repair(cluster, ranks, all_allowed=True).lines()
+    except AxonError as error:
+        return [f"They could not be replaced: {error}"]
+
+
+def _refuse(
+    cluster: Cluster, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
+) -> None:
     if not chosen:
         raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
     if cluster.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {cluster.engines!r} cannot be replaced one by one: `%distributed restart`."
         )
-    if len(chosen) == cluster.world_size:
+    if len(chosen) == cluster.world_size and not all_allowed:
         raise UsageError("No rank would be left to keep anything: `%distributed restart` starts all ranks afresh.")
-    connection, settings = cluster.connection, cluster.settings
-    _end(cluster, [rank for rank in chosen if rank not in health.dead])
-    survivors = [rank for rank in cluster.ranks if rank not in chosen]
+    if names and source is None:
+        raise UsageError(f"Names are copied from a rank: `--from 0 {' '.join(names)}`.")
+    if source is not None and source not in cluster.ranks:
+        raise UsageError(f"--from {source}: ranks are 0 to {cluster.world_size - 1}.")
+    if source is not None and (source in chosen or source in cluster.health.dead):
+        raise UsageError(f"--from {source}: that rank is replaced itself; variables come from one that lives on.")
+    stuck = sorted(cluster.health.stuck - set(chosen))
+    if stuck:
+        both = format_ranks(sorted({*stuck, *chosen}))
+        raise UsageError(
+            f"Rank {format_ranks(stuck)} is stuck in an earlier cell and cannot join the groups anew: "
+            f"`%distributed repair --ranks {both}` replaces it too."
+        )
+    busy = [rank for rank in cluster.busy if rank not in chosen]
+    if busy:
+        raise UsageError(f"Ranks {format_ranks(busy)} still run a cell: wait for its end or interrupt it, then repair.")
+
+
+def _replace(cluster: Cluster, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+    connection = cluster.connection
     groups = _groups(connection, survivors)
     _fork(connection, cluster, chosen)
     epoch = next_epoch()
@@ -57,18 +122,33 @@ def repair(cluster: Cluster, ranks: Sequence[int] | None) -> list[int]:
         rank: remote.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
         for rank in survivors
     }
+    seated = seats(cluster.layout, cluster.places)
+    store = store_address(connection, {place["host"] for place in cluster.places})
     for rank in chosen:
-        arguments = join_settings(connection, cluster.layout, settings, rank)
+        arguments = join_settings(cluster.layout, cluster.settings, rank, seated[rank], store)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     answers = gather(calls, _LIMIT_S, connection)
     for rank in chosen:
         cluster.replaced(rank, answers[rank])
-    health.broken = ""
-    return chosen
+    cluster.health.broken = ""
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A repair that is given up half-way leaves ranks that wait for one that never joins."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _end(cluster: Cluster, ranks: Sequence[int]) -> None:
+    cluster.health.awaited.update(ranks)
     for rank in ranks:
         cluster.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
     end = time.monotonic() + _LIMIT_S
@@ -78,10 +158,14 @@ def _end(cluster: Cluster, ranks: Sequence[int]) -> None:
         time.sleep(0.005)
 
 
+def _ask(connection: Connection, asked: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
+    calls = {rank: remote.call(connection.client, rank, target, **arguments) for rank in asked}
+    return gather(calls, _LIMIT_S, connection)
+
+
 def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
-    calls = {rank: remote.call(connection.client, rank, f"{_RECOVERY}:registry") for rank in survivors}
     by_name: dict[str, dict[str, Any]] = {}
-    for answer in gather(calls, _LIMIT_S, connection).values():
+    for answer in _ask(connection, survivors, f"{_RECOVERY}:registry").values():
         by_name.update({group["name"]: group for group in answer})
     return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
 

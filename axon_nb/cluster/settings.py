@@ -28,6 +28,8 @@ class Settings:
     """Seconds after which a collective that nobody joins fails."""
     threads: int = 0
     """Intra-op threads of torch on each rank; 0: usable cores / ranks of the host, at least 1."""
+    auto_repair: bool = False
+    """Whether the next cell replaces dead ranks by fresh, empty ones before it runs; acts at once."""
     start_timeout: float = 120.0
     """Seconds that a start may take."""
 

@@ -9,12 +9,16 @@ import time
 from typing import Any
 
 from axon_nb.cluster import current, warmup
-from axon_nb.cluster.bringup import join_world, launch_engines
+from axon_nb.cluster.bringup import join_world
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.connection import Connection, open_existing
+from axon_nb.cluster.connection import Connection, open_existing, open_new
+from axon_nb.cluster.deaths import describe_death
+from axon_nb.cluster.hosts import LOOPBACK, interface_ip
 from axon_nb.cluster.kept import end_kept, find, running
+from axon_nb.cluster.launching import launch_engines, stop_engines
 from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
+from axon_nb.cluster.resume import resume
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import StartError, UsageError
 
@@ -28,6 +32,7 @@ def start(
     backend: str = "auto",
     engines: str | None = None,
     name: str | None = None,
+    interface: str | None = None,
 ) -> Cluster:
     """Start a cluster and make it the current one. Returns when every rank is in the group and one barrier has passed.
 
@@ -37,12 +42,16 @@ def start(
         backend: ``auto``, ``gloo`` or ``nccl``.
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.
         name: What the cluster is called; several clusters of one user need different names.
+        interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
+            all ranks are here, and nothing but loopback and Unix sockets listens.
 
     Raises:
         UsageError: the wish cannot be met.
         StartError: the ranks did not come up.
     """
-    layout = plan_layout(n, devices=devices, backend=backend, threads=settings.threads)
+    ip = LOOPBACK if interface is None else interface_ip(interface)
+    several_hosts = interface is not None
+    layout = plan_layout(n, devices=devices, backend=backend, threads=settings.threads, several_hosts=several_hosts)
     chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     if current.get() is not None:
         there = current.require("start")
@@ -52,16 +61,28 @@ def start(
         )
     for line in end_kept():
         print(line)
+    if several_hosts and chosen in ("axon", "local"):
+        raise UsageError(
+            f"--interface {interface}: the launcher {chosen!r} starts ranks on this host alone; see --engines."
+        )
     title = _free_name(name)
     for note in layout.notes:
         print(note)
     end = time.monotonic() + settings.start_timeout
-    connection = warmup.take(settings.start_timeout)
+    if several_hosts:
+        warmup.discard()
+        connection = open_new(ip=ip)
+        print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
+    else:
+        connection = warmup.take(settings.start_timeout)
+    launched = None
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
         cluster = _publish(connection, layout, title, chosen, places)
     except BaseException:
+        if launched is not None:
+            stop_engines(launched, chosen)
         connection.stop()
         raise
     cluster.launched = launched
@@ -73,6 +94,7 @@ def _publish(connection: Connection, layout: Layout, name: str, engines: str, pl
     facts = {
         "name": name,
         "engines": engines,
+        "ip": connection.ip,
         "world_size": layout.num_ranks,
         "keep_alive_s": settings.keep_alive,
         "layout": dataclasses.asdict(layout),
@@ -99,6 +121,8 @@ def _free_name(name: str | None) -> str:
 def attach(name: str | None = None) -> Cluster:
     """Get back a cluster whose kernel was restarted or has died, with everything on its ranks.
 
+    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle.
+
     Args:
         name: Which; None: this notebook's own, or the only one there is.
 
@@ -111,19 +135,34 @@ def attach(name: str | None = None) -> Cluster:
     entry = find(name)
     warmup.discard()
     connection = open_existing(entry.run_dir)
-    info = connection.agent.greeting["info"]
+    greeting = connection.agent.greeting
+    info = greeting["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    if not connection.client.wait_registered(range(layout.num_ranks), 2.0) and not connection.client.registered:
+    living = _living(connection, info["engines"], layout.num_ranks)
+    if not living:
         connection.stop()
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
     cluster = Cluster(
         connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
     )
-    for rank in set(cluster.ranks) - set(connection.client.registered):
-        cluster.health.die(rank, "died while no notebook was connected")
+    for rank in set(cluster.ranks) - living:
+        event = greeting["deaths"].get(str(rank))
+        cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
+    cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
     return cluster
+
+
+def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
+    client = connection.client
+    if engines != "axon":
+        client.wait_registered(range(num_ranks), 2.0)
+        return set(client.registered)
+    # The controller takes a minute to miss an engine that died while nobody was there to tell it.
+    living = set(map(int, connection.agent.greeting["ranks"]))
+    client.wait_registered(living, 2.0)
+    return living
 
 
 def restart() -> Cluster:
@@ -135,7 +174,10 @@ def restart() -> Cluster:
         "engines": old.engines,
         "name": old.name,
     }
-    warmup.begin()  # the next agent comes up while the old one ends
+    if old.connection.ip != LOOPBACK:
+        shape["interface"] = old.connection.ip
+    else:
+        warmup.begin()  # the next agent comes up while the old one ends
     old.stop()
     current.drop(old)
     return start(old.world_size, **shape)

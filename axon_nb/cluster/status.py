@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster.waits import ask_waits
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
 from axon_nb.records.state import Activity, RankState
+from axon_nb.records.waits import awaited, named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,8 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["cluster_info", "describe_state", "status_frame"]
 
 
-def describe_state(state: RankState | None) -> str:
-    """A rank's state in words, such as ``waiting in all_reduce at line 4 for 2.1 s``."""
+_WAITED_S = 0.25
+
+
+def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
+    """A rank's state in words, such as ``waiting in all_reduce at line 4 for rank 1, for 2.1 s``.
+
+    Args:
+        state: Its latest sample; None: it does not answer.
+        late: The ranks that have not come to the call that it waits in.
+    """
     if state is None:
         return "does not answer"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
@@ -27,16 +37,20 @@ def describe_state(state: RankState | None) -> str:
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
-    return f"{verb} {state.call}{at}" + (f" for {seconds:.1f} s" if seconds >= 0.25 else "")
+    whom = f" for {named(late)}," if late else ""
+    return f"{verb} {state.call}{at}{whom}" + (f" for {seconds:.1f} s" if seconds >= _WAITED_S else "")
 
 
 def cluster_info(cluster: Cluster, places: Sequence[Mapping[str, Any]], dead: Mapping[int, str]) -> ClusterInfo:
     """Ask every rank and put the answers together."""
     states = cluster.sample() if cluster.running else {}
+    late: dict[int, tuple[int, ...]] = {}
+    if any(state.activity is Activity.WAITING for state in states.values()):
+        late = awaited(ask_waits(cluster.client, states), _WAITED_S)
     rows = []
     for rank, place in enumerate(places):
         state = states.get(rank)
-        words = dead.get(rank) or (describe_state(state) if cluster.running else "gone")
+        words = dead.get(rank) or (describe_state(state, late.get(rank, ())) if cluster.running else "gone")
         rows.append(
             RankInfo(
                 rank=rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
 from axon_nb.cluster.client import RankClient
+from axon_nb.cluster.launching import stop_engines
 from axon_nb.errors import UsageError
 from axon_nb.records.state import Activity, RankState
 
@@ -35,13 +37,31 @@ def push(client: RankClient, ranks: Iterable[int], variables: Mapping[str, Any])
 def pull(client: RankClient, ranks: Iterable[int], expression: str) -> dict[int, Any]:
     """The value of a name or expression on each rank."""
     futures = {rank: remote.call(client, rank, f"{_ENGINE}:fetch", expression=expression) for rank in ranks}
-    return {rank: _result(rank, future, f"give {expression!r}") for rank, future in futures.items()}
+    values = {}
+    for rank, future in futures.items():
+        kind, value = _result(rank, future, f"give {expression!r}")
+        try:
+            values[rank] = pickle.loads(value) if kind == "pickled" else value
+        except Exception as error:
+            raise UsageError(
+                f"Rank {rank} has given {expression!r}, but it cannot be loaded in the notebook: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+    return values
 
 
 def last_values(client: RankClient, ranks: Iterable[int], token: str) -> dict[int, Any]:
-    """The value of the last expression of the cell with this token; one that does not pickle comes as its text."""
+    """The value of the last expression of the cell with this token; one that cannot travel comes as its text."""
     futures = {rank: remote.call(client, rank, f"{_ENGINE}:last_value", token=token) for rank in ranks}
-    return {rank: _result(rank, future, "give the cell's value") for rank, future in futures.items()}
+    values = {}
+    for rank, future in futures.items():
+        kind, value, text = _result(rank, future, "give the cell's value")
+        # Loaded here and not by ipyparallel: a value that fails there is never delivered, nor is the failure.
+        try:
+            values[rank] = pickle.loads(value) if kind == "pickled" else value
+        except Exception:
+            values[rank] = text
+    return values
 
 
 def sample(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
@@ -70,10 +90,8 @@ def _result(rank: int, future: Future[Any], what: str) -> Any:
 
 def shut_down_foreign(cluster: Cluster) -> None:
     """End the engines of other launchers than ours; the host agent ends its own."""
-    if cluster.engines == "axon":
-        return
-    with contextlib.suppress(Exception):  # whatever is left ends when it misses the controller's heartbeat
-        if cluster.launched is not None:
-            cluster.launched.stop_engines_sync()
-        else:
+    if cluster.launched is not None:
+        stop_engines(cluster.launched, cluster.engines)
+    elif cluster.engines != "axon":
+        with contextlib.suppress(Exception):
             cluster.client.shutdown(targets="all", hub=False, block=False)

@@ -1,7 +1,86 @@
-"""Communication between ranks: a library of its own, in cells, under torchrun and in plain scripts."""
+"""Communication between ranks: a library of its own, in cells, under torchrun and in plain scripts.
+
+Collectives take torch tensors, NumPy and CuPy arrays; `group=None` is the default group, `async_op=True` gives a
+`Handle`. `rank`, `world_size` and `is_main_process` are here too, but not in `__all__`: cells have the first two as
+numbers.
+"""
 
 from __future__ import annotations
 
+from axon_nb.comm.bucket import GradientBucket
+from axon_nb.comm.checks import checking
+from axon_nb.comm.errors import (
+    CallMismatch,
+    CommError,
+    InvalidRank,
+    NcclError,
+    NotInGroup,
+    TensorError,
+    TensorMismatch,
+    WorldClosed,
+    WorldStuck,
+)
+from axon_nb.comm.gradients import sync_gradient, sync_gradients
+from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.handle import Handle
+from axon_nb.comm.kinds import Backend, ReduceOp
+from axon_nb.comm.mock import MockBackend
+from axon_nb.comm.mock_world import MockWorld
+from axon_nb.comm.move import all_gather, barrier, broadcast, broadcast_from, gather_tensor, scatter_tensor
+from axon_nb.comm.point import recv, send
+from axon_nb.comm.query import is_main_process, rank, world_size  # noqa: F401 - see the docstring
+from axon_nb.comm.reduce import (
+    all_reduce,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_min,
+    all_reduce_product,
+    all_reduce_sum,
+    reduce_scatter,
+    reduce_scatter_mean,
+    reduce_scatter_sum,
+)
+from axon_nb.comm.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_nb.comm.world import World
 
-__all__ = ["World"]
+__all__ = [
+    "Backend",
+    "CallMismatch",
+    "CommError",
+    "GradSyncStrategy",
+    "GradientBucket",
+    "GradientSynchronizer",
+    "Handle",
+    "InvalidRank",
+    "MockBackend",
+    "MockWorld",
+    "NcclError",
+    "NotInGroup",
+    "ProcessGroup",
+    "ReduceOp",
+    "TensorError",
+    "TensorMismatch",
+    "World",
+    "WorldClosed",
+    "WorldStuck",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_mean",
+    "all_reduce_min",
+    "all_reduce_product",
+    "all_reduce_sum",
+    "barrier",
+    "broadcast",
+    "broadcast_from",
+    "checking",
+    "gather_tensor",
+    "recv",
+    "reduce_scatter",
+    "reduce_scatter_mean",
+    "reduce_scatter_sum",
+    "scatter_tensor",
+    "send",
+    "sync_gradient",
+    "sync_gradients",
+]

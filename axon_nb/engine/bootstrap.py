@@ -11,16 +11,31 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import dist_hooks, kernel_hooks, namespace, short_traceback
+from axon_nb.engine import (
+    dist_hooks,
+    exits,
+    kernel_hooks,
+    leaving,
+    namespace,
+    native_output,
+    shell_commands,
+    short_traceback,
+)
+from axon_nb.engine.background import note_own_threads
+from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
 from axon_nb.engine.groups import form_default_group, nccl, recovery
+from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
+from axon_nb.engine.steps import OptimizerSteps
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.host.cores import usable_cores
+from axon_nb.host.sealing import store_key
 
 __all__ = ["describe", "join", "run_engine"]
 
@@ -29,12 +44,18 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it ends; the entry of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
-    IPEngine.launch_instance(argv=argv)
+    native_output.keep_crash_reports()
+    IPEngine.launch_instance(argv=argv, out_stream_factory=native_output.RankStream)
 
 
 def describe() -> dict[str, Any]:
-    """Where this process is, before it joins: host and pid."""
-    return {"host": socket.gethostname(), "pid": os.getpid()}
+    """Where this process is, before it joins: host and pid, cores that it may use and GPUs that it sees."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cores": usable_cores(),
+        "gpus": torch.cuda.device_count(),
+    }
 
 
 def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
@@ -58,9 +79,12 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     set_current(session)
     missing = kernel_hooks.missing(kernel)  # before ours are set under the same names
     _install(session)
-    store = AgentStore(config.store, timedelta(seconds=config.timeout_s))
+    store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
     session.extras["store"] = store
+    listen_on(store.own_ip)
+    if store.own_ip != LOOPBACK:
+        leaving.install()
     form_default_group(
         config.backend,
         store=store,
@@ -70,9 +94,13 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         timeout_s=config.timeout_s,
         epoch=epoch,
     )
-    recovery.recreate(list(groups))
-    if epoch and (native := nccl.groups()) is not None:
+    native = nccl.groups()
+    if epoch and native is not None:
+        recovery.recreate(list(groups))
         native.reform(epoch)
+    elif epoch:  # the other ranks are in `recover`
+        whole = recovery.agree_on_groups({group["name"]: group["ranks"] for group in groups})
+        recovery.recreate([group for group in groups if group["name"] in whole])
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
@@ -85,13 +113,21 @@ def _shell() -> Any:
 
 def _install(session: RankSession) -> None:
     kernel = session.kernel
-    interrupts = Interrupts(kernel)
+    steps = OptimizerSteps()
+    steps.install()
+    session.extras["steps"] = steps
+    interrupts = Interrupts(kernel, steps.holds)
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)
-    runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit))
+    log = CellLog()
+    kernel_hooks.tap_output(kernel, log.tap)
+    runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
+    exits.install(kernel.shell)
+    shell_commands.install(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
-    kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry))
+    kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     session.extras["runner"] = runner
+    note_own_threads()

@@ -6,9 +6,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from axon_nb.engine import native_output, subgroup
+from axon_nb.engine.cell_log import CellLog
+from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.forget import forget_failure
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, membership
+from axon_nb.engine.groups.sizes import cell_begins
 from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.release import release_traceback
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.short_traceback import take_place
 from axon_nb.engine.stdio import OutputBudget
@@ -19,6 +24,7 @@ __all__ = ["CellRunner"]
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
+_NEVER_BEGAN = {"axon_nb": {"seconds": 0.0, "calls": 0, "ended_in": {}, "has_value": False}}
 _MAX_VALUES = 16
 """Values that nobody has fetched are kept for the last so many cells that asked for it."""
 
@@ -26,50 +32,83 @@ _MAX_VALUES = 16
 class CellRunner:
     """Runs one cell after the other; knows which one runs."""
 
-    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget) -> None:
+    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget, log: CellLog) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
+        self._log = log
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply tells whether there is a value to fetch, and how long it took in seconds."""
         session, shell = self._session, self._session.kernel.shell
-        cell = metadata.get("axon_nb", {}).get("cell")
+        request, facts = session.kernel.get_parent("shell"), metadata.get("axon_nb", {})
+        message_id, code = request["header"]["msg_id"], request["content"]["code"]
+        self._log.begin(message_id, facts, code)
+        cell = facts.get("cell")
         if cell is not None:
             # Tracebacks then name the notebook's own prompt: "Cell In[12], line 3".
             shell.execution_count = cell
         # IPython looks here for the semicolon that keeps a value from being shown.
-        shell.history_manager.input_hist_parsed[-1:] = [session.kernel.get_parent("shell")["content"]["code"]]
+        shell.history_manager.input_hist_parsed[-1:] = [code]
+        if facts.get("run") in self._interrupts.refused:
+            reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], **_NEVER_BEGAN}
+            self._log.end(message_id, reply)
+            return reply
+        activity.begin_cell()
+        session.extras["steps"].begin_cell()
         self._budget.begin()
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls = activity.started()
-        self._interrupts.running = True
+        self._interrupts.begin_cell()
         try:
-            reply = await execute()
+            reply = self._prepare(metadata.get("axon_nb", {})) or await execute()
+        except BaseException as error:
+            self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
+            raise
         finally:
-            self._interrupts.running = False
+            membership.leave()
+            self._interrupts.end_cell()
             end = time.monotonic_ns()
             session.cell = None
+            native_output.drain(wait=True)
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
-        token = metadata.get("axon_nb", {}).get("token")
+        token = facts.get("token")
         if has_value and token is not None:
             self._values[token] = value
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
-        if reply["status"] == "error":
-            forget_failure(shell)
+        ended_in = take_place()
+        if ended_in:
+            release_traceback(shell)
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
-            "ended_in": take_place(),
+            "ended_in": ended_in,
             "has_value": has_value,
         }
-        return _bounded(reply)
+        tell_exit(reply, shell)
+        if reply["status"] == "error":
+            forget_failure(shell)
+        reply = _bounded(reply)
+        self._log.end(message_id, reply)
+        return reply
+
+    def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
+        """What goes before the cell's own code; the reply when that fails."""
+        ranks = facts.get("ranks") or []
+        cell_begins(str(facts.get("run", "")))
+        try:
+            subgroup.bind(self._session, ranks, wanted=bool(facts.get("subgroup")))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
+        membership.enter(ranks if facts.get("alone") else None)
+        return None
 
     def take_value(self, token: str) -> Any:
         """The value of the last expression of the cell with this token, once."""

@@ -12,9 +12,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, SimpleNamespace
 from typing import Any
 
+from ipykernel.iostream import IOPubThread
 from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["RUN_CODE", "ControlHandler", "add_control_handlers", "install", "missing", "wrap_do_execute"]
+__all__ = [
+    "RUN_CODE",
+    "ControlHandler",
+    "add_control_handlers",
+    "install",
+    "missing",
+    "tap_output",
+    "wrap_do_execute",
+]
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Takes a request's content and returns the reply's; runs on the kernel's control thread."""
@@ -37,7 +46,10 @@ _NEEDED = (
 
 def missing(kernel: Any) -> list[str]:
     """Names of the hooks that this ipykernel does not have."""
-    return [name for name in _NEEDED if not hasattr(kernel, name)]
+    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
+    if not hasattr(IOPubThread, "send_multipart"):
+        absent.append("IOPubThread.send_multipart")
+    return absent
 
 
 def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
@@ -93,6 +105,24 @@ def add_control_handlers(kernel: Any, handlers: dict[str, ControlHandler]) -> No
 
     for name, handler in handlers.items():
         kernel.control_handlers[name] = serve(handler)
+
+
+def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
+    """Have `tap` see the frames of each message of the output channel before it goes out, in order.
+
+    Without the hook a notebook that comes back does not see what was printed meanwhile.
+    """
+    thread = getattr(kernel.iopub_socket, "io_thread", None) or kernel.iopub_socket
+    send = getattr(thread, "send_multipart", None)
+    if send is None:
+        return
+
+    def send_multipart(frames: list[Any], *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(ValueError, KeyError):  # no message of Jupyter's
+            tap(frames)
+        send(frames, *args, **kwargs)
+
+    thread.send_multipart = send_multipart
 
 
 def wrap_do_execute(

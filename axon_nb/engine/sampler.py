@@ -10,10 +10,10 @@ from types import FrameType
 
 import torch
 
+from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.short_traceback import C10D_FILE, PUBLIC_CALLS
 from axon_nb.records.state import Activity, RankState
 
 __all__ = ["Sampler"]
@@ -37,6 +37,9 @@ class Sampler:
         cell = session.cell
         line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
         waited = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
+        if waited is not None and not call:
+            # DTensor and functional collectives wait without a function of torch.distributed on the stack.
+            call = PUBLIC_NAMES.get(waited.name, waited.name)
         key = (cell, call, waited.number if waited else serial)
         if key != self._key:
             self._key, self._since_ns = key, waited.started_ns if waited else now
@@ -57,6 +60,13 @@ class Sampler:
             rss_bytes=_resident_bytes(),
             device_bytes=_device_bytes(session.device),
         )
+
+    def via(self) -> tuple[str, int]:
+        """The function that communicates though its name does not say so, and the number of the call waited for."""
+        ident = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(ident)
+        waited = activity.current_wait(ident)
+        return find_function(frame, user_frame(frame)), waited.number if waited else 0
 
     def _look(self, frame: FrameType | None) -> tuple[int | None, str, int]:
         """(line of the cell, communication call, identity of that call's frame)."""

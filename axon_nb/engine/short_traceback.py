@@ -6,20 +6,14 @@ Rendering a traceback takes 100-400 ms, on every rank at once, and says only whe
 from __future__ import annotations
 
 import asyncio
-import os
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
+from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
-__all__ = ["PUBLIC_CALLS", "install", "take_place"]
-
-C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
-PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
-"""The functions of torch.distributed by which users know what a rank waits in."""
+__all__ = ["PUBLIC_CALLS", "find_place", "install", "take_place"]
 
 _place: dict[str, Any] = {}
 
@@ -28,7 +22,7 @@ def install(shell: Any) -> None:
     """Have `shell` show one line when a cell was aborted or interrupted."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
-        line, call = _find(trace)
+        line, call = find_place(trace)
         _place.update(line=line, call=call)
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
@@ -44,7 +38,8 @@ def take_place() -> dict[str, Any]:
     return place
 
 
-def _find(trace: TracebackType | None) -> tuple[int | None, str]:
+def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
+    """The cell's line, and the function of torch.distributed that it had called, in a traceback."""
     line, call = None, ""
     while trace is not None:
         frame = trace.tb_frame

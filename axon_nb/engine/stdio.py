@@ -8,12 +8,17 @@ import time
 from collections import deque
 from typing import Any
 
+from axon_nb.engine import native_output
+
 __all__ = ["OutputBudget"]
 
 _FIRST_FLUSH_S = 0.004
 _STEADY_FLUSH_S = 0.05
 _QUIET_S = 0.2
 _TAIL_LINES = 40
+_REDRAW_S = 0.05
+_MAX_REDRAW = 2048
+"""Characters; a longer line with a carriage return is no progress bar."""
 
 
 class OutputBudget:
@@ -38,6 +43,7 @@ class OutputBudget:
     def end(self) -> None:
         """A cell has ended: send the last lines of what was dropped, and how much that was."""
         for name, stream in self._streams.items():
+            stream.show_held()
             dropped = stream.take_dropped()
             if dropped:
                 self._send(name, *dropped)
@@ -75,15 +81,35 @@ class _Limited:
         self._dropped_size = 0
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._partial = ""
+        self._redrawn = 0.0
+        self._held = ""
         stream.write = self.write
         stream.flush = self.flush
 
     def write(self, text: str) -> int | None:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if not self._budget.spend(len(text)):
-            return self._drop(text)
         now = time.monotonic()
+        if _redraws(text):
+            # A bar of hours must not use up what the cell may print, nor a bar in a tight loop the bandwidth.
+            if now - self._redrawn < _REDRAW_S:
+                self._held = text
+                return len(text)
+            self._redrawn = now
+            self._held = ""
+        else:
+            self.show_held()
+            if not self._budget.spend(len(text)):
+                return self._drop(text)
+        return self._pass(text, now)
+
+    def show_held(self) -> None:
+        """Send the last state of a bar that was redrawn too soon after the one before."""
+        if self._held:
+            text, self._held = self._held, ""
+            self._pass(text, time.monotonic())
+
+    def _pass(self, text: str, now: float) -> int | None:
         # The first text after a pause goes out at once, a stream of it in larger pieces.
         self._stream.flush_interval = _FIRST_FLUSH_S if now - self._last > _QUIET_S else _STEADY_FLUSH_S
         self._last = now
@@ -91,6 +117,8 @@ class _Limited:
         return self._write(text)  # type: ignore[no-any-return]
 
     def flush(self) -> None:
+        """Send what is pending."""
+        native_output.drain()  # values and displays are sent after a flush: what C code wrote before comes before
         # ipykernel flushes both streams several times a request, and each waits for a thread.
         if self._pending:
             self._pending = False
@@ -113,3 +141,8 @@ class _Limited:
         self._tail.clear()
         self._partial = ""
         return lines, size, tail
+
+
+def _redraws(text: str) -> bool:
+    """Whether this is a progress bar that draws itself anew, as tqdm does."""
+    return text[:1] == "\r" and len(text) <= _MAX_REDRAW and "\n" not in text

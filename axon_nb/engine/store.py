@@ -1,6 +1,7 @@
-"""The rendezvous store as ranks see it: a `torch.distributed.Store` over the host agent's Unix socket.
+"""The rendezvous store as ranks see it: a `torch.distributed.Store` over the host agent's socket.
 
-torch's own TCPStore listens on all interfaces and has no authentication; this one is a 0600 socket in a 0700 folder.
+torch's own TCPStore listens on all interfaces and has no authentication; this one is a 0600 Unix socket in a 0700
+folder, or, for ranks on other hosts, a TCP connection on which both ends know the cluster's key.
 """
 
 from __future__ import annotations
@@ -10,15 +11,31 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from axon_nb.host.framing import encode, receive
+from axon_nb.host.sealing import Seal, greet
 
-__all__ = ["AgentStore"]
+__all__ = ["AgentStore", "give_up_waits", "want_waits"]
 
 _SLICE_MS = b"50"
+_CONNECT_S = 10.0
+_TCP = "tcp:"
+
+_given_up: set[int] = set()
+
+
+def give_up_waits(thread: int) -> None:
+    """Nobody wants the result of what `thread` waits for: the wait ends, and stands in nobody's way any more."""
+    _given_up.add(thread)
+
+
+def want_waits() -> None:
+    """Waits of this thread are wanted, whatever it did before."""
+    _given_up.discard(threading.get_ident())
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -26,20 +43,53 @@ def _bytes(value: str | bytes | Sequence[int]) -> bytes:
 
 
 class AgentStore(Store):
-    """A client of the agent's store. Waits are cut into 50 ms slices, so that an interrupt lands between two."""
+    """A client of the agent's store. Waits are cut into 50 ms slices, so that an interrupt lands between two.
 
-    def __init__(self, path: str, timeout: timedelta = timedelta(minutes=5)) -> None:
+    Args:
+        address: Path of the Unix socket, or ``tcp:<ip>:<port>``.
+        timeout: Limit of waits.
+        key: The store's key; needed over TCP alone.
+
+    Raises:
+        ConnectionError: nobody listens there, or somebody who does not know the key.
+    """
+
+    def __init__(self, address: str, timeout: timedelta = timedelta(minutes=5), *, key: bytes = b"") -> None:
         super().__init__()
-        self._path = path
+        self._address = address
         self._timeout = timeout
+        self._key = key
+        self._seal: Seal | None = None
         self._lock = threading.RLock()
         self._sock = self._connect()
         self._broken = False
 
+    @property
+    def folder(self) -> Path | None:
+        """The cluster's own folder, which all its ranks see; None when there are ranks on other hosts."""
+        return None if self._address.startswith(_TCP) else Path(self._address).parent
+
     def _connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(self._path)
+        if not self._address.startswith(_TCP):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(self._address)
+            return sock
+        ip, _, port = self._address.removeprefix(_TCP).rpartition(":")
+        sock = socket.create_connection((ip, int(port)), _CONNECT_S)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._seal = greet(sock, self._key)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
         return sock
+
+    @property
+    def own_ip(self) -> str:
+        """This host's address on the network that leads to the store; 127.0.0.1 over a Unix socket."""
+        return str(self._sock.getsockname()[0]) if self._address.startswith(_TCP) else "127.0.0.1"
 
     def _call(self, *parts: bytes) -> list[bytes]:
         with self._lock:
@@ -48,8 +98,11 @@ class AgentStore(Store):
                 self._sock = self._connect()
             # An interrupt between request and answer: the next call on that connection would get this one's answer.
             self._broken = True
-            self._sock.sendall(encode(list(parts)))
+            message = list(parts)
+            self._sock.sendall(encode(message if self._seal is None else self._seal.close(message)))
             answer = receive(self._sock)
+            if self._seal is not None:
+                answer = self._seal.open(answer)
             self._broken = False
             return answer
 
@@ -117,7 +170,7 @@ class AgentStore(Store):
 
     def clone(self) -> AgentStore:
         """A client of its own connection to the same store."""
-        return AgentStore(self._path, self._timeout)
+        return AgentStore(self._address, self._timeout, key=self._key)
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         if not keys:
@@ -128,5 +181,7 @@ class AgentStore(Store):
             values = self._call(b"wait", _SLICE_MS, *wanted)
             if values:
                 return values
+            if threading.get_ident() in _given_up:
+                raise DistStoreError(f"the wait for {list(keys)[:4]} was given up")
             if time.monotonic() > end:
                 raise DistStoreError(f"waited {timeout} in the rendezvous store for {list(keys)[:4]}")

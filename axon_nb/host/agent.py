@@ -15,10 +15,13 @@ from typing import Any
 
 from axon_nb.host.children import Children, Death
 from axon_nb.host.forking import ForkRequest, become_rank, signals_held
+from axon_nb.host.last_words import LastWords
+from axon_nb.host.oom import OomCounter
 from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
 from axon_nb.host.preload import Preload
 from axon_nb.host.rundir import RunDir
 from axon_nb.host.store import StoreTable
+from axon_nb.host.tcp import SealedStorePeer, TcpListener
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -47,6 +50,8 @@ class Agent:
         self.run_dir = run_dir
         self.options = options
         self.children = Children()
+        self._last_words = LastWords()
+        self._oom = OomCounter()
         self.info: dict[str, Any] = {}
         self.keep_alive_s = 300.0
         self._store = StoreTable()
@@ -58,19 +63,24 @@ class Agent:
         self._starter = run_dir.starter()
         """pid of the notebook until it connects; if it ends before that, nobody will."""
         self._stopping: float | None = None
+        self._left_ns = 0
+        """Monotonic time at which the last notebook left; 0: none has."""
+        self._deaths: dict[int, dict[str, Any]] = {}
+        """What was told of each rank that died and was not replaced."""
         self._commands: dict[str, Callable[[CommandPeer, dict[str, Any]], dict[str, Any] | None]] = {
             "hello": self._hello,
             "fork": self._fork,
             "signal": self._signal,
             "set_info": self._set_info,
             "get_info": self._get_info,
+            "serve_store": self._serve_store,
             "stop": self._stop,
         }
 
     def run(self) -> None:
         """Serve until stopped; at the end no child and no file is left."""
         with self._signals():
-            self._listeners = [
+            self._listeners: list[Listener | TcpListener] = [
                 Listener(self.run_dir.store_socket, self._selector, self._accept_store),
                 Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
             ]
@@ -129,9 +139,12 @@ class Agent:
 
     def _announce(self, death: Death) -> None:
         event = "exit" if death.rank is not None else "controller_exit"
-        self._broadcast(
-            {"event": event, "rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
-        )
+        told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
+        last_words = {} if death.rank is None else self._last_words.of(death.rank)
+        message = {"event": event, **told, "out_of_memory": self._oom.look(), **last_words}
+        if death.rank is not None:
+            self._deaths[death.rank] = message
+        self._broadcast(message)
         if death.rank is None and self._stopping is None:
             self._begin_stop()
 
@@ -146,10 +159,24 @@ class Agent:
     def _accept_store(self, sock: socket.socket) -> None:
         self._peers.add(StorePeer(sock, self._selector, self._closed, self._store.handle))
 
+    def _serve_store(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+        """Serve the store over TCP too, for ranks on other hosts."""
+        key = bytes.fromhex(message["key"])
+
+        def accept(sock: socket.socket) -> None:
+            for silent in [peer for peer in self._peers if isinstance(peer, SealedStorePeer) and peer.overdue]:
+                silent.close()
+            self._peers.add(SealedStorePeer(sock, self._selector, self._closed, self._store.handle, key))
+
+        listener = TcpListener(str(message["ip"]), self._selector, accept)
+        self._listeners.append(listener)
+        return {"port": listener.port}
+
     def _closed(self, peer: Peer) -> None:
         self._peers.discard(peer)
         if isinstance(peer, CommandPeer) and peer.owner and not self._owned:
             # The kernel is gone without a word: restarted or killed. Ranks wait for it; a mere warm-up does not.
+            self._left_ns = time.monotonic_ns()
             started = bool(self.info.get("world_size"))
             self._deadline = time.monotonic() + (self.keep_alive_s if started else 0.0)
 
@@ -190,6 +217,8 @@ class Agent:
             "idle": self._preload.done,
             "ranks": {str(rank): pid for rank, pid in self.children.ranks.items()},
             "controller": self.children.controller,
+            "deaths": {str(rank): told for rank, told in self._deaths.items()},
+            "left_ns": self._left_ns,
             "info": self.info,
         }
 
@@ -206,6 +235,7 @@ class Agent:
             try:
                 request = ForkRequest.from_json({**message, "entry": self.options.entry})
                 agent_pid = os.getpid()
+                self._last_words.begin(request.rank, request.log)
                 with signals_held():
                     pid = os.fork()
                     if pid == 0:
@@ -214,6 +244,7 @@ class Agent:
                 peer.tell({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
                 continue
             self.children.add_rank(request.rank, pid)
+            self._deaths.pop(request.rank, None)
             peer.tell({"id": message.get("id"), "pid": pid})
 
     def _sockets(self) -> list[socket.socket]:

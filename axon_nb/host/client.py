@@ -32,6 +32,7 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
     """
     package_parent = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package_parent]))}
+    env |= run_dir.ipython_env()
     argv = [sys.executable, "-P", "-m", "axon_nb.host", f"--run-dir={run_dir.path}", f"--entry={entry}"]
     if controller:
         argv.append(f"--controller={json.dumps(controller)}")

@@ -111,6 +111,15 @@ class RunDir:
         """The connection file for ipyparallel engines."""
         return self.profile / "security" / "ipcontroller-engine.json"
 
+    def ipython_env(self) -> dict[str, str]:
+        """Where IPython keeps its files when the home folder cannot be written: it would leave a folder a process."""
+        usual = Path(os.environ.get("IPYTHONDIR") or os.path.expanduser("~/.ipython"))
+        if os.access(usual if usual.exists() else usual.parent, os.W_OK | os.X_OK):
+            return {}
+        folder = self.path / "ipython"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return {"IPYTHONDIR": str(folder)}
+
     def rank_log(self, rank: int) -> Path:
         """What rank `rank` wrote outside of cells."""
         return self.path / "log" / f"rank{rank}.log"

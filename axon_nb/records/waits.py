@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from axon_nb.records.advice import advice_for
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["PendingCall", "RankWaits", "explain"]
+__all__ = ["PendingCall", "RankWaits", "awaited", "explain", "named"]
 
 _SAME_SIZE = frozenset({"allreduce", "broadcast", "reduce"})
 
@@ -49,28 +50,42 @@ class RankWaits:
     """Oldest first."""
     counts: Mapping[str, int]
     """Collectives begun so far, by group."""
+    via: str = ""
+    """The function that communicates though its name does not say so, such as ``full_tensor``; empty for others."""
+    waited: int = 0
+    """Number of the call that the main thread waits for; 0 when it is not known."""
 
     @property
     def blocked_in(self) -> PendingCall | None:
         """The call that the rank cannot pass; None while its main thread is in no communication."""
-        return self.pending[0] if self.running and self.call and self.pending else None
+        if not (self.running and self.call and self.pending):
+            return None
+        return next((call for call in self.pending if call.number == self.waited), self.pending[0])
 
     @property
     def place(self) -> str:
         """``all_reduce at line 4``."""
-        return f"{self.call}{f' at line {self.line}' if self.line else ''}"
+        return f"{self.via or self.call}{f' at line {self.line}' if self.line else ''}"
 
 
 def _missing(own: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
     """The ranks that have not come to `call`."""
     if call.sequence == 0:
-        if call.peer < 0 or call.name == "send":
-            return set()
         other = reports.get(call.peer)
-        sending = other is not None and any(c.name == "send" and c.peer == own.rank for c in other.pending)
-        return set() if sending or other is None else {call.peer}
+        if other is None:  # from any rank, or one that does not answer
+            return set()
+        # A send is over when it is received: Gloo keeps no message for a receiver that comes later.
+        names, peers = (("recv", "recv_anysource"), (own.rank, -1)) if call.name == "send" else (("send",), (own.rank,))
+        return set() if any(c.name in names and c.peer in peers for c in other.pending) else {call.peer}
     others = (rank for rank in call.ranks if rank != own.rank and rank in reports)
     return {rank for rank in others if reports[rank].counts.get(call.group, 0) < call.sequence}
+
+
+def awaited(reports: Mapping[int, RankWaits], after_s: float) -> dict[int, tuple[int, ...]]:
+    """For each rank that has waited for at least `after_s` seconds, the ranks that have not come to its call."""
+    blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
+    missing = {rank: tuple(sorted(_missing(reports[rank], call, reports))) for rank, call in blocked.items()}
+    return {rank: others for rank, others in missing.items() if others}
 
 
 def explain(reports: Mapping[int, RankWaits], cell_ranks: Collection[int], after_s: float) -> str | None:
@@ -86,7 +101,7 @@ def explain(reports: Mapping[int, RankWaits], cell_ranks: Collection[int], after
     """
     blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
     if (mismatch := _mismatch(blocked, reports)) is not None:
-        return mismatch
+        return mismatch + advice_for(reports[rank].via for rank in blocked)
     missing = {rank: _missing(reports[rank], call, reports) for rank, call in blocked.items()}
     finished = {rank for rank, own in reports.items() if not own.running}
     hopeless = set(blocked)
@@ -97,7 +112,8 @@ def explain(reports: Mapping[int, RankWaits], cell_ranks: Collection[int], after
         hopeless = left
     if not hopeless:
         return None
-    return _sentence({rank: missing[rank] & (finished | hopeless) for rank in hopeless}, reports, finished, cell_ranks)
+    waits = {rank: missing[rank] & (finished | hopeless) for rank in hopeless}
+    return _sentence(waits, reports, finished, cell_ranks) + advice_for(reports[rank].via for rank in sorted(hopeless))
 
 
 def _mismatch(blocked: Mapping[int, PendingCall], reports: Mapping[int, RankWaits]) -> str | None:
@@ -131,11 +147,12 @@ def _sentence(
     parts = []
     for (place, awaited), ranks in grouped.items():
         verb = "waits" if len(ranks) == 1 else "wait"
-        parts.append(f"{_named(ranks)} {verb} in {place} for {_named(awaited)}{_why(awaited, finished, cell_ranks)}")
+        parts.append(f"{named(ranks)} {verb} in {place} for {named(awaited)}{_why(awaited, finished, cell_ranks)}")
     return "; ".join(parts) + "."
 
 
-def _named(ranks: Collection[int]) -> str:
+def named(ranks: Collection[int]) -> str:
+    """``rank 2`` or ``ranks 0-1,3``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 

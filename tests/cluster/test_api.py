@@ -34,6 +34,24 @@ def test_a_rank_without_a_value_has_none(script: Script) -> None:
     assert "rank 0 has no value; ranks with one: none" in answer.message
 
 
+UNLOADABLE = "class U:\n    def __reduce__(self): return (eval, ('1/0',))\n    def __repr__(self): return 'U here'\n"
+
+
+def test_values_that_cannot_be_loaded_in_the_notebook_come_as_text(script: Script) -> None:
+    script.ok(f"c.run({UNLOADABLE!r} + 'u = U()')")
+    assert script.value("dict(c.run('u').values)") == {0: "U here", 1: "U here"}
+    assert script.value("dict(c.run('[u, 1]').values)") == {0: "[U here, 1]", 1: "[U here, 1]"}
+    answer = script.run("c.pull('u', ranks=1)")
+    assert answer.message == (
+        "Rank 1 has given 'u', but it cannot be loaded in the notebook: ZeroDivisionError: division by zero"
+    )
+
+
+def test_values_of_classes_defined_in_a_cell_can_be_fetched(script: Script) -> None:
+    script.ok("c.run('class Point:\\n    def __init__(self, x): self.x = x\\np = Point(rank)')")
+    assert script.value("[c.pull('p', ranks=r).x for r in range(2)], c.run('p')[1].x") == ([0, 1], 1)
+
+
 def test_values_that_do_not_pickle_come_as_text(script: Script) -> None:
     assert "lambda" in script.value("c.run('lambda: 1', ranks=[0])[0]")
 
@@ -223,7 +241,7 @@ def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
 
 
 def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:
-    script.ok("before = [p['pid'] for p in c._places]\nc.stop()\nc.stop()")
+    script.ok("before = [p['pid'] for p in c.places]\nc.stop()\nc.stop()")
     assert script.value("c.running, 'was stopped' in repr(c)") == (False, True)
     assert not [process for process in script.others() if process.pid in script.value("before")]
     for call in ("c.run('1')", "c.push({'x': 1})", "c.pull('rank')", "c.run_noblock('1')"):

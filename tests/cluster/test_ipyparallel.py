@@ -52,3 +52,42 @@ def test_a_script_that_forgets_to_stop_leaves_nothing() -> None:
     assert done.out == "[0, 1]\n", done.err
     assert "Error stopping cluster" not in done.err
     assert until(lambda: not done.left(), timeout=10), done.left()
+
+
+def test_a_killed_engine_is_missed_at_once() -> None:
+    done = run_script(
+        START
+        + """
+pids = client[:].apply_sync(os.getpid)
+os.kill(pids[1], signal.SIGKILL)
+end = time.monotonic() + 15
+while client.ids != [0] and time.monotonic() < end:
+    time.sleep(0.01)
+print(client.ids, client[0].apply_sync(lambda: "alive"))
+"""
+        + STOP
+    )
+    assert done.out == "[0] alive\n", done.err
+    assert until(lambda: not done.left(), timeout=10), done.left()
+
+
+def test_engines_of_another_program_are_no_cluster_to_attach_to() -> None:
+    done = run_script(
+        START
+        + """
+import axon_nb
+from axon_nb.cluster import kept
+for name in (None, kept.running()[0].name):
+    try:
+        axon_nb.attach(name)
+    except axon_nb.errors.UsageError as error:
+        print(error)
+print(client[:].apply_sync(lambda: "alive"))
+"""
+        + STOP
+    )
+    first, second, last = done.out.splitlines()
+    assert first.startswith("No cluster waits for a notebook"), done.err
+    assert "engines that a program started with ipyparallel.Cluster(engines='axon')" in second
+    assert last == "['alive', 'alive']"
+    assert until(lambda: not done.left(), timeout=10), done.left()

@@ -209,4 +209,4 @@ def _reset(model: nn.Module, *, forced: bool) -> None:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
                 parameter.unsharded_accumulated_grad = None
-    fsdp_reset.reset_by_hand(model)
+    fsdp_reset.reset_root_by_hand(model)

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
 from axon_nb.cluster import client
-from axon_nb.engine import dist_hooks
-from axon_nb.engine.groups import install
+from axon_nb.engine import dist_hooks, insist
+from axon_nb.engine.groups import install, stepping
 from tests.kernel.driver import Kernel
 
 ENGINE = Path(axon_nb.__file__).parent / "engine"
@@ -47,6 +47,11 @@ def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
         "%%distributed\nfrom axon_nb.engine import kernel_hooks\nkernel_hooks.missing(get_ipython().kernel)"
     )
     assert reply.lines() == ["[ranks 0-1] []"]
+
+
+def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
+    assert stepping.missing() == []
+    assert insist.missing() == []
 
 
 def test_torch_is_one_that_recoverable_groups_were_tested_with() -> None:
@@ -144,6 +149,23 @@ def test_fsdp2_has_what_its_reset_uses() -> None:
     for parameter in group.fsdp_params:
         assert hasattr(parameter, "_unsharded_param")
         assert hasattr(parameter, "unsharded_accumulated_grad")
+
+
+@pytest.mark.usefixtures("one_rank_world")
+def test_pipelines_have_what_their_reset_uses() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    stages = [PipelineStage(nn.Linear(2, 2), i, 2, torch.device("cpu")) for i in range(2)]
+    single: Any = Schedule1F1B(PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu")), 2)
+    several: Any = ScheduleInterleaved1F1B(stages, 2)
+    assert single._stage_forward_initialized is single._stage_backward_initialized is False
+    assert several._stages_forward_initialized is several._stages_backward_initialized is False
+    for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
+        assert hasattr(several, name), name
+    for stage in [single._stage, *several._stages]:
+        assert callable(stage.clear_runtime_states)
+        for name in ("bwd_cache", "backward_state", "dw_runner"):
+            assert hasattr(stage, name), name
 
 
 def _nodes(kind: type[Any]) -> list[tuple[Path, Any]]:

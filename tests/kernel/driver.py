@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,7 @@ class Reply:
     def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
         """Add one output message."""
         kind, content = message["msg_type"], message["content"]
-        text = str(content.get("text", ""))
+        text = str(content.get("text", content.get("data", {}).get("text/plain", "")))
         self.arrivals.append((time.time(), kind, text))
         if kind == "stream":
             setattr(self, content["name"], getattr(self, content["name"]) + text)
@@ -131,6 +132,20 @@ class Kernel:
         except queue.Empty:
             return None
 
+    def follow(self, request: str, reply: Reply, *, until: Callable[[], bool], timeout: float = 30.0) -> None:
+        """Add to `reply` what still appears in its cell after the cell's end, until `until()` is true.
+
+        Raises:
+            TimeoutError: it was not within `timeout` seconds.
+        """
+        ids, end = dict[str, int](), time.monotonic() + timeout
+        while not until():
+            if time.monotonic() > end:
+                raise TimeoutError(f"still waiting after {timeout} s; so far:\n{reply.stdout}\n{reply.stderr}")
+            message = self._get(self.client.get_iopub_msg)
+            if message is not None and message["parent_header"].get("msg_id") == request:
+                reply.take(message, ids)
+
     def wait_for_output(self, request: str, text: str, *, timeout: float = 60.0) -> None:
         """Return when the cell has printed `text`; what came so far is kept for `collect`."""
         end = time.monotonic() + timeout
@@ -164,6 +179,7 @@ class Kernel:
     def restart(self, *, now: bool) -> None:
         """Restart the kernel, politely or by force."""
         self.client.stop_channels()
+        self._early.clear()
         self.manager.restart_kernel(now=now)
         self._connect()
 
@@ -171,6 +187,14 @@ class Kernel:
         """SIGKILL: the kernel gets no chance to say anything."""
         os.kill(self.pid, signal.SIGKILL)
         self.manager.provisioner.process.wait(10)
+
+    def come_back(self) -> None:
+        """SIGKILL, then a fresh kernel for the same notebook, as Jupyter's restarter makes one."""
+        self.kill()
+        self.client.stop_channels()
+        self._early.clear()
+        self.manager.restart_kernel(now=True)
+        self._connect()
 
     def shutdown(self) -> None:
         """The menu's "Shut Down Kernel"."""

@@ -30,6 +30,18 @@ def test_the_first_line_comes_while_the_cell_runs(kernel: Kernel) -> None:
     assert [text for _, text in texts] == ["[ranks 0-3] early\n", "[ranks 0-3] late\n"]
 
 
+def test_a_bar_does_not_use_up_what_a_cell_may_print(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0\nimport sys\n"
+        "for i in range(3000):\n    sys.stderr.write(f'\\rstep {i} ' + '#' * 990)\n"
+        "print('all of it')"
+    )
+    shown = "\n".join([reply.stdout, reply.stderr, *(d.get("text/plain", "") for d in reply.displays)])
+    assert "[rank 0] all of it" in shown
+    assert "step 2999" in shown
+    assert "lines" not in shown.replace("all of it", ""), "nothing was cut"
+
+
 def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed\nimport time\nfrom tqdm import tqdm\n"
@@ -44,7 +56,9 @@ def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
 
 
 def test_dataframes_keep_their_html(kernel: Kernel) -> None:
-    reply = kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd\npd.DataFrame({'a': [1, 2]})")
+    kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd")
+    # In step, so that both are shown within the moment in which equal displays are joined.
+    reply = kernel.ok("%%distributed --ranks 0,2\ndist.barrier(group=subgroup)\npd.DataFrame({'a': [1, 2]})")
     assert reply.lines() == ["[ranks 0,2]"]
     assert len(reply.displays) == 1
     assert "<table" in reply.displays[0]["text/html"]

@@ -46,7 +46,7 @@ class CellOutput:
         limit_bytes: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._quiet = quiet
+        self.quiet = quiet
         self._clock = clock
         in_place = is_in_place(sink)
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class CellOutput:
             now = self._clock()
             self._intake.settle(now, final=True, ranks=[rank])
             self._intake.queue.close(rank)
-            if self._quiet or not (self._intake.queue or self._intake.fixed):
+            if self.quiet or not (self._intake.queue or self._intake.fixed):
                 return
             if self._intake.queue.closed:
                 self._due = now if self._due is None else min(self._due, now)
@@ -103,7 +103,7 @@ class CellOutput:
     def drained(self) -> bool:
         """Whether everything that came has been shown, unfinished lines aside."""
         with self._lock:
-            return self._quiet or not self._intake.queue
+            return self.quiet or not self._intake.queue
 
     def text(self, rank: int) -> str:
         """What a rank printed, progress bars in their last state: at most about a million characters."""
@@ -112,7 +112,7 @@ class CellOutput:
 
     def flush(self, *, final: bool = False) -> None:
         """Show what is due; with `final` all that is left. On the notebook's thread."""
-        if self._quiet:
+        if self.quiet:
             if final:
                 with self._lock:
                     self._intake.settle(self._clock(), final=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+
+from axon_nb.engine.groups.stepping import step_depth
 
 __all__ = ["ABORT", "Aborted", "GroupBroken", "raise_at_cut", "raise_if_aborted", "stand_down", "stop_at"]
 
@@ -10,7 +13,7 @@ ABORT = threading.Event()
 """Set by the control thread, cleared when the groups are formed anew."""
 
 _broken: list[str] = []
-_stop_at: list[int] = []
+_stop_at: list[tuple[str, int]] = []
 
 
 class Aborted(RuntimeError):
@@ -27,18 +30,27 @@ def stand_down(reason: str) -> None:
     ABORT.clear()
 
 
-def stop_at(sequence: int | None) -> None:
-    """Stop before the collective after number `sequence` of the default group; None: do not stop."""
-    _stop_at[:] = [] if sequence is None else [sequence]
+def stop_at(sequence: int | None, *, group: str = "") -> None:
+    """Stop before the collective after number `sequence` of `group` (empty: of all together); None: do not stop."""
+    _stop_at[:] = [] if sequence is None else [(group, sequence)]
 
 
-def raise_at_cut(sequence: int, name: str) -> None:
-    """Raise before collective number `sequence` of the default group when the cell is to stop there.
+def raise_at_cut(sequence: int, total: int, *, group: str, name: str) -> None:
+    """Raise before a collective when the cell is to stop there; a step of an optimizer is made to its end first.
+
+    Args:
+        sequence: The collective's number in `group`, in this cell.
+        total: Its number among those of all groups.
+        group: Its group.
+        name: What it is.
 
     Raises:
         KeyboardInterrupt: it is; every rank gets it before the same collective.
     """
-    if _stop_at and sequence > _stop_at[0]:
+    if not _stop_at or _stop_at[0][0] not in ("", group):
+        return
+    number = sequence if _stop_at[0][0] else total
+    if number > _stop_at[0][1] and not step_depth(sys._getframe(1)):
         raise KeyboardInterrupt(f"stopped before {name}, as all ranks")
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 from dataclasses import dataclass
 
-__all__ = ["Call", "begin", "current_wait", "end", "forget_all", "pending", "started"]
+__all__ = ["Call", "begin", "begin_cell", "collectives", "current_wait", "end", "forget_all", "pending", "started"]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,16 +28,26 @@ class Call:
     """Running number of communication calls on this rank."""
     waited_by: int = 0
     """Identifier of the thread that waits for it, 0 while none does."""
+    refusal: str = ""
+    """Why waiting for it is in vain; empty when it is not."""
 
 
 _numbers = itertools.count(1)
 _open: dict[int, Call] = {}
 _started = 0
+_collectives = 0
+
+
+def begin_cell() -> None:
+    """A cell begins: its collectives are counted from here."""
+    global _collectives
+    _collectives = 0
 
 
 def begin(name: str, group: str, *, sequence: int, peer: int, size: int) -> Call:
     """A call begins."""
-    global _started
+    global _started, _collectives
+    _collectives += sequence > 0
     call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))
     _open[call.number] = call
     _started = call.number
@@ -52,6 +62,11 @@ def end(call: Call) -> None:
 def started() -> int:
     """How many calls have begun since the rank joined."""
     return _started
+
+
+def collectives() -> int:
+    """How many collectives of any group the cell has begun."""
+    return _collectives
 
 
 def pending() -> list[Call]:

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.threads import run_in_helper
+from axon_nb.engine.store import give_up_waits, want_waits
 
-__all__ = ["connect", "leak", "leaked", "poison", "shared_device"]
+__all__ = ["LOOPBACK", "connect", "leak", "leaked", "listen_on", "poison", "shared_device"]
+
+LOOPBACK = "127.0.0.1"
 
 _CONNECT_LIMIT = timedelta(seconds=3)
 _POISON_TAG = 0x7FFFFFF0
@@ -26,13 +29,20 @@ _PIECE_S = 0.02
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
+_address = [LOOPBACK]
 _graveyard: list[Any] = []
 
 
-def shared_device(hostname: str = "127.0.0.1") -> Any:
+def listen_on(ip: str) -> None:
+    """Have groups made from now on listen on this address of the host alone."""
+    _address[:] = [ip]
+    _device.clear()
+
+
+def shared_device() -> Any:
     """The Gloo device of this process: one for all groups, else each costs threads and file descriptors."""
     if not _device:
-        _device.append(_gloo.create_device(hostname=hostname, lazy_init=False))
+        _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
     return _device[0]
 
 
@@ -59,7 +69,11 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     box: list[Any] = []
     done = threading.Event()
 
+    thread: list[int] = []
+
     def build() -> None:
+        thread.append(threading.get_ident())
+        want_waits()
         try:
             box.append(ProcessGroupGloo(store, rank, size, options))
         except BaseException as error:
@@ -67,12 +81,15 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
         done.set()
 
     run_in_helper(build)
-    while not done.wait(_PIECE_S):
-        try:
+    try:
+        while not done.wait(_PIECE_S):
             give_up()
-        except BaseException:
-            _graveyard.append(box)
-            raise
+    except BaseException:  # an interrupt may land anywhere here
+        _graveyard.append(box)
+        # Else it would stand between the next forming and the store until its limit is over: 3 seconds.
+        if thread:
+            give_up_waits(thread[0])
+        raise
     if isinstance(box[0], BaseException):
         raise box[0]
     backend = box[0]
@@ -87,10 +104,9 @@ def poison(backend: Any) -> None:
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue
+        # All peers: where the first has closed its side the error comes at once, and closes nothing on this side.
         with contextlib.suppress(RuntimeError):
             backend.recv([probe], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
-            continue
-        return
 
 
 def leak(group: dist.ProcessGroup) -> None:

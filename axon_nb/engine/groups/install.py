@@ -6,7 +6,10 @@ torch's own groups are used, with their timeouts, and one warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 
-__all__ = ["all_groups", "groups_state", "install", "missing", "supported"]
+__all__ = ["all_groups", "groups_state", "install", "missing", "named_group", "supported"]
 
 _NAME = "axon_nb"
 _TESTED = ((2, 11), (2, 13))
@@ -30,7 +33,11 @@ class GroupsState:
 
     epoch = 0
     """How often the groups have been formed anew."""
+    reforming = False
+    """Whether the last forming has not come to its end, be it under way or failed."""
     installed = False
+    forming: tuple[str, list[int], int] | None = None
+    """The group that `new_group` is making on the main thread: name, global ranks, since when in nanoseconds."""
 
 
 groups_state = GroupsState()
@@ -45,7 +52,7 @@ def supported() -> bool:
 
 def missing() -> list[str]:
     """Names of the hooks that this torch does not have."""
-    names = ("_new_process_group_helper", "_world")
+    names = ("_new_process_group_helper", "_process_group_name", "_world")
     return [name for name in names if not hasattr(c10d, name)]
 
 
@@ -73,13 +80,33 @@ def install(root: Store, *, rank: int, epoch: int = 0) -> None:
     def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
         if str(backend).lower() not in _REPLACED:
             return original(size, group_rank, ranks, backend, *args, **kwargs)
-        group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+        name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
+        groups_state.forming = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
+        try:
+            group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+        finally:
+            groups_state.forming = None
         if isinstance(group, RecoverableGroup):
             # What `dist.get_backend` answers, and what scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
         return group, store
 
     c10d._new_process_group_helper = helper
+
+
+@contextlib.contextmanager
+def named_group(name: str) -> Iterator[None]:
+    """The next group of `new_group` gets this name.
+
+    torch's own name for a group that only its members make counts the groups of the rank: where ranks are in
+    different numbers of groups, they would wait for each other under different names.
+    """
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(name)
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original
 
 
 def all_groups() -> list[RecoverableGroup]:

@@ -6,6 +6,7 @@ Gloo this is the only way: it has no abort, and a poisoned backend cannot be men
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import Aborted, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups import activity, membership
+from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.arrivals import wait_for_all
 from axon_nb.engine.groups.gloo import connect, leak, poison
+from axon_nb.engine.groups.sizes import Table, open_table
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit
@@ -26,7 +29,6 @@ __all__ = ["RecoverableGroup", "operations"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
-_DEFAULT_NAME = "0"
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 # Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
 # (send, recv) or ignore it (reduce_scatter).
@@ -86,6 +88,8 @@ class RecoverableGroup(dist.ProcessGroup):
         self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
     ) -> None:
         super().__init__(rank, size)
+        self.emits_spans = True
+        """`axon_nb.comm` need not record calls on this group."""
         self._root = root
         self._rank = rank
         self._size = size
@@ -94,8 +98,11 @@ class RecoverableGroup(dist.ProcessGroup):
         self._desc = ""
         self._global_rank = global_rank
         self._inner: Any = None
+        self._table: Table | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
+        if name != "0":  # the default group: all come to it at their start
+            wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
         self.reform(epoch)
 
     def reform(self, epoch: int) -> None:
@@ -105,6 +112,10 @@ class RecoverableGroup(dist.ProcessGroup):
             Aborted: an abort came meanwhile.
             RuntimeError: a peer did not come.
         """
+        if self._table is not None:
+            self._table.close()
+        # Before connecting: when the ranks are connected, each has cleared its part.
+        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._rank, self._size)
@@ -114,23 +125,47 @@ class RecoverableGroup(dist.ProcessGroup):
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
         if self._inner is not None:
+            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
+            self.poison()
             leak(self._inner)
         self.sequence = 0
         self._inner = inner
 
+    def give_up(self) -> None:
+        """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
+        self.poison()
+        leak(self._inner)
+
+        def refuse(name: str, *_: Any) -> Any:
+            raise GroupBroken(
+                f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
+                "`dist.new_group` on all ranks."
+            )
+
+        self.run = refuse
+
     def poison(self) -> None:
         """From any thread: end all waits in this group on this rank."""
-        poison(self._inner._get_backend(_CPU))
+        self.poisoner()()
+
+    def poisoner(self) -> Callable[[], None]:
+        """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
+        return functools.partial(poison, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
+        refusal = membership.refusal(self, name, _peer(name, args)) if membership.is_alone() else ""
         if name not in _POINT_TO_POINT:
-            if self._name == _DEFAULT_NAME:
-                raise_at_cut(self.sequence + 1, name)
+            raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
             self.sequence += 1
+            if self._table is not None:
+                self._table.compare(name, args, self.sequence, self._members)
+        elif self._table is not None:
+            self._table.compare_pair(name, args, self._members)
         sequence = 0 if name in _POINT_TO_POINT else self.sequence
         call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
+        call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:
@@ -144,7 +179,10 @@ class RecoverableGroup(dist.ProcessGroup):
             kind = "p2p" if name in _POINT_TO_POINT else "collective"
             emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
 
-        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended)
+        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
+
+    def _members(self) -> list[int]:
+        return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,25 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
+from axon_nb.engine.groups.arrivals import nobody_to_wait_for
 from axon_nb.engine.groups.gloo import leaked
-from axon_nb.engine.groups.install import all_groups, c10d, groups_state
+from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
 from axon_nb.engine.groups.native_waits import native_waits
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
+from axon_nb.engine.session import current
 
-__all__ = ["abort", "agree_on_names", "recover", "recreate", "registry", "stand_down", "waits"]
+__all__ = [
+    "abort",
+    "agree_on_groups",
+    "agree_on_names",
+    "condition",
+    "recover",
+    "recreate",
+    "registry",
+    "stand_down",
+    "waits",
+]
 
 _POISON_LIMIT_S = 1.0
 
@@ -32,7 +45,7 @@ def abort(*, again: bool) -> None:
     threads = []
     if not again:
         # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        threads = [threading.Thread(target=group.poison, daemon=True) for group in all_groups()]
+        threads = [threading.Thread(target=group.poisoner(), daemon=True) for group in all_groups()]
     for thread in threads:
         thread.start()
     fail_all()
@@ -44,7 +57,7 @@ def abort(*, again: bool) -> None:
 
 
 def waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended, and how many collectives it has begun, by group."""
+    """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
     for call in activity.pending():
@@ -64,10 +77,26 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    counts = {name: group.sequence for name, group in groups.items()}
+    counts = {name: group.sequence for name, group in groups.items()} | {_made(name): 1 for name in groups}
+    if (forming := groups_state.forming) is not None:
+        name, members, since_ns = forming
+        counts[_made(name)] = 1
+        facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
+        seconds = (time.monotonic_ns() - since_ns) / 1e9
+        pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
     if (native := nccl.groups()) is not None:
-        return native_waits(native, pending, counts)
-    return {"pending": pending, "counts": counts}
+        return {**native_waits(native, pending, counts), "collectives": 0}
+    return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
+
+
+def _made(name: str) -> str:
+    """Under what name the making of a group counts as a collective of its ranks."""
+    return f"new_group {name}"
+
+
+def condition() -> dict[str, Any]:
+    """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
+    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.reforming}
 
 
 def registry() -> list[dict[str, Any]]:
@@ -91,13 +120,30 @@ def recreate(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
-        hashed = not group["name"].isdigit()
-        dist.new_group(
-            group["ranks"],
-            backend=group["backend"],
-            use_local_synchronization=hashed,
-            group_desc=group["desc"] or None,
-        )
+            with nobody_to_wait_for():
+                dist.new_group(group["ranks"], backend=group["backend"], group_desc=group["desc"] or None)
+            continue
+        with nobody_to_wait_for(), named_group(group["name"]):
+            dist.new_group(
+                group["ranks"],
+                backend=group["backend"],
+                use_local_synchronization=True,
+                group_desc=group["desc"] or None,
+            )
+
+
+def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
+    """Names of this rank's groups that all of their ranks have; collective over all ranks.
+
+    A rank that was ended in `new_group`, or that destroyed a group by itself, lacks one: the others would wait for it
+    in vain.
+
+    Args:
+        own: Global ranks of each group that this rank has, by name.
+    """
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, sorted(own))
+    return {name for name, ranks in own.items() if all(name in said[rank] for rank in ranks)}
 
 
 def agree_on_names(device: torch.device | str = "cpu") -> None:
@@ -105,6 +151,22 @@ def agree_on_names(device: torch.device | str = "cpu") -> None:
     count = torch.tensor(c10d._world.group_count, device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
+
+
+def _reform(epoch: int) -> int:
+    groups = all_groups()
+    if not groups:
+        return 0
+    default, *others = groups
+    default.reform(epoch)
+    whole = agree_on_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
+    for group in others:
+        if group.group_name in whole:
+            group.reform(epoch)
+        else:
+            group.give_up()
+            c10d.destroy_process_group(group)
+    return 1 + len(whole)
 
 
 def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
@@ -115,21 +177,19 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
-        How many groups and wrappers, and how many poisoned groups this process keeps.
+        How many groups and wrappers, how many poisoned groups this process keeps, and its optimizers' steps.
     """
     stand_down("")
     stop_at(None)
     activity.forget_all()
     if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
-        return {"groups": 0, "wrappers": 0, "leaked": 0}
-    groups_state.epoch = epoch
-    groups = all_groups()
-    for group in groups:
-        group.reform(epoch)
+        return {"groups": 0, "wrappers": 0, "leaked": 0, "steps": current().extras["steps"].report()}
+    groups_state.epoch, groups_state.reforming = epoch, True
     native = nccl.groups()
-    num_native = native.reform(epoch) if native is not None else 0
+    formed = _reform(epoch) if native is None else native.reform(epoch)
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
     agree_on_names(native.device if native is not None else "cpu")
-    return {"groups": len(groups) + num_native, "wrappers": wrappers, "leaked": leaked()}
+    groups_state.reforming = False
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "steps": current().extras["steps"].report()}

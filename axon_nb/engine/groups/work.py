@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Work
 from axon_nb.engine.groups.abort import ABORT, Aborted
 from axon_nb.engine.groups.activity import Call
 from axon_nb.engine.groups.threads import run_in_helper
+from axon_nb.errors import UsageError
 
 __all__ = ["RecoverableWork", "fail_all"]
 
@@ -30,20 +31,26 @@ class RecoverableWork(Work):
     Args:
         inner: The inner group's work.
         call: The operation.
+        limit: Of the group's operations. Gloo's own for a recv would be the one that the group was connected with.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
         on_end: Called once when the operation has ended.
+        limit: Of the group's operations.
     """
 
-    def __init__(self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None], limit: timedelta
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
         self._name = call.name
+        self._limit = limit
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end
+        self._limit = limit
         self._done = False
         self._future: Any = None
 
@@ -53,9 +60,12 @@ class RecoverableWork(Work):
         Raises:
             Aborted: the cell was ended meanwhile, or a peer is gone.
             RuntimeError: the operation failed or timed out.
+            UsageError: ranks that it needs do not run the cell.
         """
         if self._done:
             return True
+        if self._call.refusal:
+            raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
         self._call.waited_by = threading.get_ident()
         try:
@@ -94,7 +104,8 @@ class RecoverableWork(Work):
 
         def wait() -> None:
             try:
-                self._inner.wait()
+                # Without a limit a send or recv takes the one for connecting, 3 seconds: a slow peer would fail it.
+                self._inner.wait(self._limit)
             except BaseException as error:
                 failure.append(error)
             done.set()

@@ -1,4 +1,4 @@
-"""Putting DDP and FSDP2 back to the state before a step, after one was aborted in the middle.
+"""Putting DDP, FSDP2 and pipelines back to the state before a step, after one was aborted in the middle.
 
 Private hooks into torch; each step says what goes wrong without it (measured on torch 2.13).
 """
@@ -6,10 +6,14 @@ Private hooks into torch; each step says what goes wrong without it (measured on
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["rebuild_reducers", "reset_wrappers"]
+from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
+
+__all__ = ["rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
 
 def _living(kind: type) -> list[Any]:
@@ -27,14 +31,25 @@ def _fsdp_modules() -> list[Any]:
     return _living(module.FSDPModule) if module is not None else []
 
 
+def _schedules() -> list[Any]:
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    return _living(module._PipelineSchedule) if module is not None else []
+
+
 def reset_wrappers() -> int:
-    """Reset every DDP and FSDP2 module of this process; returns how many."""
-    ddp, fsdp = _ddp_modules(), _fsdp_modules()
+    """Reset every DDP and FSDP2 module and every pipeline schedule of this process; returns how many."""
+    ddp, fsdp, schedules = _ddp_modules(), _fsdp_modules(), _schedules()
+    reset_modules(ddp, fsdp, schedules)
+    return len(ddp) + len(fsdp) + len(schedules)
+
+
+def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
+    """Reset these DDP and FSDP2 modules and pipeline schedules."""
     for module in ddp:
         module._has_rebuilt_buckets = False
         module.reducer._reset_state()
     for module in fsdp:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(module._get_fsdp_state()):
             # An all-gather of the aborted step would be waited for in the next forward.
             group._all_gather_result = None
             for parameter in group.fsdp_params:
@@ -44,13 +59,46 @@ def reset_wrappers() -> int:
                 parameter.unsharded_accumulated_grad = None
     for module in fsdp:
         if module._get_fsdp_state()._is_root:
-            module.reset_iter_state()
-    return len(ddp) + len(fsdp)
+            reset_root(module)
+    for schedule in schedules:
+        _reset_schedule(schedule)
+
+
+def _reset_schedule(schedule: Any) -> None:
+    # Losses of the aborted step would be taken for those of the next: "backward through the graph a second time".
+    schedule._internal_losses.clear()
+    # Receives begun in the aborted step: "receiving twice", or a wait on a group that is gone.
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "backward_counter"):
+        if hasattr(schedule, name):
+            getattr(schedule, name).clear()
+    # Stages agree on shapes in their first step. Aborted there, or with a rank replaced, some have and some have not:
+    # the next step would hang. And a receive that was under way holds the buffers; they are made anew with the rest.
+    for stages, way in itertools.product(("stage", "stages"), ("forward", "backward")):
+        if hasattr(schedule, name := f"_{stages}_{way}_initialized"):
+            setattr(schedule, name, False)
+    for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
+        stage.clear_runtime_states()
+        # Gradients that were not sent yet, and work on weights that was put off.
+        stage.bwd_cache.clear()
+        stage.backward_state.clear()
+        stage.dw_runner.clear()
 
 
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
     for module in _ddp_modules():
-        parameters, sparse = module._build_params_for_reducer()
-        names = module._build_debug_param_to_name_mapping(parameters)
-        module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+        renew_reducer(module)
+
+
+def renew_reducer(module: Any) -> None:
+    """Give one DDP module a fresh reducer, with what was set on the old one; does not talk to the other ranks."""
+    parameters, sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+    if module.static_graph:
+        # A fresh reducer learns the graph in its first backward, whose gradients it must be told to reduce.
+        module._static_graph_delay_allreduce_enqueued = False
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
+    for hook, state in module._comm_hooks:
+        sys.modules["torch.distributed"]._register_comm_hook(module.reducer, state, hook)

@@ -1,0 +1,76 @@
+"""How a rank's death reads: its signal or exit code, the cell's line where it was, and the last line it wrote."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import PurePath
+from typing import Any
+
+__all__ = ["describe_death", "last_line", "place_of_crash"]
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$')
+_FATAL = "Fatal Python error: "
+_STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_DECORATORS = ("wrapper", "decorate_context", "inner", "_fn")
+_MAX_LINE = 300
+_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
+
+
+def describe_death(event: dict[str, Any]) -> str:
+    """What became of a rank or the controller; reads after its name.
+
+    Args:
+        event: The host agent's: `code` (exit code, or minus the signal's number), `words` (what it wrote at last),
+            `crash` (Python's stacks at a crash), `out_of_memory` (whether Linux ended it for that; None: unknown).
+    """
+    code, words, crash = int(event["code"]), str(event.get("words", "")), str(event.get("crash", ""))
+    if code >= 0:
+        text = f"exited with code {code}"
+    else:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        text = f"was killed by {name}" + (_MEMORY[event.get("out_of_memory")] if name == "SIGKILL" else "")
+    text += place_of_crash(crash or words)
+    line = last_line(words)
+    return f"{text}; last line: {line}" if line else text
+
+
+def last_line(words: str) -> str:
+    """The last line that says something: before Python's own report of a crash, where there is one."""
+    before = words.rpartition(_FATAL)[0] if _FATAL in words else words
+    lines = [line.strip() for line in before.splitlines()]
+    said = [line for line in lines if line]
+    return said[-1][:_MAX_LINE] if said else ""
+
+
+def place_of_crash(report: str) -> str:
+    """The cell's line, and the library's function that it had called: ` at line 3 (ctypes string_at)`; may be empty."""
+    for frames in _stacks(report.rpartition(_FATAL)[2] if _FATAL in report else ""):
+        # IPython's run_code runs the cell's own frame: the line before it, as the newest call comes first.
+        at = next((i for i, (file, _, name) in enumerate(frames) if name == "run_code" and "IPython" in file), 0)
+        if at:
+            inner = [(file, name) for file, _, name in reversed(frames[: at - 1])]
+            called = [_function(file, name) for file, name in inner if name not in _DECORATORS and _library(file)]
+            return f" at line {frames[at - 1][1]}" + (f" ({called[0]})" if called else "")
+    return ""
+
+
+def _stacks(report: str) -> list[list[tuple[str, int, str]]]:
+    """The threads' frames as (file, line, function), that of the crash first."""
+    stacks: list[tuple[bool, list[tuple[str, int, str]]]] = []
+    for line in report.splitlines():
+        frame = _FRAME.match(line)
+        if _STACK.match(line):
+            stacks.append((not line.startswith("Current"), []))
+        elif frame and stacks:
+            stacks[-1][1].append((frame["file"], int(frame["line"]), frame["name"]))
+    return [frames for _, frames in sorted(stacks, key=lambda stack: stack[0])]
+
+
+def _library(file: str) -> bool:
+    return "ipykernel_" not in file and not file.startswith("<") and "/axon_nb/" not in file
+
+
+def _function(file: str, name: str) -> str:
+    path = PurePath(file)
+    return f"{path.parent.name if path.stem == '__init__' else path.stem} {name}"

@@ -1,0 +1,143 @@
+"""The stop button in the notebook's own kernel: a press in a cell's first or last milliseconds is not lost.
+
+ipykernel takes SIGINT with Python's default handler around every request: a press that lands in its own code, before
+the cell's first line or after its last, ends the request without a reply, and the front end waits for ever. And it
+ignores presses while it is idle, a cell that is on its way to it included. Private hooks: `pre_handler_hook`,
+`post_handler_hook` and `_cancel_on_sigint` of the kernel; where one is missing ipykernel's own ways are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from axon_nb.engine.interrupts import user_frame
+
+__all__ = ["StopButton", "install", "missing", "uninstall"]
+
+_NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
+_STOP = compile("raise KeyboardInterrupt", "<stop button>", "exec")
+_ON_ITS_WAY_S = 2.0
+"""A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time."""
+_INSIST_S = 1.0
+"""A second press after so long raises wherever it lands, as ipykernel would have it: something there does not end."""
+
+
+def missing(kernel: Any) -> list[str]:
+    """Names of the hooks that this kernel does not have."""
+    return [name for name in _NEEDED if not hasattr(kernel, name)]
+
+
+class StopButton:
+    """Takes the presses of one kernel that no running cell takes.
+
+    Args:
+        kernel: The kernel of this process.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._handling = ""
+        """Type of the request that is being handled; empty when idle."""
+        self._pressed: float | None = None
+        """When the button was pressed without effect, in Unix time; None: it was not."""
+        self._cancel_on_sigint = kernel._cancel_on_sigint
+        self._run_code = kernel.shell.run_code
+
+    def install(self) -> None:
+        """Take over; call it on the main thread."""
+        self._kernel.pre_handler_hook = self._before
+        self._kernel.post_handler_hook = self._after
+        self._kernel._cancel_on_sigint = self._cancel
+        self._kernel.shell.run_code = self._run
+        self._handling = "execute_request"  # the one that loads the extension
+
+    def uninstall(self) -> None:
+        """Leave SIGINT to ipykernel again."""
+        for name in ("pre_handler_hook", "post_handler_hook", "_cancel_on_sigint"):
+            vars(self._kernel).pop(name, None)
+        vars(self._kernel.shell).pop("run_code", None)
+        self._kernel.saved_sigint_handler = signal.SIG_IGN  # for the end of the request that is being handled
+
+    def _before(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        request = self._kernel.get_parent("shell")
+        if request["header"]["msg_type"] == "execute_request" and not self._is_meant_for(request):
+            self._pressed = None
+        self._handling = request["header"]["msg_type"]
+        signal.signal(signal.SIGINT, self._on_press)
+
+    def _after(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._handling = ""
+            signal.signal(signal.SIGINT, self._on_press)
+
+    def _is_meant_for(self, request: dict[str, Any]) -> bool:
+        sent = request["header"].get("date")
+        if self._pressed is None or not isinstance(sent, dt.datetime) or request["content"].get("silent"):
+            return False
+        return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent.timestamp()
+
+    def _on_press(self, number: int, frame: FrameType | None) -> None:
+        insisted = self._pressed is not None and time.time() - self._pressed > _INSIST_S
+        if self._handling not in ("", "execute_request") or (self._handling and insisted) or user_frame(frame):
+            self._pressed = None
+            raise KeyboardInterrupt
+        if self._pressed is None or not self._handling:
+            self._pressed = time.time()
+
+    async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:
+        if self._pressed is not None:
+            self._pressed = None
+            return await self._run_code(_STOP, result)
+        return await self._run_code(code, result, async_=async_)
+
+    @contextlib.contextmanager
+    def _cancel(self, future: Any) -> Iterator[None]:
+        """As ipykernel's, which cancels an async cell once; a press that comes too late for that is kept."""
+        with self._cancel_on_sigint(future):
+            cancel = signal.getsignal(signal.SIGINT)
+
+            def on_press(number: int, frame: FrameType | None) -> None:
+                self._pressed = time.time()
+                if callable(cancel):
+                    cancel(number, frame)
+
+            signal.signal(signal.SIGINT, on_press)
+            try:
+                yield
+            finally:
+                if not _succeeded(future):
+                    self._pressed = None
+
+
+def _succeeded(future: Any) -> bool:
+    return bool(future.done() and not future.cancelled() and not future.exception() and future.result().success)
+
+
+_installed: list[StopButton] = []
+
+
+def install() -> None:
+    """Take over the stop button of this process's kernel, if it runs in one; safe to call again."""
+    app = sys.modules.get("ipykernel.kernelapp")
+    if _installed or app is None or not app.IPKernelApp.initialized():
+        return
+    kernel = app.IPKernelApp.instance().kernel
+    if threading.current_thread() is threading.main_thread() and not missing(kernel):
+        _installed.append(StopButton(kernel))
+        _installed[0].install()
+
+
+def uninstall() -> None:
+    """Take back what `install` did."""
+    while _installed:
+        _installed.pop().uninstall()

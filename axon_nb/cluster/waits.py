@@ -1,0 +1,42 @@
+"""Asking ranks what they wait in, over the control channel, which answers while the main thread is stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from axon_nb.cluster.client import RankClient
+from axon_nb.records.waits import PendingCall, RankWaits
+
+__all__ = ["ask", "ask_waits", "read_waits"]
+
+
+def ask(client: RankClient, ranks: Iterable[int], msg_type: str, *, limit_s: float) -> dict[int, dict[str, Any]]:
+    """The ranks' answers to one control request; those that do not answer within `limit_s` seconds are left out."""
+    futures = {}
+    for rank in ranks:
+        with contextlib.suppress(KeyError):  # unregistered meanwhile
+            futures[rank] = client.request(rank, msg_type)
+    end = time.monotonic() + limit_s
+    answers = {}
+    for rank, future in futures.items():
+        if future.wait(max(0.0, end - time.monotonic())):
+            content = future.result()["content"]
+            if "error" not in content:
+                answers[rank] = content
+    return answers
+
+
+def ask_waits(client: RankClient, ranks: Iterable[int], *, limit_s: float = 1.0) -> dict[int, RankWaits]:
+    """What each rank waits in; those that do not answer within `limit_s` seconds are left out."""
+    answers = ask(client, ranks, "axon_waits", limit_s=limit_s)
+    return {rank: read_waits(answer) for rank, answer in answers.items()}
+
+
+def read_waits(answer: dict[str, Any]) -> RankWaits:
+    """The record that a rank's answer to ``axon_waits`` holds; what else is in it is left out."""
+    pending = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in answer["pending"])
+    names = ("rank", "running", "line", "call", "counts", "via", "waited")
+    return RankWaits(**{name: answer[name] for name in names if name in answer}, pending=pending)

@@ -1,0 +1,91 @@
+"""Asking, before a collective, whether all ranks bring what fits together: on request, as it costs a round trip."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm.errors import CallMismatch, TensorMismatch
+from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.kinds import Backend, ReduceOp
+
+__all__ = ["check_agreement", "checking"]
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_NAMES = (
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "gather_tensor",
+    "scatter_tensor",
+    "barrier",
+)
+_MAX_DIMS = 8
+# A context variable: ranks of a mock world are threads, and each asks for itself.
+_asked = contextvars.ContextVar(
+    "axon_nb_check", default=os.environ.get("AXON_NB_CHECK", "0").lower() in ("1", "on", "true", "yes")
+)
+
+
+@contextlib.contextmanager
+def checking(on: bool = True) -> Iterator[None]:
+    """Within it, every collective first asks whether all ranks make the same call with tensors that fit.
+
+    One small all_gather more for each call. `AXON_NB_CHECK=1` in the environment has the same effect everywhere.
+    """
+    token = _asked.set(on)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def check_agreement(
+    group: ProcessGroup, name: str, tensor: torch.Tensor, *, op: ReduceOp | None = None, root: int = -1
+) -> None:
+    """Compare name, operation, root, dtype and shape with all ranks of the group, where that is asked for.
+
+    Raises:
+        CallMismatch: a rank makes another call.
+        TensorMismatch: a rank brings another dtype or shape.
+    """
+    if not _asked.get():
+        return
+    device = tensor.device if group.backend is Backend.NCCL else torch.device("cpu")
+    own = torch.tensor(_signature(name, op, root, tensor), dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in group.ranks]
+    dist.all_gather(everyone, own, group=group.torch_group)
+    rows = [row.tolist() for row in everyone]
+    for rank, row in enumerate(rows):
+        if row[:3] != rows[0][:3]:
+            raise CallMismatch(
+                f"rank {group.ranks[0]} calls {_call(rows[0])} while rank {group.ranks[rank]} calls {_call(row)}, as "
+                "the same call of one group: every rank makes the same calls in the same order."
+            )
+        if row != rows[0]:
+            raise TensorMismatch(
+                f"{name}: rank {group.ranks[0]} brings {_tensor(rows[0])}, rank {group.ranks[rank]} {_tensor(row)}; "
+                "dtype and shape must be the same on all ranks."
+            )
+
+
+def _signature(name: str, op: ReduceOp | None, root: int, tensor: torch.Tensor) -> list[int]:
+    shape = list(tensor.shape)[:_MAX_DIMS]
+    call = [_NAMES.index(name), -1 if op is None else list(ReduceOp).index(op), root]
+    return [*call, _DTYPES.index(tensor.dtype), tensor.ndim, *shape, *[-1] * (_MAX_DIMS - len(shape))]
+
+
+def _call(row: list[int]) -> str:
+    details = [list(ReduceOp)[row[1]].value] if row[1] >= 0 else []
+    details += [f"from or to rank {row[2]}"] if row[2] >= 0 else []
+    return _NAMES[row[0]] + (f" ({', '.join(details)})" if details else "")
+
+
+def _tensor(row: list[int]) -> str:
+    return f"{_DTYPES[row[3]]} of shape {tuple(row[5 : 5 + row[4]])}"

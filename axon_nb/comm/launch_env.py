@@ -1,0 +1,51 @@
+"""Who this process is, from the environment that a launcher sets: torchrun, Open MPI, MPICH and Intel MPI, Slurm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["torchrun_environment"]
+
+# (rank, world size, local rank, local world size)
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PORT = "29500"
+
+
+def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Torchrun's variables, whichever launcher has set them; None when none has.
+
+    MASTER_ADDR is taken as it is; without it, it is the first host of a Slurm job, or this host when all ranks are on
+    it.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher[0] in environment and launcher[1] in environment:
+            found = {
+                name: environment[theirs]
+                for name, theirs in zip(_NAMES, launcher, strict=True)
+                if theirs in environment
+            }
+            found["LOCAL_WORLD_SIZE"] = re.match(r"\d+", found.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]))[0]  # type: ignore[index]
+            found.setdefault("LOCAL_RANK", "0" if found["WORLD_SIZE"] == "1" else found["RANK"])
+            found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(environment)
+            found["MASTER_PORT"] = environment.get("MASTER_PORT", _PORT)
+            return found
+    return None
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """The first name of Slurm's list, such as ``node[03-07,9]``."""
+    hosts = environment.get("SLURM_JOB_NODELIST", "")
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
+    return match[1] + (match[2] or "") if match else "127.0.0.1"

@@ -1,0 +1,241 @@
+"""Collectives that move tensors as they are: broadcast, gather, scatter, and barrier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm.arrays import Array, as_tensor, like_given
+from axon_nb.comm.carry import check_device, check_in_place, to_move
+from axon_nb.comm.checks import check_agreement
+from axon_nb.comm.errors import TensorError
+from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.handle import Handle
+from axon_nb.comm.headers import pack, unpack
+from axon_nb.comm.kinds import Backend
+from axon_nb.comm.spans import now, record
+from axon_nb.comm.torch_names import all_gather_single
+
+__all__ = ["all_gather", "barrier", "broadcast", "broadcast_from", "gather_tensor", "scatter_tensor"]
+
+
+def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Any:
+    """Give every rank the tensor of rank `src`, in place.
+
+    Args:
+        tensor: Any shape and dtype, the same on all ranks; a torch tensor, a NumPy or CuPy array.
+        src: Rank within the group.
+        group: The ranks that take part; None: all.
+        async_op: Return a `Handle` at once; its `wait` gives the tensor.
+
+    Returns:
+        `tensor` itself, changed on all ranks but `src`.
+
+    Raises:
+        InvalidRank: the group has no rank `src`.
+        NotInGroup: this rank is no member of the group.
+    """
+    pg = resolve(group)
+    given = as_tensor(tensor)
+    check_device(given, pg, "broadcast")
+    check_in_place(given, "broadcast")
+    root = pg.ranks[pg.check_rank(src, "src")]
+    check_agreement(pg, "broadcast", given, root=src)
+    cargo = to_move(given)
+    start, size = now(), given.nbytes
+    work = dist.broadcast(cargo.buffer, root, group=pg.torch_group, async_op=async_op)
+
+    def finish() -> Any:
+        cargo.unload()
+        record(pg, "broadcast", start, size)
+        return tensor
+
+    return Handle(work, finish) if async_op else finish()
+
+
+def broadcast_from(tensor: Array, src: int, *, group: GroupLike = None, async_op: bool = False) -> Any:
+    """`broadcast` from the rank that is named."""
+    return broadcast(tensor, src=src, group=group, async_op=async_op)
+
+
+def all_gather(
+    tensor: Array, *, dim: int = 0, uneven: bool = False, group: GroupLike = None, async_op: bool = False
+) -> Any:
+    """Join the tensors of all ranks along a dimension, in the order of ranks; every rank gets the result.
+
+    Args:
+        tensor: The same dtype on all ranks, and the same shape; with `uneven` the size in `dim` may differ. A 0-dim
+            tensor counts as one of shape (1,).
+        dim: Dimension along which they are joined.
+        uneven: Ask for the sizes first (one small round trip).
+        group: The ranks that take part; None: all.
+        async_op: Return a `Handle` at once (not with `uneven`).
+
+    Returns:
+        A new array.
+
+    Raises:
+        TensorError: there is no such dimension; `uneven` with `async_op`.
+        NotInGroup: this rank is no member of the group.
+    """
+    pg = resolve(group)
+    given = as_tensor(tensor)
+    check_device(given, pg, "all_gather")
+    block = given.reshape(1) if given.ndim == 0 else given
+    if not -block.ndim <= dim < block.ndim:
+        raise TensorError(f"all_gather with dim={dim}: the tensor has {block.ndim} dimensions.")
+    if uneven and async_op:
+        raise TensorError("all_gather with uneven=True waits for the sizes first: leave async_op out.")
+    rows = block.movedim(dim, 0)
+    sizes = _sizes(rows, pg) if uneven else [int(rows.shape[0])] * pg.size()
+    if not uneven:
+        check_agreement(pg, "all_gather", given)
+    start, size, longest = now(), given.nbytes, max(sizes)
+    cargo = to_move(_padded(rows, longest))
+    everyone = cargo.buffer.new_empty(pg.size() * cargo.buffer.numel())
+    work = all_gather_single(everyone, cargo.buffer.reshape(-1), group=pg.torch_group, async_op=async_op)
+
+    def finish() -> Any:
+        parts = everyone.view(given.dtype).view(pg.size(), longest, *rows.shape[1:])
+        joined = torch.cat([parts[rank, :n] for rank, n in enumerate(sizes)]) if uneven else parts.flatten(0, 1)
+        record(pg, "all_gather", start, size)
+        return like_given(joined.movedim(0, dim), tensor)
+
+    return Handle(work, finish) if async_op else finish()
+
+
+def _sizes(rows: torch.Tensor, pg: ProcessGroup) -> list[int]:
+    own = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_small_device(rows, pg))
+    everyone = own.new_empty(pg.size())
+    all_gather_single(everyone, own, group=pg.torch_group)
+    return [int(size) for size in everyone.tolist()]
+
+
+def _small_device(tensor: torch.Tensor, pg: ProcessGroup) -> torch.device:
+    return tensor.device if pg.backend is Backend.NCCL else torch.device("cpu")
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    if rows.shape[0] == length:
+        return rows
+    return torch.cat([rows, rows.new_zeros((length - rows.shape[0], *rows.shape[1:]))])
+
+
+def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async_op: bool = False) -> Any:
+    """Join the tensors of all ranks along dim 0 on rank `dst`.
+
+    Args:
+        tensor: The same dtype and shape on all ranks; a 0-dim tensor counts as one of shape (1,).
+        dst: Rank within the group.
+        group: The ranks that take part; None: all.
+        async_op: Return a `Handle` at once.
+
+    Returns:
+        A new array on `dst`, None on the other ranks.
+
+    Raises:
+        InvalidRank: the group has no rank `dst`.
+        NotInGroup: this rank is no member of the group.
+    """
+    pg = resolve(group)
+    given = as_tensor(tensor)
+    check_device(given, pg, "gather_tensor")
+    root = pg.ranks[pg.check_rank(dst, "dst")]
+    check_agreement(pg, "gather_tensor", given, root=dst)
+    block = given.reshape(1) if given.ndim == 0 else given
+    cargo = to_move(block)
+    start, size = now(), given.nbytes
+    here = pg.rank() == dst
+    parts = [torch.empty_like(cargo.buffer) for _ in pg.ranks] if here else None
+    work = dist.gather(cargo.buffer, parts, dst=root, group=pg.torch_group, async_op=async_op)
+
+    def finish() -> Any:
+        record(pg, "gather", start, size)
+        if parts is None:
+            return None
+        joined = torch.cat([part.view(given.dtype).view(block.shape) for part in parts])
+        return like_given(joined, tensor)
+
+    return Handle(work, finish) if async_op else finish()
+
+
+def scatter_tensor(
+    tensor: Array | None, *, src: int = 0, out: Array | None = None, group: GroupLike = None, async_op: bool = False
+) -> Any:
+    """Cut the tensor of rank `src` along dim 0 and give each rank its part.
+
+    Args:
+        tensor: On `src`: shape (n * world size, …). On other ranks it is not read and may be None.
+        src: Rank within the group.
+        out: Where this rank's part goes, shape (n, …), dense; None: a new tensor (a small header travels first, so
+            either all ranks give `out` or none does).
+        group: The ranks that take part; None: all.
+        async_op: Return a `Handle` at once (only with `out`).
+
+    Returns:
+        This rank's part.
+
+    Raises:
+        TensorError: dim 0 cannot be cut into equal parts; `src` has no tensor.
+        InvalidRank: the group has no rank `src`.
+        NotInGroup: this rank is no member of the group.
+    """
+    pg = resolve(group)
+    root = pg.ranks[pg.check_rank(src, "src")]
+    here = pg.rank() == src
+    blocks = _blocks(tensor, pg) if here else None
+    if out is None and async_op:
+        raise TensorError("scatter_tensor with async_op needs `out`: the shape is not known before.")
+    target = _announced(blocks, root, pg) if out is None else as_tensor(out, "out")
+    check_device(target, pg, "scatter_tensor")
+    check_in_place(target, "scatter_tensor")
+    cargo = to_move(target)
+    start, size = now(), target.nbytes
+    parts = None if blocks is None else [to_move(block).buffer.view(cargo.buffer.shape) for block in blocks]
+    work = dist.scatter(cargo.buffer, parts, src=root, group=pg.torch_group, async_op=async_op)
+
+    def finish() -> Any:
+        cargo.unload()
+        record(pg, "scatter", start, size)
+        return out if out is not None else like_given(target, tensor) if tensor is not None else target
+
+    return Handle(work, finish) if async_op else finish()
+
+
+def _blocks(tensor: Array | None, pg: ProcessGroup) -> list[torch.Tensor]:
+    if tensor is None:
+        raise TensorError("scatter_tensor: rank `src` gives the tensor, and it is None here.")
+    whole = as_tensor(tensor)
+    if whole.ndim == 0 or whole.shape[0] % pg.size():
+        raise TensorError(
+            f"scatter_tensor of shape {tuple(whole.shape)} over {pg.size()} ranks: dim 0 must be a multiple of "
+            f"{pg.size()}; pad the tensor."
+        )
+    return list(whole.contiguous().chunk(pg.size())) if whole.shape[0] else [whole] * pg.size()
+
+
+def _announced(blocks: list[torch.Tensor] | None, root: int, pg: ProcessGroup) -> torch.Tensor:
+    """An empty tensor of the shape and dtype that the root's parts have."""
+    device = torch.device("cuda", torch.cuda.current_device()) if pg.backend is Backend.NCCL else torch.device("cpu")
+    header = pack(blocks[0] if blocks else None).to(device)
+    dist.broadcast(header, root, group=pg.torch_group)
+    return unpack(header, device if blocks is None else blocks[0].device)
+
+
+def barrier(*, group: GroupLike = None, async_op: bool = False) -> Any:
+    """Wait until every rank of the group is here.
+
+    Raises:
+        NotInGroup: this rank is no member of the group.
+    """
+    pg = resolve(group)
+    check_agreement(pg, "barrier", torch.empty(0))
+    start = now()
+    work = dist.barrier(group=pg.torch_group, async_op=async_op)
+
+    def finish() -> None:
+        record(pg, "barrier", start, 0)
+
+    return Handle(work, finish) if async_op else finish()

@@ -1,0 +1,47 @@
+"""By what names users know communication: torch's public functions, and those that communicate in disguise."""
+
+from __future__ import annotations
+
+import os
+from types import FrameType
+
+import torch.distributed as dist
+
+from axon_nb.records.advice import COLLECTIVE_FUNCTIONS
+
+__all__ = ["C10D_FILE", "PUBLIC_CALLS", "PUBLIC_NAMES", "find_function"]
+
+C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
+"""The functions of torch.distributed by which users know what a rank waits in."""
+
+PUBLIC_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+}
+"""What users call an operation of a process group."""
+
+_TORCH = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}nn{os.sep}")
+_FORWARD = "the forward pass of an FSDP model"
+_RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
+
+
+def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str:
+    """The outermost function of torch between `frame` and the cell's frame `stop` that is a collective in disguise.
+
+    Outermost: a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
+    """
+    found = ""
+    while frame is not None and frame is not stop:
+        name = _RENAMED.get(frame.f_code.co_name, frame.f_code.co_name)
+        if name in COLLECTIVE_FUNCTIONS and any(part in frame.f_code.co_filename for part in _TORCH):
+            found = name
+        frame = frame.f_back
+    return found

@@ -1,0 +1,33 @@
+"""A communication call as the user knows it: ``all_reduce at line 2``, ``full_tensor at line 4``."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
+from axon_nb.engine.interrupts import user_frame
+
+__all__ = ["call_in_words", "public_call"]
+
+_BEGUN_ONLY = frozenset({"batch_isend_irecv", "irecv", "isend"})
+
+
+def public_call(frame: FrameType | None) -> tuple[str, bool]:
+    """The outermost function of torch.distributed on the stack, and whether it waits for what it begins."""
+    call, waits = "", False
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
+            call = code.co_name
+            waits = call not in _BEGUN_ONLY and not frame.f_locals.get("async_op", False)
+        frame = frame.f_back
+    return call, waits
+
+
+def call_in_words(name: str) -> str:
+    """What the calling thread is about to do, for the operation `name` of a group."""
+    frame = sys._getframe(1)
+    user = user_frame(frame)
+    what = find_function(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
+    return f"{what} at line {user.f_lineno}" if user is not None else what

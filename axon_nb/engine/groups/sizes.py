@@ -1,0 +1,221 @@
+"""Sizes compared before data flows: Gloo ends the whole process when a peer sends more than was expected.
+
+Ranks of one host share a small file for each group. Before an operation a rank writes down what it brings, then reads
+what those who came before have written: of two that differ the later one raises, and has sent nothing. Who only writes
+never waits. Some 2-5 us an operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from axon_nb.engine.groups.naming import call_in_words
+from axon_nb.engine.store import AgentStore
+from axon_nb.errors import UsageError
+
+__all__ = ["Table", "cell_begins", "open_table"]
+
+_RING = 8
+"""Operations that a rank may be ahead and still be compared."""
+_PAIR = struct.Struct("<qq")
+_cell = [0]
+"""Which cell runs: the same number on all its ranks, up to 2 ** 18."""
+_PEERS = 16
+"""Sends are compared in groups of at most so many ranks: their table grows with the square."""
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _DTYPE_CODES.items()}
+
+# What must be equal on all ranks: the number of elements and their type, or bytes alone. Which argument tells it: the
+# one that a single rank's share is in. Rooted ones have the root as well.
+_OUTPUT, _INPUT = 0, 1
+_SIZES = (1 << 37) - 1
+_ROOTS = 0xFFF << 44
+_ADDED = {
+    "_reduce_scatter_base": _OUTPUT,
+    "allreduce": _OUTPUT,
+    "reduce": _OUTPUT,
+    "reduce_scatter": _OUTPUT,
+    "reduce_scatter_single": _OUTPUT,
+}
+_COPIED = {
+    "_allgather_base": _INPUT,
+    "all_gather_single": _INPUT,
+    "allgather": _INPUT,
+    "broadcast": _OUTPUT,
+    "gather": _INPUT,
+    "scatter": _OUTPUT,
+}
+_ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
+_CODES = {name: code for code, name in enumerate(sorted({*_ADDED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)}
+
+
+def _fact(name: str, args: tuple[Any, ...]) -> int:
+    """What one rank brings to a collective, as one number; 0: it is not compared.
+
+    From the highest bit: operation (7 bits), root + 1 (12), type of the elements (7), their number or bytes (37).
+    """
+    place = _ADDED.get(name)
+    typed = place is not None
+    if place is None:
+        place = _COPIED.get(name)
+    if place is None:
+        # Equal shares alone: with split sizes each pair of ranks may have its own.
+        if name not in ("all_to_all_single", "alltoall_base") or len(args) < 4 or args[2] or args[3]:
+            return 0
+        place = _INPUT
+    value = args[place] if len(args) > place else None
+    if isinstance(value, (list, tuple)):
+        value = value[0] if len(value) == 1 else None
+    if not isinstance(value, torch.Tensor):
+        return 0
+    root = 1 + int(getattr(args[-1], "rootRank", -1)) if name in _ROOTED else 0
+    dtype = _DTYPE_CODES.get(value.dtype, 0) if typed else 0
+    size = value.numel() if typed else value.nbytes
+    return (_CODES[name] << 56) | ((root & 0xFFF) << 44) | (dtype << 37) | (size & _SIZES)
+
+
+def _entry_in_words(entry: int, ranks: Sequence[int]) -> str:
+    """In words, such as ``4 float32`` or ``16 bytes, root rank 0``."""
+    size, dtype, root = entry & _SIZES, (entry >> 37) & 0x7F, (entry >> 44) & 0xFFF
+    words = f"{size:,} {_NAMES.get(dtype, 'bytes') if dtype else 'bytes'}"
+    return f"{words} and rank {ranks[root - 1]} as the root" if 0 < root <= len(ranks) else words
+
+
+class Table:
+    """The shared file of one group in one epoch.
+
+    Args:
+        folder: Private to the cluster, on this host.
+        name: The group's name.
+        epoch: How often the groups have been formed.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+    """
+
+    def __init__(self, folder: Path, *, name: str, epoch: int, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._row = struct.Struct(f"<{2 * size}q")
+        self._paired = size <= _PEERS
+        collectives = _RING * size * _PAIR.size
+        length = collectives + (2 * size * size * _RING * _PAIR.size if self._paired else 0)
+        self._base = collectives
+        self._counts: Counter[tuple[bool, int, int]] = Counter()
+        self._cell = 0
+        self._path = folder / f"meet-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, length)  # a full disk is an error here, and not a SIGBUS later
+            self._map = mmap.mmap(handle, length)
+        finally:
+            os.close(handle)
+        # Whatever was here under this name: all ranks have come so far before the first of them communicates.
+        for step in range(_RING):
+            _PAIR.pack_into(self._map, step * self._row.size + rank * _PAIR.size, 0, 0)
+        for peer in range(size if self._paired else 0):
+            sent = self._base + (rank * size + peer) * 2 * _RING * _PAIR.size
+            received = self._base + ((peer * size + rank) * 2 + 1) * _RING * _PAIR.size
+            for start in (sent, received):
+                self._map[start : start + _RING * _PAIR.size] = bytes(_RING * _PAIR.size)
+
+    def close(self) -> None:
+        """The group is formed anew, or gone."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def compare(self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]) -> None:
+        """Write down what this rank brings to collective number `sequence`, and compare it with what others bring.
+
+        Args:
+            name: The operation.
+            args: Its arguments.
+            sequence: Its number in the group.
+            ranks: Gives the group's global ranks.
+
+        Raises:
+            UsageError: a rank brings something else; nothing has been sent yet.
+        """
+        if not (entry := _fact(name, args)):
+            return
+        base = (sequence % _RING) * self._row.size
+        # What it is before its number: a reader that sees the number sees the rest.
+        _PAIR.pack_into(self._map, base + self._rank * _PAIR.size, entry, sequence)
+        row = self._row.unpack_from(self._map, base)
+        if row.count(entry) == self._size:
+            return
+        for other in range(self._size):
+            theirs = row[2 * other]
+            # Other operations do not exchange data: the deadlock watch tells of those.
+            if theirs != entry and row[2 * other + 1] == sequence and theirs >> 56 == entry >> 56:
+                members = ranks()
+                if not (entry ^ theirs) & _ROOTS:  # the same root: that is not what differs
+                    entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
+                raise UsageError(
+                    f"{call_in_words(name)}: rank {members[self._rank]} brings {_entry_in_words(entry, members)}, "
+                    f"rank {members[other]} {_entry_in_words(theirs, members)}; all ranks of a group must bring the "
+                    "same."
+                )
+
+    def compare_pair(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
+        """Write down the size of a send or recv, and compare it with the other side's.
+
+        Raises:
+            UsageError: more is sent than is received; nothing has been sent yet.
+        """
+        if name == "recv_anysource":
+            self._paired = False  # which message it takes is not known: from now on none is compared
+        if not self._paired or len(args) < 3:
+            return
+        peer, tag, size = int(args[1]), int(args[2]), sum(tensor.nbytes for tensor in args[0])
+        sends = name == "send"
+        if self._cell != _cell[0]:
+            # Counted anew in each cell: what one that was ended has left unpaired does not count in the next.
+            self._cell = _cell[0]
+            self._counts.clear()
+        self._counts[sends, peer, tag] = count = self._counts[sends, peer, tag] + 1
+        # Messages of another cell or of another tag do not meet this one.
+        number = (self._cell << 44) | ((count & 0xFFFFF) << 24) | (tag & 0xFFFFFF)
+        source, target = (self._rank, peer) if sends else (peer, self._rank)
+        place = self._base + ((source * self._size + target) * 2 * _RING + count % _RING) * _PAIR.size
+        far = place + _RING * _PAIR.size
+        mine, theirs = (place, far) if sends else (far, place)
+        _PAIR.pack_into(self._map, mine, size, number)
+        other, seen = _PAIR.unpack_from(self._map, theirs)
+        sent, taken = (size, other) if sends else (other, size)
+        if seen == number and sent > taken:
+            members = ranks()
+            raise UsageError(
+                f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
+                f"receives into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
+            )
+
+
+def cell_begins(run: str) -> None:
+    """Another cell runs from now on.
+
+    Args:
+        run: Its identifier, in hexadecimal digits; the same on all ranks that run it. Empty: not known.
+    """
+    _cell[0] = int(run[:8] or "0", 16) & 0x3FFFF
+
+
+def open_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> Table | None:
+    """The table of one group, beside the store's socket; None where there is none: sizes then go unchecked."""
+    if not isinstance(root, AgentStore) or root.folder is None:
+        return None
+    try:
+        return Table(root.folder, name=name, epoch=epoch, rank=rank, size=size)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,166 @@
+"""What is split over ranks, and which parts of it certain ranks alone hold."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from axon_nb.engine.session import current
+
+__all__ = ["held_alone", "is_sharded", "is_stage", "local_part", "mesh_type", "why_apart"]
+
+
+class _Absent:
+    """No object is an instance of it."""
+
+
+def _loaded(module: str, name: str) -> type:
+    """A class of a module that need not be imported."""
+    found: type = getattr(sys.modules.get(module), name, _Absent)
+    return found
+
+
+def mesh_type() -> type:
+    """Torch's DeviceMesh."""
+    return _loaded("torch.distributed.device_mesh", "DeviceMesh")
+
+
+def _dtensor_type() -> Any:
+    return _loaded("torch.distributed.tensor", "DTensor")
+
+
+def is_sharded(obj: Any) -> bool:
+    """Whether the object is a distributed tensor, or a module that FSDP has taken apart."""
+    kinds = (
+        _dtensor_type(),
+        _loaded("torch.distributed.fsdp", "FSDPModule"),
+        _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    )
+    return issubclass(type(obj), kinds)
+
+
+def is_stage(obj: Any) -> bool:
+    """Whether the object is one stage of a pipeline."""
+    return issubclass(type(obj), _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank holds of the tensor."""
+    found: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
+    return found
+
+
+def why_apart(tensors: Iterable[Any]) -> str:
+    """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that."""
+    known = {id(tensor): tensor for tensor in tensors}
+    flat, split = _loaded("torch.distributed.fsdp._flat_param", "FlatParameter"), "is split over ranks"
+    for tensor in known.values():
+        if isinstance(tensor, flat):
+            return split
+        if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
+            return split
+    modules: list[tuple[torch.nn.Module, str]] = [
+        (module, split) for module in _living(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+    ]
+    stages = _living(_loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+    modules += [(stage.submod, "is a stage of a pipeline") for stage in stages]
+    return next((why for module, why in modules if any(id(p) in known for p in module.parameters())), "")
+
+
+def _living(kind: type) -> list[Any]:
+    return [] if kind is _Absent else [item for item in gc.get_objects() if issubclass(type(item), kind)]
+
+
+def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
+    """The variables of this rank whose parts on `ranks` no other rank holds.
+
+    Returns:
+        For each: `name`, `kind` (module, optimizer, tensor or stage), `parts` (tensors split so, of `of` in all; for a
+        stage its indices), and `bytes` of those parts.
+    """
+    chosen = frozenset(ranks)
+    shell = current().kernel.shell
+    found, within = [], set[int]()
+    variables = [(n, v) for n, v in shell.user_ns.items() if not n.startswith("_") and n not in shell.user_ns_hidden]
+    for name, value in variables:
+        told = None
+        with contextlib.suppress(Exception):  # an odd object of the user must not stand in the way of a repair
+            told = _look(value, chosen)
+        if told is not None:
+            found.append((value, {"name": name, **told}))
+            if isinstance(value, torch.nn.Module):
+                within |= {id(module) for module in value.modules() if module is not value}
+    seen = set[int]()
+    records = []
+    for value, record in found:
+        if id(value) not in within and id(value) not in seen:  # a part of another variable, or a second name
+            seen.add(id(value))
+            records.append(record)
+    return records
+
+
+def _look(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
+    if is_stage(value):
+        mine = {index for index, rank in _stages(value) if rank in ranks}
+        return {"kind": "stage", "parts": sorted(mine), "of": value.num_stages, "bytes": 0} if mine else None
+    if isinstance(value, torch.nn.Module):
+        kind, tensors = "module", [*value.parameters(), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        kind, tensors = "optimizer", list(_tensors(value.state))
+    elif isinstance(value, _dtensor_type()):
+        kind, tensors = "tensor", [value]
+    else:
+        return None
+    sizes = [_lost_bytes(tensor, ranks) for tensor in tensors]
+    lost = [size for size in sizes if size is not None]
+    return {"kind": kind, "parts": len(lost), "of": len(tensors), "bytes": sum(lost)} if lost else None
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    for entry in state.values():
+        if isinstance(entry, torch.Tensor):
+            yield entry
+        elif isinstance(entry, dict):
+            yield from _tensors(entry)
+
+
+def _lost_bytes(tensor: Any, ranks: frozenset[int]) -> int | None:
+    """Bytes of the parts that only `ranks` hold; None when each part is elsewhere too."""
+    if not isinstance(tensor, _dtensor_type()):
+        return None
+    mesh, placements = tensor.device_mesh.mesh, tensor.placements
+    lost: set[tuple[int, ...]] = set()
+    split = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    if not split:
+        return None
+    for rank in ranks:
+        for place in (mesh == rank).nonzero().tolist():
+            holders = mesh
+            for axis in sorted(split, reverse=True):
+                holders = holders.select(axis, place[axis])
+            if set(holders.flatten().tolist()) <= ranks:
+                lost.add(tuple(place[axis] for axis in split))
+    if not lost:
+        return None
+    return sum(_part_bytes(tensor, split, part) for part in lost)
+
+
+def _part_bytes(tensor: Any, split: list[int], part: tuple[int, ...]) -> int:
+    shape = list(tensor.shape)
+    for axis, index in zip(split, part, strict=True):
+        dim, count = tensor.placements[axis].dim, tensor.device_mesh.size(axis)
+        chunk = -(-shape[dim] // count)  # as torch.chunk splits
+        shape[dim] = max(0, min(chunk, shape[dim] - index * chunk))
+    return int(math.prod(shape) * tensor.element_size())
+
+
+def _stages(stage: Any) -> list[tuple[int, int]]:
+    """(stage, global rank) of all stages of its pipeline."""
+    ranks = torch.distributed.get_process_group_ranks(stage.group)
+    return [(index, ranks[group_rank]) for index, group_rank in stage.stage_index_to_group_rank.items()]

@@ -1,0 +1,54 @@
+"""What a rank wrote last, outside of Python's streams: two files beside its log, which outlive it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["LastWords"]
+
+_MAX_BYTES = 32768
+_RECENT_S = 2.0
+"""Text older than this at a rank's death has nothing to do with it."""
+_SUFFIXES = {"words": ".err", "crash": ".crash"}
+"""What C code wrote to descriptor 2, and Python's report of a crash."""
+
+
+@dataclass
+class LastWords:
+    """The files of each rank, and how long they were when it began."""
+
+    _begun: dict[int, tuple[Path, dict[str, int]]] = field(default_factory=dict)
+
+    def begin(self, rank: int, log: Path) -> None:
+        """A rank is about to begin; one that it replaces has written to the same files."""
+        self._begun[rank] = (log, {key: _size(log.with_suffix(suffix)) for key, suffix in _SUFFIXES.items()})
+
+    def of(self, rank: int) -> dict[str, str]:
+        """`words` and `crash`: what the rank wrote in its last moments, at most 32 KiB each; empty when nothing."""
+        if rank not in self._begun:
+            return {}
+        log, sizes = self._begun[rank]
+        return {key: _recent(log.with_suffix(suffix), sizes[key]) for key, suffix in _SUFFIXES.items()}
+
+
+def _recent(path: Path, begun: int) -> str:
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            begin = begun if begun <= info.st_size else 0  # the rank shortens what has become too long
+            if info.st_size <= begin or time.time() - info.st_mtime > _RECENT_S:
+                return ""
+            file.seek(max(begin, info.st_size - _MAX_BYTES))
+            return file.read(_MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

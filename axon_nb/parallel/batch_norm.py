@@ -1,0 +1,116 @@
+"""BatchNorm with the statistics of all ranks' samples, on CPUs too: torch's own refuses any but GPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from axon_nb.comm.errors import TensorError
+from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.reduce import all_reduce_sum
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalises with mean and variance over the samples of all ranks; a batch may differ in size between them.
+
+    With it a model trains on parts of a batch as one process does on the whole, which DDP alone does not give: there
+    each rank normalises with its own samples. `SyncBatchNorm.convert(model)` puts it in the place of every BatchNorm.
+    No torch.nn.SyncBatchNorm, which DDP accepts on GPUs only.
+    """
+
+    group: GroupLike | Any = None
+    """The ranks whose samples count; None: all."""
+
+    @classmethod
+    def convert(cls, model: nn.Module, group: GroupLike | Any = None) -> nn.Module:
+        """`model` with every BatchNorm replaced by one with the same weights and statistics; before `DDP(model)`.
+
+        Args:
+            model: Changed in place, unless it is a BatchNorm itself.
+            group: The ranks whose samples count; None: all.
+
+        Raises:
+            TensorError: a lazy BatchNorm that has seen no sample yet.
+        """
+        if isinstance(model, _BatchNorm):
+            if any(is_lazy(item) for item in (*model.parameters(), *model.buffers())):
+                raise TensorError(f"{type(model).__name__} has no shape yet: run the model once on a sample first.")
+            made = cls.__new__(cls)
+            vars(made).update(vars(model))
+            made.group = group
+            return made
+        for name, child in model.named_children():
+            setattr(model, name, cls.convert(child, group))
+        return model
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
+        if input.ndim < 2:
+            raise TensorError(
+                f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}: it has (samples, channels, …)."
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Shape (samples, channels, …) to the same.
+
+        Raises:
+            TensorError: all ranks together have one value a channel, which has no variance.
+        """
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        group = resolve(self.group)
+        dims = [dim for dim in range(input.ndim) if dim != 1]
+        shape = [1, -1] + [1] * (input.ndim - 2)
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        own_count = values.new_tensor([values.numel() // values.shape[1]])
+        sums = _sum_over_ranks(torch.cat([values.sum(dims), own_count]), group)
+        count = sums[-1].detach()
+        if count < 2:
+            raise TensorError(
+                f"SyncBatchNorm got {int(count)} values a channel from all ranks together: training needs 2 or more."
+            )
+        mean = sums[:-1] / count
+        centred = values - mean.view(shape)
+        variance = _sum_over_ranks(centred.square().sum(dims), group) / count
+        self._remember(mean.detach(), variance.detach(), count)
+        out = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        if not self.training or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), share)
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks; every rank's result depends on every rank's input, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """Sum."""
+        ctx.group = group
+        total: torch.Tensor = all_reduce_sum(tensor.clone(), group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Sum."""
+        return all_reduce_sum(gradients[0].clone(), group=ctx.group), None
+
+
+def _sum_over_ranks(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    total: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total

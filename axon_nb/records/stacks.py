@@ -1,0 +1,77 @@
+"""The Python stacks of ranks, as text: the user's own frames in full, those of libraries folded, equal ranks once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from axon_nb.records.ranks import format_ranks
+
+__all__ = ["RankStack", "StackFrame", "Stacks"]
+
+_MAX_TEXT = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    """One frame of the user's own code, or several of libraries in one."""
+
+    place: str
+    """``Cell In[5], line 3, in train``; for folded frames ``… 6 frames of torch: all_reduce … wait``."""
+    code: str = ""
+    """The source line; empty when there is none, and for folded frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack:
+    """Where one rank is."""
+
+    state: str
+    """What it does, such as ``waiting in all_reduce at line 4 for rank 1``."""
+    frames: tuple[StackFrame, ...] = ()
+    """Outermost first, from the cell's own; empty when no cell runs."""
+    cell: int | None = None
+    """Number of the cell that runs; None when idle."""
+    seconds: float = 0.0
+    """For how long it has been in its communication call; 0 outside one."""
+
+
+class Stacks(Mapping[int, RankStack]):
+    """The stack of each rank, by rank; as text, ranks with the same stack are told once.
+
+    Args:
+        by_rank: The stacks.
+    """
+
+    def __init__(self, by_rank: Mapping[int, RankStack]) -> None:
+        self._by_rank = dict(sorted(by_rank.items()))
+
+    def __getitem__(self, rank: int) -> RankStack:
+        return self._by_rank[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_rank)
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def __repr__(self) -> str:
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for rank, stack in self._by_rank.items():
+            groups.setdefault((stack.state, stack.cell, stack.frames), []).append(rank)
+        text = "\n".join(self._told(ranks) for ranks in groups.values())
+        if len(text) <= _MAX_TEXT:
+            return text
+        return f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} characters more: `--ranks` shows fewer ranks."
+
+    def _told(self, ranks: list[int]) -> str:
+        stack = self._by_rank[ranks[0]]
+        seconds = max(self._by_rank[rank].seconds for rank in ranks)
+        took = f", for {seconds:.1f} s" if seconds else ""
+        cell = "" if stack.cell is None else f"In [{stack.cell}]: "
+        lines = [f"[{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}] {cell}{stack.state}{took}"]
+        for frame in stack.frames:
+            lines.append(f"  {frame.place}")
+            if frame.code:
+                lines.append(f"      {frame.code}")
+        return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""What recoverable groups cost against plain Gloo, in the same rank processes and in turn: `make bench`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import PairedRow
+from benchmarks.report import write
+from tests.kernel.driver import Kernel
+
+ROOT = Path(__file__).parents[1]
+SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
+OPERATIONS = {"all_reduce": 10.0, "broadcast": 10.0, "all_gather": 10.0, "reduce_scatter": 60.0, "send/recv": 60.0}
+"""With the microseconds that a call may take longer."""
+STEPS = {"DDP": 1.02, "FSDP2": 1.02}
+"""With the ratio that a step may take."""
+
+
+def _size(size: int) -> str:
+    power = 2 if size >= 1 << 20 else 1 if size >= 1 << 10 else 0
+    return f"{size >> 10 * power} {('B', 'KiB', 'MiB')[power]}"
+
+
+def _ask(kernel: Kernel, expression: str) -> Any:
+    """The value of an expression on rank 0, evaluated on all."""
+    kernel.ok(f"%%distributed --out measured\n{expression}", timeout=600)
+    return ast.literal_eval(kernel.ok("measured.values[0]").result)
+
+
+def operations(kernel: Kernel, *, pairs: int, budget_s: float) -> list[PairedRow]:
+    """Each operation at each size."""
+    rows = []
+    for name, limit in OPERATIONS.items():
+        for size in SIZES:
+            call = f"workloads.time_operations(groups, {name!r}, {size}, pairs={pairs}, budget_s={budget_s})"
+            rows.append(PairedRow.of_differences(f"{name} of {_size(size)}, longer a call", _ask(kernel, call), limit))
+    return rows
+
+
+def steps(kernel: Kernel, *, pairs: int, count: int) -> list[PairedRow]:
+    """Each training step."""
+    rows = []
+    for name, limit in STEPS.items():
+        call = f"workloads.time_steps(groups, {name!r}, pairs={pairs}, count={count})"
+        rows.append(PairedRow.of_ratios(f"{name} training step", _ask(kernel, call), limit))
+    return rows
+
+
+def main() -> None:
+    """Measure on 2 ranks of 1 thread, print the table, write it to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    pairs, budget_s, count = (4, 0.01, 2) if options.quick else (options.pairs, 0.1, 5)
+    with Kernel() as kernel:
+        kernel.ok(
+            "%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2 --devices cpu", timeout=120
+        )
+        kernel.ok(
+            f"%%distributed\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks import workloads\n"
+            "groups = workloads.make_groups()"
+        )
+        rows = [*steps(kernel, pairs=pairs, count=count), *operations(kernel, pairs=pairs, budget_s=budget_s)]
+        kernel.ok("%distributed stop")
+    print(write("overhead", rows, options.out))
+
+
+if __name__ == "__main__":
+    main()

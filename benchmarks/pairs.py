@@ -1,0 +1,76 @@
+"""A measure in pairs: median and its 95 % interval, and when that meets a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.report import Row, median
+
+__all__ = ["PairedRow", "interval"]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median, by order statistics; assumes nothing of the distribution."""
+    ordered = sorted(values)
+    outside = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+    return ordered[outside], ordered[-1 - outside]
+
+
+@dataclass(frozen=True)
+class PairedRow(Row):
+    """A median over pairs, with its interval: of the ratio when there is a peer value, of `ours` otherwise."""
+
+    low: float = 0.0
+    high: float = 0.0
+    pairs: int = 0
+    median_ratio: float | None = None
+    """Median of the pairs' ratios; None when differences are measured."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the ratios, which is not the ratio of the medians."""
+        return self.median_ratio
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the interval is within the limit; where noise is wider than that, whether it has "no difference"."""
+        if self.limit is None:
+            return None
+        same, middle = (0.0, self.ours) if self.median_ratio is None else (1.0, self.median_ratio)
+        if self.high <= self.limit:
+            return True
+        return self.high - self.low > self.limit - same and self.low <= same <= self.high and middle <= self.limit
+
+    def cells(self) -> list[str]:
+        """As a table's row."""
+        cells = super().cells()
+        shown = f"[{self.low:.3f}, {self.high:.3f}]" if self.median_ratio else f"[{self.low:.1f}, {self.high:.1f}]"
+        if self.median_ratio is None:
+            cells[1] = f"{self.ours:+.1f} {self.unit} {shown}"
+        else:
+            cells[3] = f"{self.median_ratio:.3f} {shown}"
+        return cells
+
+    @classmethod
+    def of_ratios(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float) -> PairedRow:
+        """From (ours, peer) in seconds: how much longer, as a ratio."""
+        ratios = [ours / peer for ours, peer in pairs]
+        low, high = interval(ratios)
+        ours, peer = (median([pair[i] for pair in pairs]) * 1e3 for i in (0, 1))
+        return cls(
+            measure, ours, "ms", "plain Gloo", peer, limit, low=low, high=high, pairs=len(pairs),
+            median_ratio=median(ratios),
+        )  # fmt: skip
+
+    @classmethod
+    def of_differences(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float) -> PairedRow:
+        """From (ours, peer) in seconds: how much longer, in microseconds."""
+        differences = [(ours - peer) * 1e6 for ours, peer in pairs]
+        low, high = interval(differences)
+        ours, peer = (median([pair[i] for pair in pairs]) * 1e6 for i in (0, 1))
+        note = f"{ours:.1f} us, plain Gloo {peer:.1f} us, ratio {median([o / p for o, p in pairs]):.3f}"
+        return cls(
+            measure, median(differences), "us", limit=limit, note=note, low=low, high=high, pairs=len(pairs)
+        )  # fmt: skip

@@ -1,0 +1,86 @@
+"""A second host for tests: a network namespace with its own address and host name, and a launcher that uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+
+__all__ = ["FAR_HOST", "FarEngineSetLauncher", "Network", "network", "why_not"]
+
+FAR_HOST = "far-host"
+_NAMESPACE = "AXON_NB_TEST_NAMESPACE"
+
+
+class FarEngineLauncher(LocalEngineLauncher):
+    """An engine; those with an odd index run on the other host."""
+
+    def find_args(self) -> list[str]:
+        """The engine's command line, behind what moves it to the other host."""
+        args: list[str] = super().find_args()
+        if int(self.identifier) % 2 == 0:
+            return args
+        move = ["ip", "netns", "exec", os.environ[_NAMESPACE], "unshare", "--uts", "sh", "-c"]
+        return [*move, f'hostname {FAR_HOST}; exec "$@"', "sh", *args]
+
+
+class FarEngineSetLauncher(LocalEngineSetLauncher):
+    """Engines on two hosts."""
+
+    launcher_class = FarEngineLauncher
+
+
+@dataclass(frozen=True)
+class Network:
+    """A link between this host and the other."""
+
+    interface: str
+    near_ip: str
+    far_ip: str
+    environment: dict[str, str]
+
+
+def _ip(*words: str) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=20)
+
+
+def why_not() -> str:
+    """Why there can be no second host here; empty when there can."""
+    if os.getuid() != 0:
+        return "needs root, for a network namespace"
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "needs `ip` and `unshare`"
+    probe = f"axon{os.getpid()}p"
+    try:
+        _ip("netns", "add", probe)
+        _ip("netns", "del", probe)
+    except (OSError, subprocess.SubprocessError):
+        return "may not make a network namespace"
+    return ""
+
+
+@contextlib.contextmanager
+def network() -> Iterator[Network]:
+    """The second host, for as long as it lasts."""
+    name = f"axon{os.getpid()}"
+    near, far, third = f"{name}n"[-15:], f"{name}f"[-15:], os.getpid() % 250
+    _ip("netns", "add", name)
+    try:
+        _ip("link", "add", near, "type", "veth", "peer", "name", far)
+        _ip("link", "set", far, "netns", name)
+        _ip("addr", "add", f"10.78.{third}.1/24", "dev", near)
+        _ip("link", "set", near, "up")
+        for words in (["addr", "add", f"10.78.{third}.2/24", "dev", far], ["link", "set", far, "up"]):
+            _ip("netns", "exec", name, "ip", *words)
+        _ip("netns", "exec", name, "ip", "link", "set", "lo", "up")
+        yield Network(near, f"10.78.{third}.1", f"10.78.{third}.2", {_NAMESPACE: name})
+    finally:
+        with contextlib.suppress(subprocess.SubprocessError):
+            _ip("link", "del", near)
+        _ip("netns", "del", name)

@@ -1,0 +1,74 @@
+"""`axon_nb.comm` and `axon_nb.parallel` on ranks of a cluster: attached to the group that is there, recoverable."""
+
+from __future__ import annotations
+
+from tests.cluster.script import Script
+
+COLLECTIVES = """
+from axon_nb import comm
+from axon_nb.comm import World
+assert type(world) is World and world.rank() == rank
+t = comm.all_reduce_mean(torch.tensor([float(rank)]))
+g = comm.all_gather(torch.full((rank + 1,), rank), uneven=True)
+group = world.new_group([1])
+alone = comm.all_reduce_sum(torch.ones(1), group=group).item() if group.contains(rank) else None
+(t.item(), g.tolist(), alone, str(world.backend), comm.World.init().world_size())
+"""
+
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+m = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+(comm.all_reduce_sum(torch.ones(1), group=m.get_group("tp")).item(),
+ comm.all_reduce_sum(torch.ones(1), group=m.get_group("dp")).item())
+"""
+
+TRAIN = """
+from axon_nb.parallel import DDP, TopK, FP16
+from axon_nb.comm import GradSyncStrategy
+torch.manual_seed(rank)
+model = DDP(torch.nn.Linear(4, 1), strategy=GradSyncStrategy.SYNCHRONOUS)
+hook = model.register_hook(FP16(measure=True))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(fail=False):
+    opt.zero_grad()
+    loss = model(torch.ones(2, 4) * (rank + 1)).square().mean()
+    if fail and rank == 1:
+        raise ValueError("in the middle")
+    loss.backward()
+    opt.step()
+step()
+"""
+
+SPANS = """
+from axon_nb.records.trace import ring
+before = ring.position
+comm.all_reduce_sum(torch.ones(4))
+[(s.name, s.bytes) for s in ring.since(before)[0] if s.kind == "collective"]
+"""
+
+
+def test_collectives_attach_to_the_group_that_is_there(script: Script) -> None:
+    values = script.value(f"dict(c.run({COLLECTIVES!r}).values)")
+    assert values == {0: (0.5, [0, 1, 1], None, "gloo", 2), 1: (0.5, [0, 1, 1], 1.0, "gloo", 2)}
+    assert script.value(f"dict(c.run({MESH!r}).values)") == {0: (2.0, 1.0), 1: (2.0, 1.0)}
+
+
+def test_each_call_is_one_span(script: Script) -> None:
+    script.ok("c.run('from axon_nb import comm', quiet=True)")
+    assert script.value(f"dict(c.run({SPANS!r}).values)") == {0: [("allreduce", 16)], 1: [("allreduce", 16)]}
+
+
+def test_a_model_with_a_hook_goes_on_after_a_failing_step(script: Script) -> None:
+    script.ok(f"c.run({TRAIN!r}, quiet=True)")
+    answer = script.run("c.run('step(fail=True)')")
+    assert answer.message == "rank 1: ValueError: in the middle"
+    script.ok("c.run('step()')")
+    cell = "([p.detach().flatten().tolist() for p in model.parameters()], hook.stats.buckets)"
+    values = script.value(f"dict(c.run({cell!r}).values)")
+    assert values[0][0] == values[1][0]
+    assert values[0][1] >= 2
+
+
+def test_destroying_and_closing_keep_the_group_for_the_next_cells(script: Script) -> None:
+    script.ok("c.run('from axon_nb import comm\\nworld.close()')")
+    assert script.value("dict(c.run('comm.all_reduce_sum(torch.ones(1)).item()').values)") == {0: 2.0, 1: 2.0}

@@ -1,0 +1,24 @@
+"""Worlds of both kinds, for a suite that runs over each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from axon_nb.comm import World
+from tests.comm.gloo import GlooWorld
+
+
+@pytest.fixture(scope="session")
+def gloo_world() -> Iterator[GlooWorld]:
+    """Four processes."""
+    with GlooWorld(4) as world:
+        yield world
+
+
+@pytest.fixture(params=["mock", "gloo"])
+def world(request: pytest.FixtureRequest) -> Any:
+    """A world of four ranks with `run(fn)`."""
+    return World.mock(4) if request.param == "mock" else request.getfixturevalue("gloo_world")

@@ -1,0 +1,103 @@
+"""Real processes that form a Gloo world and run functions as ranks, again and again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from axon_nb.comm import World
+
+__all__ = ["GlooWorld"]
+
+_LIMIT_S = 60.0
+_KEY = "AXON_NB_TEST_KEY"
+
+
+class GlooWorld:
+    """`run(fn)` as `World.mock(n).run(fn)`, with a process a rank."""
+
+    def __init__(self, n: int) -> None:
+        self.size = n
+        self._folder = tempfile.TemporaryDirectory()
+        key = secrets.token_bytes(16)
+        with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
+            self._processes = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name],
+                    cwd=Path(__file__).resolve().parents[2],
+                    env={**os.environ, _KEY: key.hex()},
+                )
+                for rank in range(n)
+            ]
+            pipes = [listener.accept() for _ in range(n)]
+        self._pipes: list[Connection] = [
+            pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda item: item[0])
+        ]
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function(world, *args, **kwargs)` as every rank; the first failure in the order of ranks is raised."""
+        task = cloudpickle.dumps((function, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(_LIMIT_S), f"rank {rank} has not answered in {_LIMIT_S:.0f} s"
+            answers.append(pickle.loads(pipe.recv_bytes()))
+        for kind, value in answers:
+            if kind == "raised":
+                raise value
+        return [value for _, value in answers]
+
+    def __enter__(self) -> GlooWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, folder: str) -> None:
+    pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
+    pipe.send(rank)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    while True:
+        try:
+            function, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = ("value", function(World.init(), *args, **kwargs))
+        except Exception as error:
+            error.add_note("".join(traceback.format_exception(error)))
+            answer = ("raised", error)
+        pipe.send_bytes(cloudpickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

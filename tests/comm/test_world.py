@@ -1,0 +1,119 @@
+"""World.init from the environment of each launcher, in plain scripts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axon_nb.comm.launch_env import torchrun_environment
+
+SCRIPT = """
+import sys
+import torch
+from axon_nb import comm
+from axon_nb.prelude import World, all_reduce_sum
+
+world = World.init()
+total = all_reduce_sum(torch.tensor([float(world.rank() + 1)]))
+who = f"rank {world.rank()} of {world.world_size()} local {world.local_rank}"
+sys.stdout.write(f"{who} total {total.item()} {world}\\n")
+world.close()
+try:
+    world.rank()
+except comm.WorldClosed as error:
+    sys.stdout.write(f"{error}\\n")
+assert "IPython" not in sys.modules and "ipyparallel" not in sys.modules
+"""
+
+
+def _run(command: list[str], tmp_path: Path, **changes: str) -> list[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [*command, str(script)],
+        env={**env, "OMP_NUM_THREADS": "1", **changes},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line)
+
+
+CLOSED = "The world is closed: `World.init()` forms a new one."
+RANKS = [
+    f"rank {rank} of 2 local {rank} total 3.0 World(rank={rank}, world_size=2, backend='gloo')" for rank in range(2)
+]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert _run(command, tmp_path) == [CLOSED, CLOSED, *RANKS]
+
+
+def test_a_world_that_torch_itself_destroys_ends_quietly(tmp_path: Path) -> None:
+    (tmp_path / "destroys.py").write_text(
+        "import torch, torch.distributed as dist\nfrom axon_nb import comm\nworld = comm.World.init()\n"
+        "comm.all_reduce_sum(torch.ones(1))\ndist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(tmp_path / "destroys.py")], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs mpiexec, such as Open MPI's")
+def test_under_mpiexec(tmp_path: Path) -> None:
+    changes = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "MASTER_PORT": "29517",
+    }
+    assert _run(["mpiexec", "-n", "2", sys.executable], tmp_path, **changes) == [CLOSED, CLOSED, *RANKS]
+
+
+def test_without_a_launcher_the_error_says_what_there_is(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("from axon_nb.comm import World\nWorld.init()")
+    env = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "run this in a `%%distributed` cell or under torchrun, mpirun or srun" in done.stderr
+
+
+def test_slurms_and_intels_variables_are_read() -> None:
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "4(x2)",
+        "SLURM_JOB_NODELIST": "node[03-04],other",
+    }
+    assert torchrun_environment(slurm) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node03",
+        "MASTER_PORT": "29500",
+    }
+    intel = {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}
+    found = torchrun_environment(intel)
+    assert found is not None
+    assert (found["RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"], found["MASTER_PORT"]) == (
+        "1",
+        "1",
+        "10.0.0.1",
+        "7",
+    )
+    assert torchrun_environment({"HOME": "/"}) is None

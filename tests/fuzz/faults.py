@@ -1,0 +1,194 @@
+"""The faults: what each does to a cell, when the user interrupts, and how the cell must end."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["COLLECTIVES", "KINDS", "POINTS", "Fault", "make_fault"]
+
+NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce of 16 MiB",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "functional",
+    "many at once",
+    "new_group",
+    "reduce_scatter",
+    "ring",
+    "send and recv",
+    "subgroups",
+)
+STAYS = ("sleep", "multiply", "recv", "barrier", "loader", "spin", "await", "swallow")
+POINTS = ("before", "forward", "after forward", "backward", "before optimizer")
+DEATHS = {
+    "kill": r"was killed by SIGKILL",
+    "leave": r"exited with code 3",
+    "segfault": r"was killed by SIGSEGV",
+}
+_INTERRUPTED = r"KeyboardInterrupt"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    kind: str
+    detail: str
+    code: str
+    """The cell, without its first line."""
+    ends: tuple[str, ...]
+    """The exceptions that may end the cell."""
+    says: str
+    """What the report must match."""
+    interrupts: tuple[float, ...] = ()
+    """When the user presses stop, in seconds after the cell has begun, each after the one before."""
+    dies: int | None = None
+    """The rank that dies."""
+    names: tuple[str, ...] = field(default=())
+    """The objects that were in a step."""
+
+
+def _failing(rng: random.Random, *, action: str, point: str, name: str | None, after: int, message: str) -> list[str]:
+    fault = {"point": point, "object": name, "after": after, "action": action, "message": message}
+    return [f"if rank == {rng.randrange(4)}: plan.update({fault!r}, clock=CLOCK)"]
+
+
+def _rank(lines: list[str]) -> int:
+    found = re.match(r"if rank == (\d)", lines[0])
+    assert found, lines
+    return int(found[1])
+
+
+def _in_training(rng: random.Random, message: str, action: str) -> tuple[list[str], str, tuple[str, ...]]:
+    names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
+    victim = rng.choice(names)
+    point = rng.choice([p for p in POINTS if p != "after forward" or victim not in ("pipeline", "interleaved")])
+    lines = _failing(rng, action=action, point=point, name=victim, after=rng.randint(0, 3), message=message)
+    return [*lines, f"train({list(names)!r}, 12)"], f"{victim} {point}", names
+
+
+def _in_collective(rng: random.Random, message: str, action: str) -> tuple[list[str], str, tuple[str, ...]]:
+    name = rng.choice(COLLECTIVES)
+    lines = _failing(rng, action=action, point="collective", name=None, after=rng.randint(0, 5), message=message)
+    return [*lines, f"collect({name!r}, 12)"], name, ()
+
+
+def _fails(rng: random.Random, message: str, action: str) -> tuple[list[str], str, tuple[str, ...]]:
+    return (_in_training if rng.random() < 0.6 else _in_collective)(rng, message, action)
+
+
+def _raise(rng: random.Random, message: str) -> Fault:
+    lines, detail, names = _fails(rng, message, "raise")
+    says = rf"(?s)^\[rank {_rank(lines)}\].*ValueError: {message}"
+    return Fault("raise", detail, "\n".join(lines), ("CellError",), says, names=names)
+
+
+def _swallow(rng: random.Random, message: str) -> Fault:
+    lines, detail, names = _fails(rng, message, "raise")
+    caught = rng.choice(["except Exception", "except BaseException", "except"])
+    own = _rank(lines)
+    body = [
+        lines[0],
+        f"for _ in range({rng.randint(2, 4)}):",
+        f"    try:\n        {lines[1]}",
+        f"    {caught}:\n        if rank == {own}: raise",
+    ]
+    return Fault("swallow", f"{caught} around {detail}", "\n".join(body), ("CellError",), message, names=names)
+
+
+def _die(rng: random.Random, message: str) -> Fault:
+    action = rng.choice(list(DEATHS))
+    lines, detail, names = _fails(rng, message, action)
+    says = rf"rank {_rank(lines)} {DEATHS[action]}"
+    return Fault(
+        "death", f"{action} in {detail}", "\n".join(lines), ("CellError",), says, dies=_rank(lines), names=names
+    )
+
+
+def _two_interrupts(rng: random.Random, message: str) -> Fault:
+    once = _interrupt(rng, message)
+    moments = (*once.interrupts, rng.uniform(0, 0.4))
+    return dataclasses.replace(once, kind="two interrupts", interrupts=moments)
+
+
+def _interrupt(rng: random.Random, message: str) -> Fault:
+    moments = (rng.uniform(0, 0.8),)
+    names: tuple[str, ...] = ()
+    if rng.random() < 0.6:
+        names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
+        code, detail = f"train({list(names)!r}, None)", "training"
+    elif rng.random() < 0.3:
+        detail = rng.choice([name for name in COLLECTIVES if name != "new_group"])  # else hundreds of groups
+        code = f"collect({detail!r}, 10**9)"
+    else:
+        detail = rng.choice(STAYS)
+        code = {"spin": "while True: pass", "await": "import asyncio\nawait asyncio.sleep(600)"}.get(
+            detail, f"stay({detail!r})"
+        )
+    return Fault(
+        "interrupt", detail, code, ("CellInterrupt", "KeyboardInterrupt"),
+        _INTERRUPTED, moments, names=names,
+    )  # fmt: skip
+
+
+def _raise_and_interrupt(rng: random.Random, message: str) -> Fault:
+    raised = _raise(rng, message)
+    says = f"{message}|{_INTERRUPTED}"
+    ends = ("CellError", "CellInterrupt", "KeyboardInterrupt")
+    moments = (rng.uniform(0, 0.3),)
+    return Fault("raise and interrupt", raised.detail, raised.code, ends, says, moments, names=raised.names)
+
+
+def _deadlock(rng: random.Random, message: str) -> Fault:
+    odd = rng.randrange(4)
+    detail, code, says = rng.choice(
+        [
+            ("skipped", f"for i in range(4):\n    if not (rank == {odd} and i == 2): dist.barrier()", r"waits? in"),
+            ("finished", f"if rank != {odd}: dist.all_reduce(torch.ones(9))", rf"for rank {odd}, which has finished"),
+            ("not sent", f"if rank == {odd}: dist.recv(torch.ones(9), {(odd + 1) % 4})", r"waits in recv"),
+            ("mismatch", f"dist.barrier() if rank == {odd} else dist.all_reduce(torch.ones(1))", r"do not meet"),
+            ("ring of recv", "dist.recv(torch.ones(1), (rank + 1) % 4)", r"waits in recv"),
+            (
+                "opposite order",
+                "for g in [pair, None][:: -1 if rank else 1]:\n    if g is None or rank < 2: dist.barrier(group=g)",
+                r"waits? in barrier",
+            ),
+        ]
+    )
+    return Fault("deadlock", detail, code, ("CellError",), says)
+
+
+KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
+    "raise": (_raise, 0.38),
+    "interrupt": (_interrupt, 0.22),
+    "two interrupts": (_two_interrupts, 0.08),
+    "raise and interrupt": (_raise_and_interrupt, 0.06),
+    "swallow": (_swallow, 0.08),
+    "deadlock": (_deadlock, 0.12),
+    "death": (_die, 0.06),
+}
+"""The kinds, and how often each is chosen."""
+
+
+def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:
+    """Fault `number` of the run with this seed: always the same.
+
+    Args:
+        seed: Of the run.
+        number: Of the round.
+        kinds: Choose among these alone; empty: among all.
+    """
+    rng = random.Random(f"{seed}:{number}")
+    chosen = list(kinds or KINDS)
+    (kind,) = rng.choices(chosen, [KINDS[name][1] for name in chosen])
+    return KINDS[kind][0](rng, f"bug of round {number}")

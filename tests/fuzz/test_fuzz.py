@@ -1,0 +1,52 @@
+"""A fixed slice of the fuzz; `make fuzz` runs as many faults as there is time for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.faults import COLLECTIVES, KINDS, POINTS, make_fault
+from tests.fuzz.rounds import SENT, Fuzz
+
+SEED = 2
+ROUNDS = 24
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
+    """One kernel, whose 4 ranks keep their models through all rounds."""
+    with Fuzz(SEED, tmp_path_factory.mktemp("fuzz")) as running:
+        yield running
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_a_fault_leaves_everything_usable(fuzz: Fuzz, number: int) -> None:
+    outcome = fuzz.round(number)
+    assert not outcome.problems, str(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hundreds_of_faults_leave_everything_usable(fuzz: Fuzz) -> None:
+    failed = [str(outcome) for outcome in map(fuzz.round, range(ROUNDS, LONG)) if outcome.problems]
+    assert not failed, "\n\n".join(failed)
+
+
+def test_a_round_is_the_same_again() -> None:
+    assert [make_fault(3, n) for n in range(50)] == [make_fault(3, n) for n in range(50)]
+
+
+def test_the_slice_has_every_kind_and_a_long_run_every_place() -> None:
+    assert {make_fault(SEED, number).kind for number in range(ROUNDS)} == set(KINDS)
+    long = [make_fault(SEED, number) for number in range(1000)]
+    assert {fault.kind for fault in long} == set(KINDS)
+    details = " | ".join(fault.detail for fault in long)
+    assert [name for name in (*COLLECTIVES, *POINTS) if name not in details] == []
+
+
+def test_what_is_sent_as_cells_has_every_collective() -> None:
+    text = "".join(path.read_text() for path in SENT)
+    assert all(f'"{name}": ' in text for name in COLLECTIVES)

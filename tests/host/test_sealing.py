@@ -1,0 +1,121 @@
+"""The store over TCP: only who knows the key is heard, and no message can be changed or sent again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.engine.store import AgentStore
+from axon_nb.host.framing import encode
+from axon_nb.host.sealing import NONCE_SIZE, PROOF_SIZE, Handshake, Seal, greet, store_key
+from tests.host.agents import Served, serve
+
+KEY = store_key(b"the cluster's key")
+MESSAGES = st.lists(st.lists(st.binary(max_size=30), max_size=4), min_size=1, max_size=4)
+
+
+def _ends() -> tuple[Seal, Seal]:
+    """Both ends of one greeted connection: the rank's and the store's."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(5)
+        far.settimeout(5)
+        handshake = Handshake(KEY)
+        far.sendall(handshake.challenge)
+        rank: list[Seal] = []
+        thread = threading.Thread(target=lambda: rank.append(greet(near, KEY)))
+        thread.start()
+        proof, store = handshake.check(far.recv(NONCE_SIZE + PROOF_SIZE))
+        far.sendall(proof)
+        thread.join(5)
+        return rank[0], store
+
+
+@given(messages=MESSAGES)
+def test_messages_come_as_they_were_sent(messages: list[list[bytes]]) -> None:
+    rank, store = _ends()
+    assert [store.open(rank.close(parts)) for parts in messages] == messages
+    assert [rank.open(store.close(parts)) for parts in messages] == messages
+
+
+def test_a_changed_message_is_refused() -> None:
+    rank, store = _ends()
+    *parts, proof = rank.close([b"set", b"key", b"1"])
+    with pytest.raises(ValueError, match="signature is wrong"):
+        store.open([b"set", b"key", b"2", proof])
+    assert parts == [b"set", b"key", b"1"]
+
+
+def test_a_message_cannot_be_sent_again_nor_back() -> None:
+    rank, store = _ends()
+    sent = rank.close([b"add", b"count", b"1"])
+    assert store.open(sent) == [b"add", b"count", b"1"]
+    with pytest.raises(ValueError, match="signature is wrong"):
+        store.open(sent)
+    with pytest.raises(ValueError, match="signature is wrong"):
+        rank.open(sent)
+    with pytest.raises(ValueError, match="signature is wrong"):
+        rank.open([])
+
+
+def test_a_greeting_with_another_key_is_refused_by_both() -> None:
+    with pytest.raises(ValueError, match="does not know the key"):
+        Handshake(KEY).check(bytes(NONCE_SIZE + PROOF_SIZE))
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(bytes(NONCE_SIZE + PROOF_SIZE))
+        with pytest.raises(ConnectionError, match="does not know the cluster's key"):
+            greet(near, KEY)
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[tuple[Served, str]]:
+    """A host agent that serves its store on loopback over TCP, and the address."""
+    served = serve(entry="", controller=[], owner="the tests")
+    port = served.client.call("serve_store", ip="127.0.0.1", key=KEY.hex())["port"]
+    yield served, f"tcp:127.0.0.1:{port}"
+    served.end()
+
+
+def test_a_store_over_tcp_is_the_same_store(agent: tuple[Served, str]) -> None:
+    served, address = agent
+    here = AgentStore(str(served.run_dir.store_socket), timedelta(seconds=5))
+    there = AgentStore(address, timedelta(seconds=5), key=KEY)
+    here.set("a", "1")
+    assert there.get("a") == b"1"
+    assert there.add("count", 2) == 2
+    assert here.add("count", 3) == 5
+    copy = there.clone()
+    assert copy.multi_get(["a", "count"]) == [b"1", b"5"]
+    assert (here.own_ip, there.own_ip) == ("127.0.0.1", "127.0.0.1")
+    for client in (here, there, copy):
+        client._sock.close()
+
+
+def test_who_has_another_key_gets_no_store(agent: tuple[Served, str]) -> None:
+    with pytest.raises(ConnectionError):
+        AgentStore(agent[1], key=store_key(b"another"))
+
+
+@pytest.mark.parametrize(
+    "garbage", [encode([b"set", b"stolen", b"1"]), bytes(64), bytes(4096), b"GET / HTTP/1.1\r\n\r\n" * 8]
+)
+def test_strangers_change_nothing_and_stop_nothing(agent: tuple[Served, str], garbage: bytes) -> None:
+    _, address = agent
+    ip, port = address.split(":")[1:]
+    with socket.create_connection((ip, int(port)), 5) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(5)
+        sock.sendall(garbage)
+        if len(garbage) >= NONCE_SIZE + PROOF_SIZE:
+            while sock.recv(1000):
+                pass
+    store = AgentStore(address, timedelta(seconds=5), key=KEY)
+    assert not store.check(["stolen"])
+    store._sock.close()

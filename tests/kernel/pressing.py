@@ -1,0 +1,53 @@
+"""Pressing the stop button at random moments, and what must hold after each."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from tests.kernel.driver import Kernel, Reply
+
+__all__ = ["LIMIT_S", "STOPPED", "check_next_cell", "press_at_random"]
+
+LIMIT_S = 30.0
+"""Seconds within which an interrupted cell must be over."""
+STOPPED = ("CellInterrupt", "KeyboardInterrupt")
+
+
+def press_at_random(
+    kernel: Kernel, cells: Sequence[str], *, seed: int, rounds: int, within_s: float, again: float = 0.3
+) -> list[str]:
+    """Send endless cells, and press stop once or, with the chance `again`, twice; what went wrong, one line a round."""
+    rng = random.Random(seed)
+    wrong = []
+    for number in range(rounds):
+        cell = rng.choice(cells)
+        moments = [rng.uniform(0, within_s)]
+        if rng.random() < again:
+            moments.append(rng.choice([rng.uniform(0, 0.05), rng.uniform(0, 0.5)]))
+        request = kernel.submit(cell)
+        for moment in moments:
+            time.sleep(moment)  # the moment of the press is what is tested
+            kernel.interrupt()
+        told = f"round {number}, pressed after {', '.join(f'{1000 * m:.1f}' for m in moments)} ms in {cell!r}"
+        try:
+            reply = kernel.collect(request, timeout=LIMIT_S)
+        except TimeoutError as error:
+            wrong.append(f"{told}: not over after {LIMIT_S:.0f} s: {error}")
+            kernel.interrupt()
+            reply = kernel.collect(request, timeout=LIMIT_S)
+        own = ("CancelledError",) if cell.startswith("import asyncio") else ()  # ipykernel's way to end an async cell
+        if reply.ename not in (*STOPPED, *own):
+            wrong.append(f"{told}: {reply.status} {reply.ename}\n{reply.stdout}\n{reply.traceback}")
+        if problem := check_next_cell(kernel):
+            wrong.append(f"{told}: {problem}")
+    return wrong
+
+
+def check_next_cell(kernel: Kernel) -> str:
+    """What is wrong with the cell after an interrupt: each rank must be free, and all must meet."""
+    reply: Reply = kernel.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item() == world_size")
+    if not reply.ok or not reply.stdout.startswith("[ranks 0-") or not reply.stdout.endswith("] True\n"):
+        return f"the next cell: {reply.status} {reply.stdout} {reply.traceback}"
+    return ""

@@ -1,0 +1,250 @@
+"""A cell that was running when the kernel went away: its output, its end and its failure come to the next kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.driver import Kernel, Reply
+from tests.kernel.processes import footprint, until
+
+MakeKernel = Callable[..., Kernel]
+
+HANDLE = "__import__('axon_nb').cluster.current.get().running_cell"
+TICKS = "import os, time\nwhile not os.path.exists('stop'):\n    print('tick', flush=True)\n    time.sleep(0.05)\n"
+LEAVE = {
+    "graceful restart": lambda kernel: kernel.restart(now=False),
+    "forced restart": lambda kernel: kernel.restart(now=True),
+    "SIGKILL": lambda kernel: kernel.come_back(),
+}
+
+
+def start(kernel: Kernel, n: int = 2) -> None:
+    kernel.ok("%load_ext axon_nb")
+    kernel.ok(f"%distributed start -n {n}")
+
+
+def leave_during(kernel: Kernel, code: str, until_text: str, how: str = "SIGKILL") -> None:
+    """Run a cell, let the kernel go away when it has printed `until_text`, and get a fresh one."""
+    request = kernel.submit(f"%%distributed\n{code}")
+    kernel.wait_for_output(request, until_text)
+    LEAVE[how](kernel)
+    kernel.ok("%load_ext axon_nb")
+
+
+def attach(kernel: Kernel, wanted: str) -> Reply:
+    """Attach, and collect what appears in that cell until it holds `wanted`, long after its own end if need be."""
+    request = kernel.submit("%distributed attach")
+    reply = kernel.collect(request)
+    kernel.follow(request, reply, until=lambda: wanted in reply.stdout + told(reply))
+    return reply
+
+
+def told(reply: Reply) -> str:
+    """What the cell wrote to stderr, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", reply.stderr)
+
+
+def numbers(reply: Reply, word: str) -> list[int]:
+    return [int(number) for number in re.findall(rf"\] {word} (\d+)$", reply.stdout, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("how", LEAVE)
+def test_the_running_cell_comes_back_and_ends_in_the_new_kernel(
+    new_kernel: MakeKernel, tmp_path: Path, how: str
+) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    counting = (
+        "import os, time\ni = 0\nwhile not os.path.exists('stop'):\n"
+        "    print('tick', i, flush=True); i += 1; time.sleep(0.05)\ndist.barrier()\nprint('met')"
+    )
+    leave_during(kernel, counting, "tick 3", how)
+    request = kernel.submit("%distributed attach")
+    reply = kernel.collect(request, timeout=10)
+    assert reply.lines()[0] == "Cell In[3] still runs on ranks 0-1: its output goes on here."
+    assert "CellHandle(running on ranks 0-1)" in reply.result
+    kernel.follow(request, reply, until=lambda: max(numbers(reply, "tick"), default=0) > 20)
+    (tmp_path / "stop").touch()
+    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
+    assert {line for line in reply.lines() if "met" in line} <= {"[rank 0] met", "[rank 1] met", "[ranks 0-1] met"}
+    assert " met" in reply.stdout
+    assert re.fullmatch(r"Cell In\[3\] is done: [\d.]+ s\.", reply.lines()[-1])
+    for rank in "01":
+        seen = _ticks_of(reply, rank)
+        assert seen == [*range(len(seen))], "nothing is lost, nothing twice"
+    assert kernel.ok(f"{HANDLE}.result(10)").result.startswith("CellResult of ranks 0-1")
+    assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-1] 2.0"]
+
+
+def _ticks_of(reply: Reply, rank: str) -> list[int]:
+    labels = {f"[rank {rank}]", "[ranks 0-1]"}
+    lines = [re.fullmatch(r"(\[.*?\]) tick (\d+)", line) for line in reply.lines()]
+    return [int(line[2]) for line in lines if line and line[1] in labels]
+
+
+def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    code = f"{TICKS}print('last words')\nopen(f'ended{{rank}}', 'w').close()\nx = rank + 5"
+    request = kernel.submit(f"%%distributed\n{code}")
+    kernel.wait_for_output(request, "tick")
+    kernel.come_back()
+    (tmp_path / "stop").touch()
+    assert until(lambda: len(list(tmp_path.glob("ended*"))) == 2)
+    kernel.ok("%load_ext axon_nb")
+    reply = attach(kernel, "is done")
+    assert reply.lines()[0] == "Cell In[3] has ended on ranks 0-1 while no notebook was connected."
+    assert "[ranks 0-1] last words" in reply.lines()
+    assert reply.result == ""
+    assert sorted(kernel.ok("%%distributed\nx").lines()) == ["[rank 0] 5", "[rank 1] 6"]
+    kernel.come_back()
+    kernel.ok("%load_ext axon_nb")
+    assert kernel.ok("%distributed attach").stdout == "", "what was told once is not told again"
+
+
+def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
+    new_kernel: MakeKernel, tmp_path: Path
+) -> None:
+    kernel = new_kernel()
+    start(kernel, 3)
+    code = f"{TICKS}if rank == 1:\n    open('failing', 'w').close()\n    raise ValueError('bug')\ndist.barrier()"
+    request = kernel.submit(f"%%distributed\n{code}")
+    kernel.wait_for_output(request, "tick")
+    kernel.come_back()
+    (tmp_path / "stop").touch()
+    assert until((tmp_path / "failing").exists)
+    kernel.ok("%load_ext axon_nb")
+    reply = attach(kernel, "waited in barrier")
+    assert "Cell In[3] failed.\n[rank 1]" in told(reply)
+    assert "ValueError: bug" in told(reply)
+    assert "[ranks 0,2] waited in barrier at line 9" in told(reply)
+    assert kernel.run(f"{HANDLE}.result(10)").ename == "CellError"
+    fresh = "g = dist.new_group([0, 2])\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    assert kernel.ok(f"%%distributed\n{fresh}").lines() == ["[ranks 0-2] 3.0"]
+
+
+def test_a_rank_that_died_meanwhile_is_told_and_can_be_replaced(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel, 3)
+    before = footprint(kernel)
+    waiting = "print('go', flush=True)\nif rank != 1: dist.barrier()\nwhile True: pass"
+    request = kernel.submit(f"%%distributed\n{waiting}")
+    kernel.wait_for_output(request, "go")
+    kernel.come_back()
+    os.kill(before.ranks[1], signal.SIGKILL)
+    kernel.ok("%load_ext axon_nb")
+    reply = attach(kernel, "`%distributed repair`")
+    assert "rank 1 was killed by SIGKILL" in told(reply)
+    kernel.ok("%distributed repair")
+    assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-2] 3.0"]
+
+
+def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    leave_during(kernel, "print('go', flush=True)\nif rank == 0: dist.barrier()\nwhile True: pass", "go")
+    request = kernel.submit("%distributed attach")
+    reply = kernel.collect(request)
+    assert kernel.value(f"{HANDLE}.done()") is False, "the notebook is usable meanwhile"
+    assert kernel.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-1."]
+    kernel.follow(request, reply, until=lambda: "have stopped" in told(reply))
+    assert "[rank 0] waited in barrier at line 3" in told(reply)
+    assert kernel.run(f"{HANDLE}.result(20)").ename == "CellInterrupt"
+    assert kernel.ok("%distributed cancel").lines() == ["No cell is running."]
+    assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
+
+
+def test_a_deadlock_in_the_cell_that_came_back_is_explained(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    code = "import os, time\nprint('go', flush=True)\nif rank == 0:\n    dist.barrier()"
+    leave_during(kernel, f"{code}\nelse:\n    dist.recv(torch.ones(1), 0)", "go")
+    reply = attach(kernel, "CellError")
+    sentence = "rank 0 waits in barrier at line 5 for rank 1; rank 1 waits in recv at line 7 for rank 0."
+    assert sentence in told(reply)
+    assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
+
+
+def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    flood = "for i in range(20000): print('line', i)\nopen(f'ended{rank}', 'w').close()"
+    request = kernel.submit(f"%%distributed\n{TICKS}{flood}")
+    kernel.wait_for_output(request, "tick")
+    kernel.come_back()
+    (tmp_path / "stop").touch()
+    assert until(lambda: len(list(tmp_path.glob("ended*"))) == 2)
+    kernel.ok("%load_ext axon_nb")
+    attach(kernel, "is done")
+    text = kernel.ok(f"print({HANDLE}.result(10).text[0])").stdout
+    assert re.match(r"… [\d,]+ lines \([\d.]+ kB\) before the notebook came back not kept on the rank …\nline ", text)
+    assert text.rstrip().endswith("line 19999")
+    assert 50_000 < len(text) < 70_000
+    kept = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line ")]
+    assert kept == list(range(kept[0], 20000))
+    assert int(text.split()[1].replace(",", "")) > kept[0], "with the ticks"
+
+
+def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    code = (
+        "from IPython.display import HTML, display\nif rank == 0:\n    display(HTML('<b>seen</b>'))\n"
+        f"    display(HTML('x' * 100000))\n{TICKS}rank * 7"
+    )
+    request = kernel.submit(f"%%distributed --out result\n{code}")
+    kernel.wait_for_output(request, "tick")
+    kernel.come_back()
+    kernel.ok("%load_ext axon_nb")
+    request = kernel.submit("%distributed attach")
+    reply = kernel.collect(request)
+    (tmp_path / "stop").touch()
+    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
+    assert any("<b>seen</b>" in display.get("text/html", "") for display in reply.displays)
+    assert "1 display (100." in told(reply)
+    assert kernel.value(f"{HANDLE}.result(10).values") == {0: 0, 1: 7}
+
+
+def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    swallow = "for _ in range(4):\n    try:\n        dist.barrier() if rank else time.sleep(600)\n"
+    code = f"import time\nprint('go', flush=True)\n{swallow}    except BaseException: print('no', flush=True)"
+    request = kernel.submit(f"%%distributed\n{code}")
+    kernel.wait_for_output(request, "go")
+    kernel.interrupt()
+    kernel.wait_for_output(request, "no")
+    kernel.come_back()
+    kernel.ok("%load_ext axon_nb")
+    reply = attach(kernel, "Cell In[3] failed")
+    assert "KeyboardInterrupt" in told(reply)
+    assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
+
+
+HALF_WAY = {
+    "an abort": "for rank in (0, 1): cluster.client.request(rank, 'axon_abort').result()",
+    "an abort on one rank": "cluster.client.request(0, 'axon_abort').result()",
+    "a forming on one rank": (
+        "import time\nfrom axon_nb.cluster import remote\n"
+        "remote.call(cluster.client, 1, 'axon_nb.engine.groups.recovery:recover', epoch=int(time.time()) + 9)\n"
+        "while not cluster.client.request(1, 'axon_cells').result()['content']['forming']: pass"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HALF_WAY)
+def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, what: str) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    kernel.ok(f"cluster = __import__('axon_nb').cluster.current.get()\n{HALF_WAY[what]}")
+    kernel.come_back()
+    kernel.ok("%load_ext axon_nb\n%distributed attach")
+    reply = kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()", timeout=15)
+    assert reply.lines() == ["[ranks 0-1] 2.0"]

@@ -1,0 +1,177 @@
+"""Why a rank died is told: signal or exit code, line, last line; and what it started dies with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import until
+
+CGROUP = os.environ.get("AXON_NB_TEST_CGROUP", "")
+"""Folder of an empty memory cgroup with a limit, such as 3 GiB, that this user may put processes into."""
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Kernel]:
+    """A kernel with 3 ranks; each test leaves a dead one, which the next test's repair replaces."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3\n%distributed config auto_repair=on")
+        yield kernel
+
+
+DEATHS = {
+    "exit code": ("os._exit(3)", "rank 1 exited with code 3"),
+    "segfault": ("ctypes.string_at(0)", "rank 1 was killed by SIGSEGV at line 4 (ctypes string_at)"),
+    "segfault in a function": ("crash()", "rank 1 was killed by SIGSEGV at line 4 (ctypes string_at)"),
+    "abort": ("os.abort()", "rank 1 was killed by SIGABRT at line 4"),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
+    "last line": (
+        "os.write(2, b'first\\nthe reason\\n'); os._exit(1)",
+        "rank 1 exited with code 1; last line: the reason",
+    ),
+    "awaited": ("await asyncio.sleep(0.01); ctypes.string_at(0)", "was killed by SIGSEGV at line 4 (ctypes string_at)"),
+}
+IMPORTS = "%%distributed\nimport asyncio, ctypes, os, signal, time\ndef crash():\n    return ctypes.string_at(0)"
+
+
+@pytest.mark.parametrize("how", DEATHS)
+@pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"], ids=["waited for", "not waited for"])
+def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) -> None:
+    code, told = DEATHS[how]
+    mortal.ok(IMPORTS)
+    reply = mortal.run(f"%%distributed\n\nif rank == 1:\n    {code}\n{others}", timeout=30)
+    assert reply.ename == "CellError"
+    assert told in reply.traceback
+    assert "out of memory" not in reply.traceback
+    assert "`%distributed repair`" in reply.traceback
+
+
+def test_the_reason_of_a_crash_in_c_code_is_told(mortal: Kernel) -> None:
+    code = "if rank == 1:\n    os.write(2, b'  what():  [enforce fail at pair.cc]\\n')\n    os.abort()\ndist.barrier()"
+    reply = mortal.run(f"%%distributed\nimport os\n{code}", timeout=30)
+    assert "rank 1 was killed by SIGABRT at line 5" in reply.traceback
+    assert "; last line: what():  [enforce fail at pair.cc]" in reply.traceback
+
+
+def test_a_death_in_the_middle_of_a_large_send_frees_the_sender(mortal: Kernel) -> None:
+    mortal.ok(IMPORTS)
+    code = """t = torch.zeros(64 << 20)
+if rank == 0:
+    dist.send(t, 1)
+elif rank == 1:
+    import threading
+    threading.Timer(0.05, os._exit, (7,)).start()
+    dist.recv(t, 0)
+    time.sleep(600)
+else:
+    dist.barrier()"""
+    reply = mortal.run(f"%%distributed\n{code}", timeout=60)
+    assert "rank 1 exited with code 7" in reply.traceback
+    after = mortal.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
+    assert "[ranks 0-2] 3.0" in after.lines()
+
+
+def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb, time")
+        code = "axon_nb.cluster.current.get().signal(1, 9)\nend = time.monotonic() + 20\n"
+        waited = "while not axon_nb.cluster.current.get().health.dead and time.monotonic() < end: time.sleep(0.01)"
+        reply = kernel.ok(code + waited + "\ntime.sleep(0.2)")
+        assert "rank 1 was killed by SIGKILL, while it was idle." in reply.stderr
+        assert "rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit('enough')", "exit()", "quit()"])
+def test_exits_of_python_end_the_cell_and_not_the_rank(kernel: Kernel, code: str) -> None:
+    pids = kernel.ok("%%distributed\nimport os\nos.getpid()").lines()
+    reply = kernel.run(f"%%distributed\nif rank == 2:\n    {code}\ndist.barrier()", timeout=30)
+    assert reply.traceback.startswith("[rank 2]\nSystemExit at line 3: sys.exit(")
+    assert "the rank lives on with all it has" in reply.traceback
+    assert reply.stderr == ""
+    assert kernel.ok("%%distributed\nos.getpid()").lines() == pids
+
+
+WORKERS = """%%distributed
+import os, time
+from torch.utils.data import DataLoader
+
+class Slow:
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.zeros(3)
+
+def loop():
+    for number, batch in enumerate(DataLoader(Slow(), batch_size=2, num_workers=2)):
+        if number == 3:
+            import psutil
+            print("workers", [p.pid for p in psutil.Process().children()], flush=True)
+        yield batch
+"""
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill", "another rank's failure"])
+def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(how: str) -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok(WORKERS)
+        last = {"kill": "os.kill(os.getpid(), 9)", "another rank's failure": "1 / 0"}.get(how, "pass")
+        body = f"for number, batch in enumerate(loop()):\n    if rank == 1 and number == 20:\n        {last}"
+        request = kernel.submit(f"%%distributed\n{body}")
+        kernel.wait_for_output(request, "[rank 1] workers")
+        if how == "interrupt":
+            kernel.interrupt()
+        reply = kernel.collect(request, timeout=60)
+        pids = [int(pid) for pid in re.findall(r"\d{3,}", " ".join(re.findall(r"workers \[(.*?)\]", reply.stdout)))]
+        # A rank that raised itself keeps its traceback, as IPython does; the others and the dead keep nothing.
+        kernel.run("%%distributed\n1", timeout=30)
+        assert pids
+        gone = until(lambda: not any(map(psutil.pid_exists, pids)), timeout=20)
+        assert gone, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_what_c_code_and_child_processes_write_is_shown_in_its_place(kernel: Kernel) -> None:
+    code = """import ctypes, os, subprocess, sys
+print("one")
+os.system("echo two")
+print("three")
+subprocess.run(["echo", "four"], stdout=sys.stdout)
+os.write(2, b"to stderr\\n")
+ctypes.CDLL(None).puts(b"five")
+ctypes.CDLL(None).fflush(None)"""
+    for _ in range(5):
+        reply = kernel.ok(f"%%distributed --ranks 0\n{code}")
+        assert reply.lines() == [f"[rank 0] {word}" for word in ("one", "two", "three", "four", "five", "0")]
+        assert reply.stderr == "[rank 0] to stderr\n"
+
+
+def test_a_flood_from_a_child_process_ends_and_leaves_no_large_file(kernel: Kernel) -> None:
+    flood = "yes | head -c 200000000; echo done"
+    reply = kernel.ok(f"%%distributed --ranks 0\nimport os\nos.system({flood!r})", timeout=120)
+    assert "done" in reply.stdout
+    assert len(reply.stdout) < 5_000_000
+    folder = kernel.value("str(__import__('axon_nb').cluster.current.get().connection.run_dir.path)")
+    kernel.ok("%%distributed --ranks 0\nprint(1)")
+    files = list(Path(folder).rglob("*.out"))
+    assert until(lambda: max(file.stat().st_size for file in files) < 50_000_000)
+
+
+@pytest.mark.skipif(not CGROUP, reason="AXON_NB_TEST_CGROUP names no memory cgroup with a limit")
+def test_a_memory_limit_takes_a_rank_and_is_named() -> None:
+    with Kernel() as kernel:
+        (Path(CGROUP) / "cgroup.procs").write_text(str(kernel.pid))
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        grow = "hold = []\nwhile True: hold.append(bytearray(64 << 20))"
+        code = f"if rank == 1:\n    exec({grow!r})\ndist.barrier()"
+        reply = kernel.run(f"%%distributed\n{code}", timeout=120)
+        assert "rank 1 was killed by SIGKILL: out of memory" in reply.traceback
+        assert "Replaced rank 1" in kernel.ok("%distributed repair").stdout
+        kernel.run("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+        assert "out of memory" not in kernel.run("%%distributed\n1").traceback

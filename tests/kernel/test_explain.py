@@ -1,0 +1,263 @@
+"""Who waits for whom is told: a slow rank while it is waited for, and what can never end at once or within seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.driver import Kernel, Reply
+
+MODEL = """%%distributed
+import time
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+mesh = init_device_mesh("cpu", (world_size,))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+model(torch.ones(2, 16)).sum().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Kernel]:
+    """A kernel whose 4 ranks have an FSDP2 model with gradients."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4\nimport time, axon_nb")
+        kernel.ok(MODEL)
+        yield kernel
+
+
+def notices(reply: Reply) -> list[str]:
+    """The lines about who is waited for, as they were shown one after the other."""
+    return [text for _, kind, text in reply.arrivals if "display_data" in kind]
+
+
+def still_works(kernel: Kernel) -> None:
+    reply = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nmodel(torch.ones(2, 16))\nt.item()")
+    assert reply.lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_a_slow_rank_is_named_while_it_is_waited_for(ranks: Kernel) -> None:
+    reply = ranks.ok(
+        "%%distributed\nif rank == 1:\n    time.sleep(7)\ndist.all_reduce(torch.ones(1))\n'met'", timeout=60
+    )
+    assert reply.stdout.count("'met'") >= 1
+    shown = [text for text in notices(reply) if text]
+    assert shown[0].startswith("Waiting for rank 1 (line 3): ranks 0,2-3 have been in all_reduce at line 4 for 3.")
+    assert len(shown) > 1, "it is kept up to date"
+    assert [data["text/plain"] for data in reply.displays] == [""], "nothing of it stays"
+
+
+def test_a_slow_peer_is_waited_for_in_send_and_recv(ranks: Kernel) -> None:
+    code = "t = torch.ones(1) * rank\nif rank == 1: time.sleep(5)\nif rank == 0: dist.send(t, 1)\n"
+    reply = ranks.ok(f"%%distributed\n{code}if rank == 1: dist.recv(t, 0)\nif rank == 2: dist.recv(t, 3)\n"
+                     "if rank == 3:\n    time.sleep(5)\n    dist.send(t, 2)\nt.item()")  # fmt: skip
+    assert {line.split()[-1] for line in reply.lines()} == {"0.0", "3.0"}
+
+
+def test_a_slow_rank_is_waited_for_in_new_group(ranks: Kernel) -> None:
+    reply = ranks.ok(
+        "%%distributed\nif rank == 1:\n    time.sleep(5)\nfresh = dist.new_group([0, 1])\nrank < 2", timeout=60
+    )
+    assert any(text.startswith("Waiting for rank 1 (line 3): rank 0 has been in new_group") for text in notices(reply))
+    still_works(ranks)
+
+
+def test_new_group_on_some_ranks_is_explained_with_the_fix(ranks: Kernel) -> None:
+    reply = ranks.run("%%distributed\nif rank == 0:\n    dist.new_group([0, 1])")
+    assert "rank 0 waits in new_group at line 3 for rank 1, which has finished the cell." in reply.traceback
+    assert "`new_group()` must be called by every rank" in reply.traceback
+    still_works(ranks)
+
+
+def test_quiet_cells_do_not_name_slow_ranks(ranks: Kernel) -> None:
+    reply = ranks.ok("%%distributed --quiet\nif rank == 1:\n    time.sleep(4)\ndist.barrier()", timeout=60)
+    assert not reply.displays
+
+
+def test_status_says_who_is_waited_for(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --noblock --out background\nif rank == 1:\n    time.sleep(8)\ndist.barrier()")
+    ranks.ok(
+        "cluster, end, state = axon_nb.current_cluster(), time.time() + 20, ''\n"
+        "while 'waiting' not in state and time.time() < end: state = cluster.status()['state'][0]"
+    )
+    assert ranks.value("state").startswith("waiting in barrier at line 4 for rank 1, for ")
+    ranks.ok("background.result()")
+
+
+def test_stacks_show_every_rank_while_a_cell_is_stuck_or_in_c(ranks: Kernel) -> None:
+    ranks.ok(
+        "%%distributed --noblock --out background\nimport asyncio\ndef wait_for_it():\n    time.sleep(600)\n"
+        "if rank == 1:\n    wait_for_it()\nelif rank == 2:\n    await asyncio.sleep(600)\nelif rank == 3:\n"
+        "    x = torch.ones(6000, 6000)\n    while True: x @ x\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    ranks.ok(
+        "cluster, end, text = axon_nb.current_cluster(), time.time() + 20, ''\n"
+        "while 'x @ x' not in text or 'waiting in all_reduce' not in text or 'sleep(600)' not in text:\n"
+        "    text = repr(cluster.stacks())\n    assert time.time() < end, text"
+    )
+    ranks.ok("%%distributed --noblock --out queued\n1")
+    text = ranks.ok("%distributed stacks").stdout
+    head = next(line for line in text.splitlines() if line.startswith("[rank 0]"))
+    assert "waiting in all_reduce at line 12 for rank" in head, text
+    assert "      dist.all_reduce(torch.ones(1))" in text
+    assert "frames of torch" in text
+    assert "[rank 1]" in text
+    assert "line 4, in wait_for_it\n      time.sleep(600)" in text
+    assert "      await asyncio.sleep(600)" in text
+    assert "      while True: x @ x" in text
+    assert ranks.ok("%distributed stacks --ranks 1").stdout.startswith("[rank 1] In [")
+    ranks.ok("background.cancel()")
+    assert ranks.run("background.result()", timeout=60).ename == "CellInterrupt"
+    ranks.ok("queued.result()")
+    assert ranks.ok("%distributed stacks").lines() == ["[ranks 0-3] idle"]
+    still_works(ranks)
+
+
+ALONE = {
+    "full_tensor": "weights = [p.full_tensor() for p in model.parameters()]",
+    "get_model_state_dict": "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+    "clip_grad_norm_": "nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()",
+    "redistribute": "model[0].weight.redistribute(mesh, [torch.distributed.tensor.Replicate()])",
+    "the forward pass of an FSDP model": "model(torch.ones(2, 16))",
+}
+
+
+@pytest.mark.parametrize("then", ["", "\ndist.barrier()"])
+@pytest.mark.parametrize("function", ALONE)
+def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
+    ranks: Kernel, function: str, then: str
+) -> None:
+    reply = ranks.run(f"%%distributed\nimport torch.distributed.tensor\nif rank == 0:\n    {ALONE[function]}{then}")
+    assert reply.ename == "CellError"
+    assert f"rank 0 {'is' if then else 'waits'} in {function} at line 4" in reply.traceback
+    quoted = function[0].upper() + function[1:] if " " in function else f"`{function}()`"
+    assert f"{quoted} " in reply.traceback
+    assert "on every rank" in reply.traceback
+    still_works(ranks)
+
+
+REFUSED = {
+    "all_reduce": ("0,2", "dist.all_reduce(torch.ones(1))", "all_reduce at line 2, on the group of ranks 0-3"),
+    "barrier": ("0", "dist.barrier()", "barrier at line 2, on the group of ranks 0-3, in a cell of rank 0"),
+    "objects": ("1,3", "dist.all_gather_object([None] * 4, 1)", "all_gather_object at line 2"),
+    "send": ("0", "dist.send(torch.ones(1), 1)", "Run the cell on ranks 0-1."),
+    "recv": ("0", "dist.recv(torch.ones(1), 3)", "recv at line 2, with rank 3, in a cell of rank 0: rank 3 does not"),
+    "waited later": ("0", "work = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()", "ranks 1-3 do not run"),
+    "full_tensor": ("0", "model[0].weight.full_tensor()", "full_tensor at line 2"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_default_group_in_a_cell_of_some_ranks_is_refused_before_it_waits(ranks: Kernel, what: str) -> None:
+    chosen, code, text = REFUSED[what]
+    reply = ranks.run(f"%%distributed --ranks {chosen}\n{code}", timeout=30)
+    assert reply.ename == "CellError"
+    assert "UsageError" in reply.traceback
+    assert text in reply.traceback
+    assert ("Use `group=subgroup`" in reply.traceback) == (chosen in ("0,2", "1,3"))
+    still_works(ranks)
+
+
+def test_two_background_cells_may_meet(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --ranks 0,2 --noblock --out first\ndist.all_reduce(t := torch.ones(1))\nt.item()")
+    ranks.ok("%%distributed --ranks 1,3 --out second\ndist.all_reduce(t := torch.ones(1))\nt.item()")
+    assert ranks.value("sum([*first.result().values.values(), *second.values.values()])") == 16.0
+
+
+def test_what_was_begun_in_one_cell_may_be_met_in_the_next(ranks: Kernel) -> None:
+    ranks.ok("%%distributed --ranks 1-3\nt = torch.ones(1)\nwork = dist.all_reduce(t, async_op=True)")
+    assert ranks.ok("%%rank 0\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[rank 0] 4.0"]
+    assert ranks.ok("%%distributed --ranks 1-3\nwork.wait()\nt.item()").lines() == ["[ranks 1-3] 4.0"]
+    ranks.ok("%%rank 1\nimport threading\ndef serve():\n    time.sleep(0.3)\n    dist.recv(torch.ones(1), 0)\n"
+             "thread = threading.Thread(target=serve)\nthread.start()")  # fmt: skip
+    ranks.ok("%%rank 0\ndist.send(torch.ones(1), 1)")
+    ranks.ok("%%rank 1\nthread.join()")
+    still_works(ranks)
+
+
+def test_subgroup_is_the_group_of_the_cells_ranks(ranks: Kernel) -> None:
+    total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\n(t.item(), dist.get_process_group_ranks(subgroup))"
+    for _ in range(2):
+        assert ranks.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] (2.0, [0, 2])"]
+    assert ranks.ok(f"%%rank 1,2,3\n{total}").lines() == ["[ranks 1-3] (3.0, [1, 2, 3])"]
+    assert ranks.ok(f"%%rank 3\n{total}").lines() == ["[rank 3] (1.0, [3])"]
+    assert ranks.ok(f"%%distributed\n{total}").lines() == ["[ranks 0-3] (4.0, [0, 1, 2, 3])"]
+    reply = ranks.run("%%distributed --ranks 0,2\nif rank == 0: 1 / 0\ndist.barrier(group=subgroup)")
+    assert "ZeroDivisionError" in reply.traceback
+    assert ranks.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] (2.0, [0, 2])"]
+    world = "from torch.distributed.distributed_c10d import _world"
+    reply = ranks.ok(f"%%distributed\n{world}\nlen([name for name in _world.pg_names.values() if 'sub' in name])")
+    assert reply.lines() == ["[ranks 0-1] 1", "[ranks 2-3] 2"], "each is made once"
+
+
+def test_a_variable_of_that_name_stays_the_users(ranks: Kernel) -> None:
+    ranks.ok("%%distributed\nkept = globals().pop('subgroup', None)\nsubgroup = 'mine'")
+    assert ranks.ok("%%rank 0,2\nsubgroup").lines() == ["[ranks 0,2] 'mine'"]
+    ranks.ok("%%distributed\ndel subgroup")
+
+
+def test_a_replaced_rank_is_in_the_subgroups_of_the_one_before() -> None:
+    total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\nt.item()"
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        # Ranks are then in different numbers of groups.
+        kernel.ok("%%distributed\npair = dist.new_group([0, 1])")
+        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+        kernel.run("%%rank 2\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        kernel.ok("%distributed repair")
+        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+        assert kernel.ok(f"%%distributed --ranks 1,2\n{total}").lines() == ["[ranks 1-2] 2.0"]
+
+
+def test_subgroup_waits_for_ranks_that_still_run_another_cell(ranks: Kernel) -> None:
+    ranks.ok("%%rank 3 --noblock --out background\ntime.sleep(5)")
+    reply = ranks.ok("%%distributed --ranks 0,3\ndist.barrier(group=subgroup)\n'met'")
+    assert reply.lines()[-1] == "[ranks 0,3] 'met'"
+
+
+SHAPES = {
+    "all_reduce": ("dist.all_reduce(torch.ones(100_000 + 1000 * rank))", "100,000 float32"),
+    "types": ("dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))", "4 float64"),
+    "broadcast": ("dist.broadcast(torch.ones(14 - rank), 0)", "bytes"),
+    "roots": ("dist.broadcast(torch.ones(4), rank % 2)", "16 bytes and rank 1 as the root"),
+    "all_gather": ("dist.all_gather([torch.ones(4 + rank) for _ in range(4)], torch.ones(4 + rank))", "bytes"),
+    "reduce_scatter": ("dist.reduce_scatter(torch.ones(4 + rank), [torch.ones(4 + rank)] * 4)", "float32"),
+    "all_to_all_single": ("dist.all_to_all_single(torch.ones(4 + 4 * rank), torch.ones(4 + 4 * rank))", "bytes"),
+    "gather": ("dist.gather(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "16 bytes"),
+    "scatter": ("dist.scatter(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "bytes"),
+    "send": ("if rank == 0: dist.send(torch.ones(10), 1)\nif rank == 1: dist.recv(torch.ones(4), 0)",
+             "rank 0 sends 40 bytes, and rank 1 receives into 16 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_different_shapes_are_explained_and_no_rank_dies(ranks: Kernel, what: str) -> None:
+    code, text = SHAPES[what]
+    reply = ranks.run(f"%%distributed\n{code}", timeout=30)
+    assert reply.ename == "CellError"
+    assert text in reply.traceback
+    assert "at line 2: rank" in reply.traceback or what == "send"
+    still_works(ranks)
+
+
+def test_all_to_all_with_split_sizes_and_messages_by_tag_stay_as_they_are(ranks: Kernel) -> None:
+    code = (
+        "own = torch.ones(4) * rank if rank else torch.zeros(7)\n"
+        "splits = [4, 1, 1, 1] if rank == 0 else [1] * 4\nback = [4, 1, 1, 1] if rank == 0 else [1] * 4\n"
+        "out = torch.zeros(sum(back))\ndist.all_to_all_single(out, own, back, splits)\n"
+        "if rank == 0:\n    first = dist.isend(torch.ones(9), 1, tag=5)\n    dist.send(torch.ones(2), 1, tag=6)\n"
+        "    first.wait()\n"
+        "if rank == 1:\n    dist.recv(torch.ones(2), 0, tag=6)\n    dist.recv(torch.ones(9), 0, tag=5)\n"
+        "sum(out.tolist())"
+    )
+    reply = ranks.ok(f"%%distributed\n{code}")
+    assert reply.lines() == ["[ranks 0-3] 6.0"]

@@ -1,0 +1,174 @@
+"""A rank that died is replaced: what is lost is named, by itself if wanted, or after a second interrupt."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import until
+
+DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--from 9", "Every rank is alive"),
+        ("--ranks 1 --from 9", "--from 9: ranks are 0 to 3."),
+        ("--ranks 1 --from 1", "that rank is replaced itself"),
+        ("--ranks 1 model", "Names are copied from a rank: `--from 0 model`."),
+        ("--ranks 1 --from x", "whole number"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_happens(kernel: Kernel, arguments: str, sentence: str) -> None:
+    reply = kernel.run(f"%distributed repair {arguments}")
+    assert reply.ename == "UsageError"
+    assert sentence in reply.traceback
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+SHARDED = """%%distributed
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, Replicate, distribute_tensor
+world_mesh = init_device_mesh("cpu", (4,))
+grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+for layer in model:
+    fully_shard(layer, mesh=world_mesh)
+fully_shard(model, mesh=world_mesh)
+opt = torch.optim.Adam(model.parameters(), 1e-3)
+model(torch.randn(2, 64)).sum().backward()
+opt.step()
+twice = distribute_tensor(torch.arange(8.0), grid, [Replicate(), Shard(0)])
+once = distribute_tensor(torch.arange(16.0), world_mesh, [Shard(0)])
+plain = nn.Linear(3, 3)
+"""
+
+
+def test_shards_that_only_the_dead_rank_held_are_named() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.ok(SHARDED)
+        kernel.run(DIE)
+        last = kernel.ok("%distributed repair --from 1").lines()[-1]
+        # 2 x (64 x 64 + 64) numbers of 4 bytes in 4 parts; Adam has two of each, and no part of its step counters.
+        assert last.startswith("Only rank 2 held its part of `model` (4 of 4 parameters, 8.12 KiB) and its part of `op")
+        assert "(8 of 12 state tensors, 16.2 KiB) and its part of `once` (16 B)" in last
+        assert last.endswith(": load a checkpoint into them on all ranks, or build them anew.")
+        assert "`twice`" not in last
+        assert "`layer`" not in last
+        left = kernel.ok("%%distributed --ranks 0,1,3\nonce.to_local().tolist()").lines()
+        assert sorted(left)[0] == "[rank 0] [0.0, 1.0, 2.0, 3.0]"
+
+
+def test_sharded_objects_are_not_copied() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.ok(SHARDED)
+        kernel.run(DIE)
+        lines = kernel.ok("%distributed repair --from 1").lines()
+        for name in ("model", "opt", "once", "twice"):
+            assert f"Not copied: `{name}` is sharded: each rank holds its own part." in lines
+        assert "Not copied: `grid` is a device mesh: make it anew on all ranks." in lines
+        assert kernel.ok("%%distributed --ranks 2\nplain.weight.shape").lines() == ["[rank 2] torch.Size([3, 3])"]
+        kernel.ok(SHARDED)
+
+
+def test_a_stage_that_only_the_dead_rank_held_is_named() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        code = "from torch.distributed.pipelining import PipelineStage\n"
+        code += "stage = PipelineStage(torch.nn.Linear(4, 4), rank, world_size, device)"
+        kernel.ok(f"%%distributed\n{code}")
+        kernel.run(DIE)
+        lines = kernel.ok("%distributed repair --from 0").lines()
+        assert "Not copied: `stage` is a pipeline stage: each rank holds its own." in lines
+        assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`stage`): load a checkpoint")
+
+
+def test_a_repair_waits_for_no_cell() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.ok("%%distributed --ranks 0 --noblock --out handle\nimport time\ntime.sleep(600)")
+        reply = kernel.run("%distributed repair --ranks 2")
+        assert "Ranks 0 still run a cell: wait for its end or interrupt it, then repair." in reply.traceback
+        kernel.ok("handle.cancel()\ntry: handle.result(30)\nexcept KeyboardInterrupt: pass")
+        assert "Replaced rank 2" in kernel.ok("%distributed repair --ranks 2").stdout
+
+
+def test_auto_repair_replaces_before_the_next_cell() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3\n%distributed config auto_repair=on")
+        kernel.run(DIE)
+        after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
+        said = "Replaced rank 2, which exited with code 3: fresh and empty; the other ranks keep all they have."
+        assert after == [said, "[ranks 0-2] 3.0"]
+        assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-2] 1"]
+
+
+IN_C = {
+    "C code": "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)",
+    "C code that keeps the interpreter's lock": "sum(range(10**13))",
+}
+
+
+@pytest.mark.parametrize("what", IN_C)
+def test_a_second_interrupt_replaces_ranks_in_c_code(what: str) -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.ok("%%distributed\nimport hashlib\nkept = rank")
+        code = f"print('go', flush=True)\nif rank == 1:\n    {IN_C[what]}\ndist.barrier()"
+        request = kernel.submit(f"%%distributed\n{code}")
+        kernel.wait_for_output(request, "go")
+        kernel.interrupt()
+        # Presses within a second of the first are the same wish; those after it, the second.
+        assert not until(lambda: False, timeout=2)
+        kernel.interrupt()
+        reply = kernel.collect(request, timeout=60)
+        assert reply.ename == "CellInterrupt"
+        assert "[rank 1] is still in C code" in reply.traceback
+        assert "Replaced rank 1: fresh and empty; the other ranks keep all they have." in reply.traceback
+        after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), globals().get('kept')")
+        assert sorted(after.lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, None)", "[rank 2] (3.0, 2)"]
+
+
+def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        request = kernel.submit(f"%%distributed\nimport hashlib\nprint('go', flush=True)\n{IN_C['C code']}")
+        kernel.wait_for_output(request, "go")
+        kernel.interrupt()
+        assert not until(lambda: False, timeout=2)
+        kernel.interrupt()
+        reply = kernel.collect(request, timeout=60)
+        assert "Replaced ranks 0-1: fresh and empty; no rank keeps anything." in reply.traceback
+        after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), 'hashlib' in globals()")
+        assert after.lines() == ["[ranks 0-1] (2.0, False)"]
+
+
+def test_dead_ranks_are_replaced_along_with_the_chosen_one() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.run(DIE)
+        assert "Replaced ranks 1-2: " in kernel.ok("%distributed repair --ranks 1").stdout
+        assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-2] 1"]
+
+
+def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok("%%distributed\nimport hashlib, os")
+        pid = kernel.ok("%%distributed --ranks 1\nprint(os.getpid())").lines()
+        code = f"print('go', flush=True)\nif rank == 1:\n    {IN_C['C code']}"
+        request = kernel.submit(f"%%distributed\n{code}")
+        kernel.wait_for_output(request, "go")
+        kernel.interrupt()
+        reply = kernel.collect(request, timeout=60)
+        assert "ranks 0 have stopped." in reply.traceback
+        assert "[rank 1] is still in C code at line 4 and does not react to interrupts" in reply.traceback
+        assert "`%distributed repair --ranks 1` replaces what has not stopped" in reply.traceback
+        assert "still stuck in an earlier cell" in kernel.run("%%distributed\n1").traceback
+        kernel.ok("%distributed repair --ranks 1")
+        assert kernel.ok("%%distributed --ranks 1\nimport os\nprint(os.getpid())").lines() != pid

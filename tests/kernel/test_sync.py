@@ -1,0 +1,118 @@
+"""`%distributed sync`: all ranks get one rank's models and optimizers in place; what is split over ranks is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+SETUP = """%%distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+model = DDP(net)
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+sharded = fully_shard(nn.Linear(8, 8))
+
+def step(model=model):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+
+def everything():
+    state = optimizer.state_dict()
+    tensors = [*net.state_dict().values(), *(v for s in state['state'].values() for v in s.values())]
+    numbers = [scheduler.last_epoch, state['param_groups'][0]['lr']]
+    return torch.cat([t.double().flatten() for t in tensors] + [torch.tensor(numbers, dtype=torch.double)])
+
+def same():
+    own = everything()
+    others = [torch.zeros_like(own) for _ in range(world_size)]
+    dist.all_gather(others, own)
+    return [torch.equal(own, other) for other in others]
+
+step()
+"""
+APART = "%%distributed\nfor _ in range(rank): step(net)\nlen(set(map(float, everything())))"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Kernel]:
+    """A kernel whose 2 ranks have a model, its optimizer and a model that is split over them."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok(SETUP)
+        yield kernel
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, source: int) -> None:
+    trained.ok(APART)
+    trained.ok("%%distributed --out before\neverything().tolist()")
+    assert "[rank 0] [True, False]" in trained.ok("%%distributed\nsame()").lines()
+    reply = trained.ok(f"%distributed sync --from {source}")
+    first, *rest = reply.lines()
+    assert first.startswith("All ranks now have `model`, `optimizer`, `scheduler` of rank " + str(source))
+    assert rest == [
+        "Not copied: `sharded` is split over ranks: load a checkpoint on all ranks, or build it anew.",
+    ]
+    assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
+    trained.ok("%%distributed --out after\neverything().tolist()")
+    assert trained.value(f"all(after[r] == before[{source}] for r in (0, 1))") is True
+    trained.ok("%%distributed\ntorch.manual_seed(rank)\nstep()")
+    weights = "%%distributed\nown = torch.cat([p.detach().flatten() for p in net.parameters()])"
+    both = "pair = [torch.zeros_like(own) for _ in range(2)]\ndist.all_gather(pair, own)\ntorch.equal(*pair)"
+    assert trained.ok(f"{weights}\n{both}").lines() == ["[ranks 0-1] True"]
+
+
+def test_only_what_was_named_is_copied(trained: Kernel) -> None:
+    trained.ok(APART)
+    reply = trained.ok("%distributed sync model")
+    assert reply.stdout.startswith("All ranks now have `model` of rank 0 (")
+    assert "[rank 0] [True, False]" in trained.ok("%%distributed\nsame()").lines()
+    trained.ok("%distributed sync optimizer scheduler")
+    assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("sharded", "`sharded` is split over ranks: load a checkpoint on all ranks"),
+        ("step", "`step` is no module, optimizer or scheduler"),
+        ("nowhere", "`nowhere` is no variable of ranks 0-1"),
+        ("--from 7", "--from 7: ranks are 0 to 1."),
+    ],
+)
+def test_what_cannot_be_copied_is_said(trained: Kernel, line: str, says: str) -> None:
+    assert says in trained.run(f"%distributed sync {line}").traceback
+
+
+def test_ranks_a_step_apart_are_told_and_sync_brings_them_together(trained: Kernel) -> None:
+    """The step of rank 1 is made by hand: no interrupt could be relied on to hit between the two."""
+    trained.ok("%distributed sync")
+    reply = trained.run("%%distributed\nstep()\nif rank == 1: optimizer.step()\nif rank == 0: 1 / 0\ndist.barrier()")
+    assert "ZeroDivisionError" in reply.traceback
+    (line,) = [line for line in reply.lines() if "at step" in line]
+    assert line.startswith("Rank 1 is at step ")
+    assert "of `optimizer`, rank 0 at " in line
+    assert line.endswith("`%distributed sync` copies models and optimizers of rank 0 to all.")
+    trained.ok("%distributed sync")
+    assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
+    reply = trained.run("%%distributed\nstep()\nif rank == 0: 1 / 0\ndist.barrier()")
+    assert "ZeroDivisionError" in reply.traceback
+    assert "at step" not in reply.stdout
+
+
+def test_one_rank_that_trains_alone_is_no_news(trained: Kernel) -> None:
+    reply = trained.run(
+        "%%distributed\nown = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)\n"
+        "if rank == 0:\n    own.step()\n    1 / 0\ndist.barrier()"
+    )
+    assert "at step" not in reply.stdout

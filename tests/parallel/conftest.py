@@ -1,0 +1,50 @@
+"""Worlds for training: mocks of any size, real processes of two and four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from axon_nb.comm import World
+from tests.comm.gloo import GlooWorld
+
+WORLDS = ["mock-2", "mock-3", "mock-4", "gloo-2", "gloo-4"]
+
+
+@pytest.fixture(scope="session")
+def gloo_worlds() -> Iterator[dict[int, GlooWorld]]:
+    """Processes, started when asked for."""
+    made: dict[int, GlooWorld] = {}
+    yield made
+    for world in made.values():
+        world.__exit__(None, None, None)
+
+
+def make(name: str, gloo_worlds: dict[int, GlooWorld]) -> Any:
+    """A world by its name."""
+    kind, _, size = name.partition("-")
+    if kind == "mock":
+        return World.mock(int(size))
+    if int(size) not in gloo_worlds:
+        gloo_worlds[int(size)] = GlooWorld(int(size))
+    return gloo_worlds[int(size)]
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> Any:
+    """A world of some ranks with `run(fn)`."""
+    return make(request.param, gloo_worlds)
+
+
+@pytest.fixture(params=["mock-2", "gloo-2"])
+def two(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> Any:
+    """A world of two ranks."""
+    return make(request.param, gloo_worlds)
+
+
+@pytest.fixture(params=["mock-4", "gloo-4"])
+def four(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> Any:
+    """A world of four ranks."""
+    return make(request.param, gloo_worlds)

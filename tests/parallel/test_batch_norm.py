@@ -1,0 +1,149 @@
+"""BatchNorm under DDP: what rank 0 has seen goes to all; with SyncBatchNorm, ranks train as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_nb.comm import GradSyncStrategy, ProcessGroup, TensorError, World
+from axon_nb.parallel import DDP, SyncBatchNorm
+from tests.comm.models import batch, loss_of
+
+SIZE = 12
+"""Samples of a batch: divides by 2, 3 and 4 ranks."""
+
+
+def normed() -> nn.Sequential:
+    """A model with BatchNorm, the same at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 8))
+        return model.double()
+
+
+def steps_of(model: nn.Module, own: slice, *, weigh: float = 1.0) -> list[torch.Tensor]:
+    """Weights and buffers after some steps on a part of each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = (part[own] for part in batch(SIZE))
+    for _ in range(4):
+        optimizer.zero_grad()
+        (weigh * loss_of(model(x), y)).backward()
+        optimizer.step()
+    bare = model.module if isinstance(model, DDP) else model
+    return [item.detach().clone() for item in bare.state_dict().values()]
+
+
+def test_ranks_train_as_one_process(world: Any) -> None:
+    def work(world: World) -> Any:
+        count = SIZE // world.world_size()
+        own = slice(world.rank() * count, (world.rank() + 1) * count)
+        model = SyncBatchNorm.convert(normed())
+        assert type(model[1]) is SyncBatchNorm  # type: ignore[index]
+        return steps_of(DDP(model), own)
+
+    expected = steps_of(normed(), slice(None))
+    for values in world.run(work):
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-11)
+
+
+def test_parts_of_different_sizes(two: Any) -> None:
+    """Rank 0 has 2 samples, rank 1 has 10; losses are weighted by their number, as DDP's mean is over ranks."""
+
+    def work(world: World) -> Any:
+        own = slice(2, None) if world.rank() else slice(2)
+        return steps_of(DDP(SyncBatchNorm.convert(normed())), own, weigh=2 * (10 if world.rank() else 2) / SIZE)
+
+    expected = steps_of(normed(), slice(None))
+    for values in two.run(work):
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", list(GradSyncStrategy))
+def test_running_statistics_are_rank_0s_on_all_ranks(two: Any, strategy: GradSyncStrategy) -> None:
+    """Buffers travel before a forward; `sync_parameters` after the last one brings the last update, too."""
+
+    def work(world: World) -> Any:
+        model: Any = DDP(normed(), strategy=strategy)
+        seen = []
+        for step in range(3):
+            x = batch(SIZE)[0] * (world.rank() + step + 1)
+            model(x).sum().backward()
+            model.sync_gradients()
+            seen.append(model.module[1].running_mean.clone())
+        model.sync_parameters()
+        return seen, model.module[1].running_mean, model.module[1].num_batches_tracked.item()
+
+    answers = two.run(work)
+    alone: Any = normed()
+    for step in range(3):
+        alone(batch(SIZE)[0] * (step + 1))
+    for _, mean, count in answers:
+        torch.testing.assert_close(mean, alone[1].running_mean, rtol=1e-12, atol=1e-12)
+        assert count == 3
+    assert not torch.equal(answers[0][0][-1], answers[1][0][-1]), "each rank has seen its own samples"
+
+
+def test_buffers_of_each_rank_when_that_is_asked_for(two: Any) -> None:
+    def work(world: World) -> Any:
+        model: Any = DDP(normed(), broadcast_buffers=False)
+        for _ in range(2):
+            model(batch(SIZE)[0] * (world.rank() + 1)).sum().backward()
+        return model.module[1].running_mean
+
+    first, second = two.run(work)
+    torch.testing.assert_close(first * 2, second, rtol=0.5, atol=1)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm2d(3),
+        lambda: nn.BatchNorm2d(3, affine=False),
+        lambda: nn.BatchNorm2d(3, momentum=None),
+        lambda: nn.BatchNorm2d(3, track_running_stats=False),
+    ],
+    ids=["plain", "without weights", "cumulative", "without statistics"],
+)
+def test_every_kind_is_torchs_own_on_one_rank(make: Any) -> None:
+    theirs = make()
+    ours = SyncBatchNorm.convert(make(), ProcessGroup.mock())
+    for step in range(3):
+        x = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(ours(x), theirs(x))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
+    ours.eval()
+    theirs.eval()
+    torch.testing.assert_close(ours(x), theirs(x))
+    half = x.bfloat16()
+    assert ours.train().bfloat16()(half).dtype is torch.bfloat16
+
+
+def test_a_single_value_is_told_on_all_ranks(two: Any) -> None:
+    def work(world: World) -> None:
+        model = SyncBatchNorm.convert(nn.BatchNorm1d(2))
+        with pytest.raises(TensorError, match="1 values a channel from all ranks together"):
+            model(torch.ones(1 - world.rank(), 2))
+
+    two.run(work)
+
+
+def test_torchs_own_is_refused_with_the_way_out() -> None:
+    model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    with pytest.raises(
+        TensorError, match=r"works on GPUs only, and the model is on cpu: .*SyncBatchNorm.convert\(model\)"
+    ):
+        DDP(model, ProcessGroup.mock())
+    converted: Any = SyncBatchNorm.convert(model, ProcessGroup.mock())
+    x, y = batch(SIZE)
+    loss_of(DDP(converted, ProcessGroup.mock())(x), y).backward()
+    with pytest.raises(TensorError, match=r"of shape \(3,\): it has \(samples, channels, …\)"):
+        converted[1](torch.ones(3))
+    with pytest.raises(TensorError, match="LazyBatchNorm1d has no shape yet"):
+        SyncBatchNorm.convert(nn.LazyBatchNorm1d())

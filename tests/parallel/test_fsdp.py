@@ -1,0 +1,196 @@
+"""FSDP against a single process, for every strategy: weights, norms, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_nb.comm import CommError, World
+from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh, model_states
+from tests.comm.models import Block, batch, blocks, loss_of
+
+S = ShardingStrategy
+SIZE = 12
+
+
+def _fsdp(world: World, strategy: S, **options: Any) -> FSDP:
+    mesh = make_mesh(replicate=2, shard=-1, device="cpu") if strategy is S.HYBRID_SHARD else None
+    return FSDP(blocks(), None if mesh else world, strategy=strategy, mesh=mesh, **options)
+
+
+def _batch(world: World) -> tuple[torch.Tensor, ...]:
+    count = SIZE // world.world_size()
+    own = slice(world.rank() * count, (world.rank() + 1) * count)
+    return tuple(part[own] for part in batch(SIZE))
+
+
+def _reference(steps: int = 3, max_norm: float = 0.1) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = blocks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    norms = []
+    for _ in range(steps):
+        x, y = batch(SIZE)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}, norms
+
+
+STRATEGIES = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.HYBRID_SHARD]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_weights_and_norms_are_those_of_one_process(four: Any, strategy: S) -> None:
+    def work(world: World) -> Any:
+        model = _fsdp(world, strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        x, y = _batch(world)
+        norms = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            model.sync_gradients()
+            norms.append(model.clip_grad_norm(0.1))
+            optimizer.step()
+        return model.full_state_dict(), norms
+
+    weights, norms = _reference()
+    for state, own_norms in four.run(work):
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        assert set(state) == set(weights)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_the_estimate_is_what_is_held(four: Any, strategy: S) -> None:
+    def work(world: World) -> Any:
+        model = _fsdp(world, strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        x, y = _batch(world)
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        model.reshard_parameters()
+        held, estimate = model.memory_stats(optimizer), model.memory_estimate()
+        return (
+            (held.param_memory_bytes, held.grad_memory_bytes, held.optim_memory_bytes),
+            (estimate.param_memory_bytes, estimate.grad_memory_bytes, estimate.optim_memory_bytes),
+            estimate.memory_savings(),
+            held.peak_memory_mb > 0,
+        )
+
+    share = {S.FULL_SHARD: 4, S.SHARD_GRAD_OP: 4, S.NO_SHARD: 1, S.HYBRID_SHARD: 2}[strategy]
+    for held, estimate, savings, peak in four.run(work):
+        assert held == estimate
+        assert savings == pytest.approx(1 - 1 / share, abs=1e-12)  # all shapes divide, so nothing is padded
+        assert peak
+
+
+def test_padding_is_in_the_estimate() -> None:
+    stats = model_states([((5, 3), torch.float32), ((), torch.float32)], S.FULL_SHARD, world_size=4)
+    # 5 rows over 4 ranks: 2 each; a scalar is one row, on every rank.
+    assert (stats.total_params, stats.param_memory_bytes) == (16, (2 * 3 + 1) * 4)
+    assert stats.optim_memory_bytes == 2 * stats.param_memory_bytes
+    assert stats.memory_savings() == pytest.approx(1 - 7 / 16)
+    one = model_states([((8, 2), torch.bfloat16)], S.OPTIMIZER_STATE, world_size=4, state_dtype=torch.float32)
+    assert (one.param_memory_bytes, one.grad_memory_bytes, one.optim_memory_bytes) == (32, 32, 2 * 4 * 4)
+    with pytest.raises(CommError, match="HYBRID_SHARD needs shard_size"):
+        model_states([], S.HYBRID_SHARD, world_size=4)
+    with pytest.raises(CommError, match="shard_size=3: it must divide the 4 ranks"):
+        model_states([], S.HYBRID_SHARD, world_size=4, shard_size=3)
+
+
+def test_accumulation_within_no_sync(two: Any) -> None:
+    def work(world: World) -> Any:
+        model = FSDP(blocks(), world, wrap=Block)
+        x, y = _batch(world)
+        with model.no_sync():
+            (loss_of(model(x[:3]), y[:3]) / 2).backward()
+        with pytest.raises(CommError, match="the last micro-batch's backward, outside of it, reduces them"):
+            model.sync_gradients()
+        (loss_of(model(x[3:]), y[3:]) / 2).backward()
+        model.sync_gradients()
+        return model.clip_grad_norm(1e9)
+
+    model = blocks()
+    x, y = batch(SIZE)
+    loss_of(model(x), y).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    assert two.run(work) == pytest.approx([expected] * 2, rel=1e-10)
+
+
+def test_whole_parameters_within_gathered(two: Any) -> None:
+    def work(world: World) -> Any:
+        model: Any = FSDP(blocks(), world)
+        sharded = model.module[0].up.weight.to_local().shape
+        with model.gathered() as whole:
+            inside = whole[0].up.weight.detach().clone()
+        return tuple(sharded), inside, tuple(model.module[0].up.weight.to_local().shape)
+
+    for sharded, inside, after in two.run(work):
+        assert sharded == after == (8, 8)
+        assert torch.equal(inside, dict(blocks().named_parameters())["0.up.weight"])
+
+
+@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), 100, 10**9])
+def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None:
+    def work(world: World) -> Any:
+        model = FSDP(blocks(), world, wrap=wrap)
+        x, y = _batch(world)
+        loss_of(model(x), y).backward()
+        return model.clip_grad_norm(1e9), len(model._sharded())
+
+    units = {None: 5, Block: 5, (nn.Linear,): 9, 100: 9, 10**9: 1}[wrap]
+    answers = two.run(work)
+    assert {count for _, count in answers} == {units}
+    model = blocks()
+    x, y = batch(SIZE)
+    loss_of(model(x), y).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    assert [own for own, _ in answers] == pytest.approx([norm] * 2, rel=1e-10)
+
+
+def test_mixed_precision_and_offload_train(two: Any) -> None:
+    def work(world: World) -> Any:
+        losses = []
+        model = FSDP(blocks().float(), world, mixed_precision=torch.bfloat16, cpu_offload=CPUOffload.FULL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = (part.float() for part in _batch(world))
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        parameter = next(iter(model.parameters()))
+        return losses[-1] < losses[0], parameter.dtype, parameter.device.type
+
+    assert two.run(work) == [(True, torch.float32, "cpu")] * 2
+
+
+def test_misuse_is_told() -> None:
+    def work(world: World) -> list[str]:
+        told = []
+        line = make_mesh(a=-1, device="cpu")
+        cases: list[dict[str, Any]] = [
+            {"strategy": S.HYBRID_SHARD},
+            {"strategy": S.HYBRID_SHARD, "mesh": line},
+            {"strategy": S.OPTIMIZER_STATE},
+        ]
+        for options in cases:
+            try:
+                FSDP(blocks(), **options)
+            except CommError as error:
+                told.append(str(error))
+        return told
+
+    for told in World.mock(2).run(work):
+        assert told == [
+            "HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).",
+            "HYBRID_SHARD on a mesh of 1 dimensions: it takes 2.",
+            "OPTIMIZER_STATE (ZeRO-1) is DDP with torch's ZeroRedundancyOptimizer, and no FSDP.",
+        ]

@@ -1,0 +1,159 @@
+"""Communication hooks: the bytes they move, the error they make, and that training still gets there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from axon_nb.comm import CommError, GradSyncStrategy, ProcessGroup, World
+from axon_nb.parallel import BF16, DDP, FP16, CommHook, Hierarchical, PowerSGD, TopK
+from tests.comm.models import batch, blocks, loss_of
+
+MAKERS: dict[str, Any] = {
+    "fp16": lambda: FP16(measure=True),
+    "bf16": lambda: BF16(measure=True),
+    "topk": lambda: TopK(0.1, measure=True),
+    "powersgd": lambda: PowerSGD(2, measure=True),
+    "hierarchical": lambda: Hierarchical(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")), measure=True
+    ),
+}
+# (share of the bytes, largest relative error)
+EXPECTED = {
+    "fp16": (0.5, 1e-3),
+    "bf16": (0.5, 1e-2),
+    "topk": (0.2, 1.5),  # a step also carries what earlier ones have left
+    "powersgd": (0.75, 1.0),
+    "hierarchical": (2.0, 1e-6),
+}
+
+
+def hooked(name: str) -> tuple[DDP, CommHook]:
+    """A model in float32 with that hook."""
+    model = DDP(blocks(2, 32).float(), strategy=GradSyncStrategy.SYNCHRONOUS)
+    return model, model.register_hook(MAKERS[name]())
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_bytes_and_error_are_counted(four: Any, name: str) -> None:
+    def work(world: World) -> Any:
+        model, hook = hooked(name)
+        x, y = (half.float().chunk(4)[world.rank()] for half in batch(16, 32))
+        for _ in range(6):
+            model.zero_grad()
+            loss_of(model(x), y).backward()
+        stats = hook.stats
+        elements = sum(p.numel() for p in model.parameters())
+        return stats.bytes_uncompressed, stats.ratio, stats.error, elements, [p.grad for p in model.parameters()]
+
+    share, limit = EXPECTED[name]
+    answers = four.run(work)
+    for uncompressed, ratio, error, elements, gradients in answers:
+        assert uncompressed == 6 * 4 * elements
+        assert ratio == pytest.approx(share, rel=0.02) if name != "powersgd" else ratio < share
+        assert 0 <= error < limit
+        for gradient, reference in zip(gradients, answers[0][4], strict=True):
+            assert torch.equal(gradient, reference), "ranks agree to the bit"
+
+
+def test_error_feedback_loses_nothing(four: Any) -> None:
+    """What TopK did not send is kept: after many steps of a constant gradient all of it has arrived."""
+
+    def work(world: World) -> Any:
+        model = nn.Linear(10, 1, bias=False)
+        wrapped = DDP(model, strategy=GradSyncStrategy.SYNCHRONOUS)
+        wrapped.register_hook(TopK(0.1))
+        total = torch.zeros(1, 10)
+        x = torch.arange(1.0, 11.0).view(1, 10) * (world.rank() + 1)
+        for _ in range(200):
+            wrapped.zero_grad()
+            wrapped(x).sum().backward()
+            assert model.weight.grad is not None
+            total += model.weight.grad
+        return total / 200
+
+    expected = torch.arange(1.0, 11.0).view(1, 10) * 2.5
+    for mean in four.run(work):
+        torch.testing.assert_close(mean, expected, rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_overflow_is_seen_by_all_ranks_and_forgotten(two: Any, value: float) -> None:
+    def work(world: World) -> Any:
+        model = nn.Linear(50, 1, bias=False)
+        wrapped = DDP(model)
+        wrapped.register_hook(TopK(0.1))
+        finite = []
+        for factor in (value if world.rank() else 1.0, 1.0):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 50), factor)).sum().backward()
+            assert model.weight.grad is not None
+            finite.append(bool(model.weight.grad.isfinite().all()))
+        return finite
+
+    assert two.run(work) == [[False, True]] * 2
+
+
+def test_across_nodes_a_hierarchy_sends_a_fraction(four: Any) -> None:
+    def work(world: World) -> tuple[int, int]:
+        model, hook = hooked("hierarchical")
+        x, y = (half.float().chunk(4)[world.rank()] for half in batch(16, 32))
+        loss_of(model(x), y).backward()
+        assert isinstance(hook, Hierarchical)
+        return hook.bytes_across_nodes, hook.stats.bytes_uncompressed
+
+    for across, whole in four.run(work):
+        assert across == pytest.approx(whole / 2, abs=8)
+
+
+def digits(hook: Any) -> Any:
+    """Accuracy on held-out digits after training with a hook, in a world of two."""
+
+    def work(world: World) -> float:
+        torch.manual_seed(0)
+        data = load_digits()
+        x = torch.tensor(data.data, dtype=torch.float32) / 16
+        y = torch.tensor(data.target)
+        train, test = slice(0, 1400), slice(1400, None)
+        model = DDP(
+            nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), strategy=GradSyncStrategy.SYNCHRONOUS
+        )
+        if hook is not None:
+            model.register_hook(hook())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        own = torch.arange(1400)[world.rank() :: 2]
+        for epoch in range(6):
+            order = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(epoch))]
+            for rows in order.split(32):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[train][rows]), y[train][rows]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            return float((model(x[test]).argmax(1) == y[test]).float().mean())
+
+    return World.mock(2).run(work)[0]
+
+
+def test_training_converges_as_without_compression() -> None:
+    plain = digits(None)
+    assert plain > 0.9
+    hooks: list[Any] = [FP16, BF16, lambda: TopK(0.1), lambda: PowerSGD(4)]
+    hooks.append(lambda: Hierarchical(init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "local"))))
+    for hook in hooks:
+        assert digits(hook) > plain - 0.03
+
+
+def test_misuse_is_told() -> None:
+    model = DDP(blocks(), ProcessGroup.mock())
+    with pytest.raises(CommError, match="PowerSGD needs all gradients in one bucket"):
+        model.register_hook(PowerSGD())
+    with pytest.raises(CommError, match="ratio 0: it is the share of elements"):
+        TopK(0)
+    assert math.isnan(FP16().stats.error)
+    assert FP16().stats.ratio == 0

@@ -1,0 +1,62 @@
+"""Meshes: which rank is where, which groups it is in, and sizes that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from axon_nb import comm
+from axon_nb.comm import CommError, World, WorldClosed
+from axon_nb.parallel import axis_group, coordinates, make_mesh
+
+
+def test_axes_groups_and_coordinates(four: Any) -> None:
+    def work(world: World) -> Any:
+        mesh = make_mesh(dp=2, tp=-1, device="cpu")
+        sums = {
+            axis: comm.all_reduce_sum(torch.tensor([world.rank()]), group=axis_group(mesh, axis)).item()
+            for axis in ("dp", "tp")
+        }
+        return mesh.mesh_dim_names, tuple(mesh.shape), coordinates(mesh), axis_group(mesh, "tp").ranks, sums
+
+    answers = four.run(work)
+    assert [(c["dp"], c["tp"]) for _, _, c, _, _ in answers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [ranks for _, _, _, ranks, _ in answers] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [sums for *_, sums in answers] == [
+        {"dp": 2, "tp": 1},
+        {"dp": 4, "tp": 1},
+        {"dp": 2, "tp": 5},
+        {"dp": 4, "tp": 5},
+    ]
+    assert {(names, shape) for names, shape, *_ in answers} == {(("dp", "tp"), (2, 2))}
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 makes 6 ranks, and the world has 4"),
+        ({"dp": 3, "tp": -1}, "4 ranks cannot be divided by 3, so tp has no size"),
+        ({"dp": -1, "tp": -1}, "dp and tp are both -1"),
+        ({"dp": 0}, "dp=0: an axis has at least 1 rank"),
+        ({}, "at least one axis"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(axes: dict[str, int], text: str) -> None:
+    def work(world: World) -> None:
+        make_mesh(device="cpu", **axes)
+
+    with pytest.raises(CommError, match=text):
+        World.mock(4).run(work)
+
+
+def test_other_misuse() -> None:
+    with pytest.raises(WorldClosed, match="There is no world to arrange"):
+        make_mesh(dp=1)
+
+    def work(world: World) -> None:
+        axis_group(make_mesh(dp=2, device="cpu"), "tp")
+
+    with pytest.raises(CommError, match="axis 'tp': the mesh has dp"):
+        World.mock(2).run(work)

@@ -1,0 +1,110 @@
+"""Ranks that are a step apart are told so, and nobody else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from axon_nb.cluster.cut import moving_group
+from axon_nb.cluster.step_counts import steps_apart
+from axon_nb.cluster.sync import plan_sync
+from axon_nb.errors import UsageError
+
+
+def optimizer(steps: int, **other: Any) -> dict[str, Any]:
+    told = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "apart": "", "communicated": True}
+    return {**told, "steps": steps, **other}
+
+
+def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
+    reports = {rank: [optimizer(12 if rank < 2 else 11)] for rank in range(4)}
+    assert steps_apart(reports) == [
+        (
+            "Ranks 0-1 are at step 12 of `adam`, ranks 2-3 at 11: "
+            "`%distributed sync` copies models and optimizers of rank 0 to all."
+        )
+    ]
+
+
+def test_a_single_rank_and_a_split_model_read_well() -> None:
+    reports = {rank: [optimizer(7 if rank == 3 else 6, name="", apart="is split over ranks")] for rank in range(4)}
+    assert steps_apart(reports) == [
+        (
+            "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is split over ranks: "
+            "load a checkpoint on all ranks, or build both anew."
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"steps": 12},
+        {"steps": 14},
+        {"steps": 11, "before": 4},
+        {"steps": 11, "shapes": "another model"},
+        {"steps": 11, "communicated": False},
+        {"steps": 11, "number": 1},
+    ],
+)
+def test_ranks_that_may_differ_are_not(other: dict[str, Any]) -> None:
+    assert steps_apart({0: [optimizer(12)], 1: [optimizer(**other)]}) == []
+
+
+def test_a_rank_that_trains_alone_is_not_told() -> None:
+    assert steps_apart({0: [optimizer(12)], 1: []}) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "group"),
+    [
+        ({"0": 3, "": 3}, {"0": 9, "": 9}, "0"),
+        ({"0": 3, "1": 5, "": 8}, {"0": 3, "1": 9, "": 12}, "1"),
+        ({"0": 3, "": 3}, {"0": 3, "": 3}, None),
+    ],
+)
+def test_the_cut_is_in_a_group_that_moves_on_all_ranks(
+    first: dict[str, int], last: dict[str, int], group: str | None
+) -> None:
+    assert moving_group({0: first, 1: first}, {0: last, 1: last}) == group
+
+
+def test_the_cut_is_in_all_groups_together_where_no_group_has_all_ranks() -> None:
+    first = {0: {"0": 1, "a": 3, "": 4}, 1: {"0": 1, "b": 3, "": 4}}
+    last = {0: {"0": 1, "a": 7, "": 8}, 1: {"0": 1, "b": 7, "": 8}}
+    assert moving_group(first, last) == ""
+    assert moving_group(first, {**last, 1: first[1]}) is None
+
+
+def has(kind: str = "module", **other: Any) -> dict[str, Any]:
+    return {"kind": kind, "digest": "d", "bytes": 8, "why_not": "", "within": "", **other}
+
+
+def test_sync_copies_what_all_ranks_have_whole() -> None:
+    told = {
+        0: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks"), "mine": has()},
+        1: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks")},
+    }
+    chosen, skipped = plan_sync(told, 0, ())
+    assert chosen == ["ddp"]
+    assert skipped == {"sharded": "is split over ranks", "mine": "is no variable of rank 1"}
+
+
+def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
+    told = {0: {"ddp": has(), "net": has(within="ddp")}, 1: {"ddp": has(), "net": has()}}
+    assert plan_sync(told, 0, ())[0] == ["ddp", "net"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sharded", r"`sharded` is split over ranks: load a checkpoint on all ranks"),
+        ("nothing", r"`nothing` is no variable of ranks 0-1"),
+        ("odd", r"`odd` has other types or shapes on rank 1"),
+    ],
+)
+def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:
+    told = {rank: {"sharded": has(why_not="is split over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
+    with pytest.raises(UsageError, match=says):
+        plan_sync(told, 0, [name])
