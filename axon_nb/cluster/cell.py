@@ -29,6 +29,9 @@ _INSIST_GRACE_S = 0.5
 _SURE_S = 0.06
 """Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""
 _ENDED = ("Aborted",)
+_ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
+_NCCL_ABORTED = "NCCL communicator was aborted"
+"""What torch says of an operation that begins on an aborted communicator."""
 
 
 class CellRun:
@@ -144,8 +147,9 @@ class CellRun:
         self._communicated = self._communicated or bool(ours.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
-            ended = ename in _ENDED or (self._ending.begun and ename in ("KeyboardInterrupt", "CancelledError"))
-            evalue = where_ended(ours.get("ended_in", {})) if ended else content.get("evalue", content["status"])
+            begun, evalue = self._ending.begun, content.get("evalue", content["status"])
+            ended = ename in _ENDED or (begun and (ename in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in evalue))
+            evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
 

@@ -13,6 +13,7 @@ from axon_nb.cluster import transfer
 from axon_nb.cluster.alone import nobody_else
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.cuda_errors import lost_contexts
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.health import Health
@@ -101,7 +102,7 @@ class CellRunning:
             timeout_s=options.get("timeout"),
             view=options.get("view"),
             show_value=options.get("show_value", False),
-            recover=self.recovery if self.backend == "gloo" else None,
+            recover=lambda: self.recovery(run),
             notice=None if quiet else WaitNotice(sink),
         )
         with self._lock:
@@ -109,16 +110,24 @@ class CellRunning:
         return run
 
     def _ending(self, chosen: Sequence[int]) -> Ending:
-        client, gloo = self.connection.client, self.backend == "gloo"
+        client = self.connection.client
         living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen) if gloo else None
-        return Ending(client, chosen, watch=watch, cuttable=gloo and chosen == self.ranks)
+        watch = DeadlockWatch(client, living, chosen)
+        # A cut needs Python in each operation, which NCCL's do not have.
+        return Ending(client, chosen, watch=watch, cuttable=self.backend == "gloo" and chosen == self.ranks)
 
-    def recovery(self) -> Recovery:
-        """The forming anew of all groups, to be stepped to its end."""
+    def recovery(self, ended: CellRun | None = None) -> Recovery:
+        """The forming anew of all groups, to be stepped to its end.
+
+        Args:
+            ended: The cell after which it is needed; None: it was left half-way by a notebook that is gone.
+        """
         for run in self._runs:
             self.health.follow_stuck(run)
-        return Recovery(self.connection.client, self.ranks, self.health)
+        if self.backend == "nccl":
+            self.health.tell_unproven()
+            self.health.lost.update(lost_contexts(ended.errors) if ended is not None else [])
+        return Recovery(self.connection.client, self.ranks, self.health, patient=self.backend == "nccl")
 
     def end(self, run: CellRun, options: CellOptions) -> CellResult:
         """The result of a cell that has been stepped to its end; raises as `run` does."""

@@ -156,6 +156,7 @@ class Cluster(CellRunning):
         self.places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
+        self.health.lost.discard(rank)
         self.connection.agent.call("set_info", info={"places": self.places})
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from axon_nb.cluster import unproven
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.failures import REPAIR
@@ -27,10 +28,14 @@ class Health:
         """Ranks that are being ended on request: their death is no news."""
         self.stuck: set[int] = set()
         """Ranks that an earlier cell was given up on, and that have not come back."""
+        self.lost: set[int] = set()
+        """Ranks whose CUDA context is lost, on NCCL: they run cells, and cannot communicate."""
         self.broken = ""
         """Why ranks cannot communicate; empty while they can."""
         self.leaks_told = 0
         """How often the user was told of threads that cannot be freed."""
+        self.unproven_told = False
+        """Whether the user knows what has not been tried on NCCL."""
         self.gone = ""
         """Why there is no cluster any more; reads after its name. Empty while there is."""
 
@@ -94,6 +99,12 @@ class Health:
                 f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
                 "`%distributed repair --ranks …` replaces them by fresh ones."
             )
+
+    def tell_unproven(self) -> None:
+        """Say once what has not been tried on NCCL; on the notebook's thread."""
+        if not self.unproven_told:
+            self.unproven_told = True
+            print(unproven.NCCL)
 
     def follow_stuck(self, run: CellRun) -> None:
         """Remember the ranks on which `run` was given up; a late answer frees them."""

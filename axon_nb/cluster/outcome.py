@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.cuda_errors import context_hint
 from axon_nb.cluster.failures import cell_error, interrupt_error
 from axon_nb.cluster.hints import hint_for
 
@@ -26,6 +27,6 @@ def failure_of(run: CellRun, replaced: Sequence[str]) -> BaseException | None:
         run.errors,
         first=run.failed_order,
         explanation=run.explanation,
-        hint=hint_for(run.errors.values()),
+        hint=context_hint(run.errors) or hint_for(run.errors.values()),
         timeout_s=run.timeout_s if run.timed_out else None,
     )

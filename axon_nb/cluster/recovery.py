@@ -15,9 +15,11 @@ from axon_nb.records.ranks import format_ranks
 
 __all__ = ["Recovery", "next_epoch"]
 
-_RANK_SIDE = "axon_nb.engine.groups.recovery"
+_RECOVER = "axon_nb.engine.steps:recover"
+_STAND_DOWN = "axon_nb.engine.groups.recovery:stand_down"
 _ATTEMPTS = 3
 _ATTEMPT_S = 10.0
+_PATIENT_ATTEMPT_S = 60.0
 _AGAIN_S = 0.25
 _LEAKS_TOLD = 500
 """Told each time so many groups more have been given up on one rank."""
@@ -38,9 +40,11 @@ class Recovery:
         client: The cluster's client.
         ranks: All ranks of the world.
         health: Told when the groups cannot be formed.
+        patient: Whether an attempt may last a minute rather than 10 seconds: NCCL's communicators connect slowly.
     """
 
-    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health) -> None:
+    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, patient: bool = False) -> None:
+        self._attempt_s = _PATIENT_ATTEMPT_S if patient else _ATTEMPT_S
         self._client = client
         self._ranks = list(ranks)
         self._health = health
@@ -54,7 +58,8 @@ class Recovery:
         """Do what is due; True when the recovery is over, one way or the other."""
         if self._health.gone:
             return True
-        missing = [rank for rank in self._ranks if rank in self._health.dead or rank in self._health.stuck]
+        health = self._health
+        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost}]
         if missing:
             return self._stand_down(missing)
         now = time.monotonic()
@@ -73,7 +78,7 @@ class Recovery:
                 return True
             self._futures = {}
             return False
-        if failed or now - self._since > _ATTEMPT_S:
+        if failed or now - self._since > self._attempt_s:
             self._wake(now)
         return False
 
@@ -93,7 +98,7 @@ class Recovery:
         self._attempt += 1
         self._since = now
         epoch = next_epoch()
-        self._futures = {r: remote.call(self._client, r, f"{_RANK_SIDE}:recover", epoch=epoch) for r in self._ranks}
+        self._futures = {r: remote.call(self._client, r, _RECOVER, epoch=epoch) for r in self._ranks}
         return False
 
     def _wake(self, now: float) -> None:
@@ -105,10 +110,11 @@ class Recovery:
                     self._aborts.append(self._client.request(rank, "axon_abort", again=True))
 
     def _stand_down(self, missing: Sequence[int]) -> bool:
-        what = "is dead" if missing[0] in self._health.dead else "is stuck in an earlier cell"
+        what = "is stuck in an earlier cell" if missing[0] in self._health.stuck else "has lost its CUDA context"
+        what = "is dead" if missing[0] in self._health.dead else what
         reason = f"rank {format_ranks(missing)} {what}; `%distributed repair` replaces it"
         self._health.broken = reason
         for rank in self._ranks:
-            if rank not in missing:
-                remote.call(self._client, rank, f"{_RANK_SIDE}:stand_down", reason=reason)
+            if rank not in missing or rank in self._health.lost:
+                remote.call(self._client, rank, _STAND_DOWN, reason=reason)
         return True

@@ -29,7 +29,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 """Integers that no backend reduces, and one that holds them; what overflows wraps around as it would have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes five times as long to make
 class Cargo:
     """A tensor on its way."""
 
@@ -111,12 +111,13 @@ def to_reduce(tensor: torch.Tensor, op: ReduceOp, what: str) -> Cargo:
         TensorError: the operation makes no sense for the dtype, or nobody can carry it out.
     """
     dtype = tensor.dtype
+    if dtype in _NATIVE and (dtype.is_floating_point or op is not ReduceOp.AVERAGE):
+        return Cargo(tensor, tensor if tensor.is_contiguous() else tensor.contiguous(), op)
+    what = f"{what} ({op.value})"
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
         raise TensorError(
             f"{what} of {dtype}: it cannot hold an average; use tensor.float(), or the sum divided by world_size."
         )
-    if dtype in _NATIVE:
-        return Cargo(tensor, tensor if tensor.is_contiguous() else tensor.contiguous(), op)
     if dtype is torch.bool:
         # As in NumPy: a sum of truths is "any", a product is "all".
         any_of = op in (ReduceOp.SUM, ReduceOp.MAX)

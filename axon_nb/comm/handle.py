@@ -33,3 +33,5 @@ class Handle:
     def done(self) -> bool:
         """Whether `wait` returns at once."""
         return self._finish is None or self._work is None or bool(self._work.is_completed())
+
+    is_completed = done

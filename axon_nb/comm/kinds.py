@@ -33,20 +33,14 @@ class ReduceOp(enum.Enum):
     AVERAGE = "average"
     """The mean over ranks; refused for integers, which cannot hold it."""
 
-    @property
-    def torch_op(self) -> dist.ReduceOp.RedOpType:
-        """Torch's operation; an average is a sum that is divided afterwards."""
-        return _TORCH_OPS[self]
+    torch_op: dist.ReduceOp.RedOpType
+    """Torch's operation; an average is a sum that is divided afterwards."""
 
 
-_TORCH_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.AVERAGE: dist.ReduceOp.SUM,
-}
-
+ReduceOp.SUM.torch_op = ReduceOp.AVERAGE.torch_op = dist.ReduceOp.SUM
+ReduceOp.PRODUCT.torch_op = dist.ReduceOp.PRODUCT
+ReduceOp.MIN.torch_op = dist.ReduceOp.MIN
+ReduceOp.MAX.torch_op = dist.ReduceOp.MAX
 
 _OF_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
 _OF_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE

@@ -50,10 +50,9 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     pg = resolve(group)
     given = as_tensor(tensor)
     op = as_op(op)
-    what = f"all_reduce ({op.value})"
-    check_device(given, pg, what)
-    check_in_place(given, what)
-    cargo = to_reduce(given, op, what)
+    check_device(given, pg, "all_reduce")
+    check_in_place(given, "all_reduce")
+    cargo = to_reduce(given, op, "all_reduce")
     check_agreement(pg, "all_reduce", given, op=op)
     start, torch_group, size = now(), pg.torch_group, given.nbytes
     assert cargo.op is not None
@@ -75,22 +74,13 @@ def _multiply_all(cargo: Cargo, pg: ProcessGroup, async_op: bool) -> Any:
     real = torch.view_as_real(cargo.buffer)
     everyone = real.new_empty((pg.size(), *real.shape))
     work = all_gather_single(everyone.view(-1), real.reshape(-1), group=pg.torch_group, async_op=async_op)
-    target, inner = cargo.buffer, work
+    target = cargo.buffer
 
-    class Multiplied:
-        """torch's handle, with the product after it."""
+    def multiply() -> None:
+        target.copy_(torch.view_as_complex(everyone).prod(dim=0))
 
-        def wait(self) -> None:
-            inner.wait()
-            target.copy_(torch.view_as_complex(everyone).prod(dim=0))
-
-        def is_completed(self) -> bool:
-            return bool(inner.is_completed())
-
-    if async_op:
-        return Multiplied()
-    target.copy_(torch.view_as_complex(everyone).prod(dim=0))
-    return None
+    handle = Handle(work, multiply)
+    return handle if async_op else handle.wait()
 
 
 def all_reduce_sum(tensor: Array, *, group: GroupLike = None, async_op: bool = False) -> Any:
@@ -139,10 +129,9 @@ def reduce_scatter(
     pg = resolve(group)
     given = as_tensor(tensor)
     op = as_op(op)
-    what = f"reduce_scatter ({op.value})"
-    check_device(given, pg, what)
-    num_rows = _rows(given, pg.size(), what)
-    cargo = to_reduce(given, op, what)
+    check_device(given, pg, "reduce_scatter")
+    num_rows = _rows(given, pg.size())
+    cargo = to_reduce(given, op, "reduce_scatter")
     check_agreement(pg, "reduce_scatter", given, op=op)
     start, torch_group, size = now(), pg.torch_group, given.nbytes
     assert cargo.op is not None
@@ -165,11 +154,12 @@ def reduce_scatter(
     return Handle(work, finish) if async_op else finish()
 
 
-def _rows(tensor: torch.Tensor, num_ranks: int, what: str) -> int:
+def _rows(tensor: torch.Tensor, num_ranks: int) -> int:
     if tensor.ndim == 0 or tensor.shape[0] % num_ranks:
         shape = tuple(tensor.shape)
         raise TensorError(
-            f"{what} of shape {shape} over {num_ranks} ranks: dim 0 must be a multiple of {num_ranks}; pad the tensor."
+            f"reduce_scatter of shape {shape} over {num_ranks} ranks: dim 0 must be a multiple of {num_ranks}; "
+            "pad the tensor."
         )
     return int(tensor.shape[0]) // num_ranks
 

@@ -25,7 +25,7 @@ from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
-from axon_nb.engine.groups import form_default_group, recovery
+from axon_nb.engine.groups import form_default_group, nccl, recovery
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
@@ -69,6 +69,8 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     config = JoinConfig(**settings)
     kernel = _shell().kernel
     namespace.set_environment(config)
+    if config.backend == "nccl":
+        nccl.set_environment(one_host=config.local_world_size == config.world_size)
     torch.set_num_threads(config.threads)
     device = torch.device(config.device)
     if device.type == "cuda":
@@ -92,7 +94,11 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         timeout_s=config.timeout_s,
         epoch=epoch,
     )
-    if epoch:  # the other ranks are in `recover`
+    native = nccl.groups()
+    if epoch and native is not None:
+        recovery.recreate(list(groups))
+        native.reform(epoch)
+    elif epoch:  # the other ranks are in `recover`
         whole = recovery.agree_on_groups({group["name"]: group["ranks"] for group in groups})
         recovery.recreate([group for group in groups if group["name"] in whole])
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")

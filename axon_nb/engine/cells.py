@@ -12,7 +12,7 @@ from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.sizes import cell_begins
 from axon_nb.engine.interrupts import Interrupts
-from axon_nb.engine.release import release_traceback
+from axon_nb.engine.release import release_failure
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.short_traceback import take_place
 from axon_nb.engine.stdio import OutputBudget
@@ -62,7 +62,7 @@ class CellRunner:
         calls = activity.started()
         self._interrupts.begin_cell()
         try:
-            reply = self._prepare(metadata.get("axon_nb", {})) or await execute()
+            reply = self._prepare(facts) or await execute()
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -82,8 +82,6 @@ class CellRunner:
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
         ended_in = take_place()
-        if ended_in:
-            release_traceback(shell)
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
@@ -91,6 +89,8 @@ class CellRunner:
             "has_value": has_value,
         }
         tell_exit(reply, shell)
+        if reply["status"] == "error":
+            release_failure(shell, from_outside=bool(ended_in))
         reply = _bounded(reply)
         self._log.end(message_id, reply)
         return reply

@@ -1,31 +1,75 @@
-"""Letting go of what an ended cell held: its traceback keeps the locals of all frames, DataLoader workers included."""
+"""After a failed cell: nothing keeps its frames, and with them its tensors and DataLoader workers, alive.
+
+Python and IPython each keep the last error for a debugger, and its frames hold all that the cell's functions had in
+local variables: after running out of GPU memory the next, smaller step would fail too. The text of the traceback has
+been made by then.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
 import traceback
 from typing import Any
 
-__all__ = ["release_traceback"]
+from axon_nb.engine.kernel_hooks import RUN_CODE
 
-_NAMES = ("last_exc", "last_value", "last_traceback", "last_type")
+__all__ = ["release_failure"]
+
+_NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 
 
-def release_traceback(shell: Any) -> None:
-    """Free the frames of the last cell's exception, in a thread: a DataLoader waits seconds for busy workers."""
-    error = getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)
-    if error is None:
-        return
+def release_failure(shell: Any, *, from_outside: bool) -> None:
+    """Drop what `shell` and `sys` hold of the last error; what the user's own names hold of it stays.
+
+    Frames that refer to their own error, as after ``except E as e: errors.append(e)``, go with the next collection of
+    garbage, which is made here when memory ran out.
+
+    Args:
+        shell: The rank's IPython shell.
+        from_outside: Whether the cell was ended by an interrupt or an abort: its frames are emptied then, in a thread,
+            as a DataLoader waits seconds for busy workers.
+    """
+    result = getattr(shell, "last_execution_result", None)
+    error = getattr(result, "error_in_exec", None)
+    short = _out_of_memory(error)
+    _clear_outermost(error)
+    if result is not None:
+        result.error_in_exec = result.error_before_exec = None
+    shell.last_execution_result = None
     for name in _NAMES:
         vars(sys).pop(name, None)
-    threading.Thread(target=_clear, args=(error,), name="axon_nb-release", daemon=True).start()
+    for name in ("InteractiveTB", "SyntaxTB"):
+        if getattr(getattr(shell, name, None), "tb", None) is not None:
+            getattr(shell, name).tb = None
+    if from_outside and error is not None:
+        threading.Thread(target=_clear_all, args=(error,), name="axon_nb-release", daemon=True).start()
+    del error
+    if short:
+        gc.collect()
 
 
-def _clear(error: BaseException | None) -> None:
+def _clear_outermost(error: BaseException | None) -> None:
+    # IPython's own frame is the first of the error's, and holds the error: without it nothing refers to itself.
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code is RUN_CODE:
+            with contextlib.suppress(RuntimeError):  # it still runs
+                trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+def _clear_all(error: BaseException | None) -> None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)  # frames that still run are left alone
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    # By name and not by text: `str` of an error is the user's code.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

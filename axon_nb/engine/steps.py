@@ -15,12 +15,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.stepping import step_depth
 from axon_nb.engine.session import current
 from axon_nb.engine.sharded import why_apart
 
-__all__ = ["OptimizerSteps"]
+__all__ = ["OptimizerSteps", "recover"]
 
 _HOLD_S = 5.0
 """An interrupt is held so long at most: the closure of a step may loop for ever."""
@@ -104,6 +104,11 @@ class OptimizerSteps:
             }
             for optimizer, steps in list(self._steps.items())
         ]
+
+
+def recover(epoch: int) -> dict[str, Any]:
+    """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's ``steps`` besides."""
+    return {**recovery.recover(epoch), "steps": current().extras["steps"].report()}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

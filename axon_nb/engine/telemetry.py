@@ -48,7 +48,7 @@ class Telemetry:
                     return
                 period = self._period
             spans, position, lost = ring.since(position)
-            self._send([dataclasses.asdict(self._sampler.sample())], [dataclasses.asdict(span) for span in spans], lost)
+            self._send([dataclasses.asdict(self._sampler.sample())], [span._asdict() for span in spans], lost)
             self._wake.wait(period)
             self._wake.clear()
 

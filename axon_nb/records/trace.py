@@ -15,17 +15,15 @@ class SpanRing:
     """Keeps the last spans; readers follow it by a running number, and learn how many they missed."""
 
     def __init__(self, capacity: int = 16384) -> None:
-        self._spans: deque[tuple[int, Span]] = deque(maxlen=capacity)
-        self._numbers = itertools.count()
+        self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()
         self._next = 0
 
     def emit(self, span: Span) -> None:
         """Add one span; the oldest goes when the ring is full."""
         with self._lock:
-            number = next(self._numbers)
-            self._spans.append((number, span))
-            self._next = number + 1
+            self._spans.append(span)
+            self._next += 1
 
     @property
     def position(self) -> int:
@@ -36,8 +34,8 @@ class SpanRing:
         """The spans from number `position` on: (spans, next position, how many were lost), at most the last `limit`."""
         with self._lock:
             end = self._next
-            fresh = [span for number, span in self._spans if number >= position] if end > position else []
-        fresh = fresh[-limit:]
+            count = max(0, min(end - position, limit, len(self._spans)))
+            fresh = list(itertools.islice(reversed(self._spans), count))[::-1]
         return fresh, end, max(0, end - position) - len(fresh)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from axon_nb.comm.mock.backend import MockBackend
-from axon_nb.comm.mock.group import MockGroup
+from axon_nb.comm.mock.group import NAME, MockGroup
 from axon_nb.comm.mock.hub import Hub
-from axon_nb.comm.mock.named import NAME
 from axon_nb.comm.mock.torch_world import RankContext, isolated_threads, missing
 from axon_nb.comm.mock.turns import Turns
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from axon_nb.comm.errors import InvalidRank
-from axon_nb.comm.mock.group import MockGroup
+from axon_nb.comm.mock.group import NAME, MockGroup
 from axon_nb.comm.mock.hub import Hub
-from axon_nb.comm.mock.named import NAME
 
 __all__ = ["MockBackend"]
 

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from axon_nb.comm.errors import TensorMismatch, WorldStuck
 from axon_nb.comm.mock.combine import combined
 from axon_nb.comm.mock.hub import Hub
-from axon_nb.comm.mock.named import NamedGroup
 from axon_nb.comm.mock.turns import Turns
 from axon_nb.comm.mock.work import MockWork
+from axon_nb.comm.named_group import NamedGroup
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["MockGroup"]
+__all__ = ["NAME", "MockGroup"]
+
+NAME = "axon_mock"
+"""The backend's name in torch."""
 
 Tensors = Sequence[torch.Tensor]
 _SUM: Any = dist.ReduceOp.SUM
@@ -33,7 +36,7 @@ class MockGroup(NamedGroup):
     """
 
     def __init__(self, hub: Hub, rank: int, turns: Turns | None, name: str = "") -> None:
-        super().__init__(rank, len(hub.ranks), name)
+        super().__init__(rank, len(hub.ranks), name, backend=NAME)
         self._hub = hub
         self._turns = turns
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from axon_nb.engine.groups import install
+from axon_nb.engine.groups import fence, install, nccl, swap
 from axon_nb.engine.store import AgentStore
 
 __all__ = ["form_default_group"]
@@ -36,9 +36,15 @@ def form_default_group(
         timeout_s: Limit of every collective, in seconds.
         epoch: How often the groups have been formed anew.
     """
-    if backend == "gloo" and install.supported():
+    late = False
+    if install.supported() and (backend == "gloo" or not swap.missing()):
         install.install(store, rank=rank, epoch=epoch)
-    elif backend == "gloo":
+        if backend == "nccl":
+            nccl.install(store, device=device, timeout=timedelta(seconds=timeout_s))
+            fence.install()
+            # A newcomer connects as those do that were there before: in `NativeGroups.reform`, all groups in order.
+            late = epoch > 0
+    else:
         warnings.warn(
             f"axon_nb has not been tested with torch {torch.__version__}: a failing rank may leave the others waiting "
             f"for up to {timeout_s:.0f} s, and then needs `%distributed restart`.",
@@ -50,5 +56,5 @@ def form_default_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if backend == "nccl" and not late else None,
     )

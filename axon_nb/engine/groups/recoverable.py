@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.comm.named_group import NamedGroup
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.arrivals import wait_for_all
@@ -27,6 +28,7 @@ from axon_nb.records.trace import emit
 
 __all__ = ["RecoverableGroup", "operations"]
 
+_BACKEND = "axon_nb"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
@@ -71,7 +73,7 @@ def operations() -> list[str]:
     return [name for name in _CANDIDATES if hasattr(dist.ProcessGroup, name)]
 
 
-class RecoverableGroup(dist.ProcessGroup):
+class RecoverableGroup(NamedGroup):
     """See the module.
 
     Args:
@@ -87,15 +89,11 @@ class RecoverableGroup(dist.ProcessGroup):
     def __init__(
         self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
         """`axon_nb.comm` need not record calls on this group."""
         self._root = root
-        self._rank = rank
-        self._size = size
         self._timeout = timeout
-        self._name = name
-        self._desc = ""
         self._global_rank = global_rank
         self._inner: Any = None
         self._table: Table | None = None
@@ -115,10 +113,10 @@ class RecoverableGroup(dist.ProcessGroup):
         if self._table is not None:
             self._table.close()
         # Before connecting: when the ranks are connected, each has cleared its part.
-        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._rank, size=self._size)
+        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
-        backend = connect(store, self._rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
-        inner = dist.ProcessGroup(store, self._rank, self._size)
+        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
+        inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
             inner._register_backend(device, _GLOO, backend)
         inner._set_default_backend(_GLOO)
@@ -188,60 +186,20 @@ class RecoverableGroup(dist.ProcessGroup):
         """As torch's."""
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
-    def getBackendName(self) -> str:
-        """Not "gloo": DDP's logger would then look for the C++ class of that name in this group."""
-        return "axon_nb"
-
-    def name(self) -> str:
-        """What torch prints."""
-        return "axon_nb"
-
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return self._size
-
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._rank
-
-    getSize = size
-    getRank = rank
-
     def abort(self) -> None:
         """End all waits in this group on this rank."""
         self.poison()
 
-    def shutdown(self) -> None:
-        """Nothing: the inner group ends with the process."""
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch gave the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description that torch gave the group."""
-        return self._desc
-
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        super()._set_group_name(name)
         self._inner._set_group_name(name)
 
     def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
+        super()._set_group_desc(desc)
         self._inner._set_group_desc(desc)
 
     setGroupName = _set_group_name
     setGroupDesc = _set_group_desc
-
-    def getGroupName(self) -> str:
-        """The name that torch gave the group."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """The description that torch gave the group."""
-        return self._desc
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner._get_backend(device)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
 from axon_nb.engine.groups.arrivals import nobody_to_wait_for
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
+from axon_nb.engine.groups.native_waits import native_waits
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
-from axon_nb.engine.session import current
 
 __all__ = [
     "abort",
@@ -48,6 +48,8 @@ def abort(*, again: bool) -> None:
     for thread in threads:
         thread.start()
     fail_all()
+    if (native := nccl.groups()) is not None:
+        native.abort(limit_s=nccl.ABORT_LIMIT_S)
     end = time.monotonic() + _POISON_LIMIT_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -81,6 +83,8 @@ def waits() -> dict[str, Any]:
         facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
+    if (native := nccl.groups()) is not None:
+        return {**native_waits(native, pending, counts), "collectives": 0}
     return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
 
 
@@ -95,15 +99,17 @@ def condition() -> dict[str, Any]:
 
 
 def registry() -> list[dict[str, Any]]:
-    """The groups that this rank is in besides the default one: name, global ranks, description."""
-    default = c10d._get_default_group()
+    """The groups that this rank is in besides the default one: name, global ranks, description, backend."""
+    default, native = c10d._get_default_group(), nccl.groups()
+    groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
     return [
         {
             "name": group.group_name,
             "ranks": sorted(c10d._world.pg_group_ranks[group]),
             "desc": group.group_desc,
+            "backend": str(dist.get_backend(group)),
         }
-        for group in all_groups()
+        for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
@@ -114,10 +120,15 @@ def recreate(groups: list[dict[str, Any]]) -> None:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
             with nobody_to_wait_for():
-                dist.new_group(group["ranks"], group_desc=group["desc"] or None)
+                dist.new_group(group["ranks"], backend=group["backend"], group_desc=group["desc"] or None)
             continue
         with nobody_to_wait_for(), named_group(group["name"]):
-            dist.new_group(group["ranks"], use_local_synchronization=True, group_desc=group["desc"] or None)
+            dist.new_group(
+                group["ranks"],
+                backend=group["backend"],
+                use_local_synchronization=True,
+                group_desc=group["desc"] or None,
+            )
 
 
 def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
@@ -165,16 +176,19 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
-        How many groups and wrappers, how many poisoned groups this process keeps, and its optimizers' steps.
+        How many groups and wrappers, and how many poisoned groups this process keeps.
     """
     stand_down("")
     stop_at(None)
     activity.forget_all()
+    if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
+        return {"groups": 0, "wrappers": 0, "leaked": 0}
     groups_state.epoch, groups_state.reforming = epoch, True
-    formed = _reform(epoch)
+    native = nccl.groups()
+    formed = _reform(epoch) if native is None else native.reform(epoch)
     wrappers = reset_wrappers()
     if replaced:
         rebuild_reducers()
-    agree_on_names()
+    agree_on_names(native.device if native is not None else "cpu")
     groups_state.reforming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "steps": current().extras["steps"].report()}
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}

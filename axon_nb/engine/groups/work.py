@@ -31,12 +31,11 @@ class RecoverableWork(Work):
     Args:
         inner: The inner group's work.
         call: The operation.
-        limit: Of the group's operations. Gloo's own for a recv would be the one that the group was connected with.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
         on_end: Called once when the operation has ended.
-        limit: Of the group's operations.
+        limit: Of the group's operations; Gloo's own for a recv would be the one that the group was connected with.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class RecoverableWork(Work):
         self._inner = inner
         self._call = call
         self._name = call.name
-        self._limit = limit
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end

@@ -1,4 +1,4 @@
-"""What torch asks any process group: its name, its size, this process's rank in it."""
+"""What torch asks any process group that is written in Python: its name, its size, this process's rank in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NAME", "NamedGroup"]
-
-NAME = "axon_mock"
-"""The backend's name in torch."""
+__all__ = ["NamedGroup"]
 
 # torch's stubs describe the C++ side; what is called from there is looser.
 _Base: Any = dist.ProcessGroup
@@ -23,22 +20,24 @@ class NamedGroup(_Base):
         rank: This rank within the group.
         size: Number of ranks.
         name: torch's name of the group.
+        backend: The backend's name; not that of a C++ class such as "gloo", which DDP's logger would look for here.
     """
 
-    def __init__(self, rank: int, size: int, name: str) -> None:
+    def __init__(self, rank: int, size: int, name: str, *, backend: str) -> None:
         super().__init__(rank, size)
+        self._backend_name = backend
         self._own_rank = rank
         self._size = size
         self._name = name
         self._desc = ""
 
     def getBackendName(self) -> str:
-        """Not the name of a C++ class, which DDP's logger would look for."""
-        return NAME
+        """The backend's name."""
+        return self._backend_name
 
     def name(self) -> str:
         """What torch prints."""
-        return NAME
+        return self._backend_name
 
     def size(self) -> int:
         """Number of ranks in the group."""

@@ -1,0 +1,97 @@
+"""Who is in which collective, from torch's flight recorder: for groups whose operations run no Python.
+
+A private hook: `_dump_nccl_trace_json`, in builds with NCCL, and `_dump_fr_trace_json` for Gloo write the same format,
+which `parse` reads; without it nobody looks for deadlocks on NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+__all__ = ["Flight", "dump", "parse"]
+
+_BYTES = {
+    "Bool": 1,
+    "Byte": 1,
+    "Char": 1,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+    "BFloat16": 2,
+    "Half": 2,
+    "Short": 2,
+    "Float": 4,
+    "Int": 4,
+    "ComplexFloat": 8,
+    "Double": 8,
+    "Long": 8,
+}
+_NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
+_POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What the recorder says of some groups."""
+
+    pending: tuple[dict[str, Any], ...]
+    """The operations that have not ended, oldest first; the fields of `records.waits.PendingCall`."""
+    counts: Mapping[str, int]
+    """Collectives begun, by group, as far back as the recorder reaches."""
+
+
+def dump(kind: str = "nccl") -> bytes:
+    """The recorder's content as JSON; empty when this torch has none for `kind`, ``nccl`` or ``fr`` (Gloo)."""
+    hook = getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None)
+    return b"" if hook is None else bytes(hook(True, False))
+
+
+def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Flight:
+    """Read a dump.
+
+    Args:
+        content: What `dump` returned.
+        groups: Global ranks by group name, in the order of group ranks; others are left out.
+        since_ns: Operations begun before, in nanoseconds since 1970, are of backends that are no more.
+    """
+    now = time.time_ns()
+    pending: list[dict[str, Any]] = []
+    counts = dict.fromkeys(groups, 0)
+    for entry in json.loads(content).get("entries", []) if content else []:
+        group = entry["process_group"][0]
+        if group not in groups or entry["time_created_ns"] < since_ns:
+            continue
+        if not entry["is_p2p"]:
+            counts[group] = max(counts[group], entry["collective_seq_id"])
+        if entry["retired"] or entry["state"] == "completed":
+            continue
+        pending.append(_call(entry, group, groups[group], now))
+    return Flight(tuple(sorted(pending, key=lambda call: call["number"])), counts)
+
+
+def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> dict[str, Any]:
+    name, peer = entry["profiling_name"].partition(":")[2], -1
+    if match := _POINT_TO_POINT.match(name):
+        name, peer = match[1], ranks[int(match[3])]
+    return {
+        "number": entry["record_id"],
+        "name": _NAMES.get(name, name),
+        "group": group,
+        "ranks": sorted(ranks),
+        "sequence": 0 if entry["is_p2p"] else entry["collective_seq_id"],
+        "peer": peer,
+        "bytes": _payload(entry),
+        "seconds": max(0, now - entry["time_created_ns"]) / 1e9,
+    }
+
+
+def _payload(entry: dict[str, Any]) -> int:
+    kinds = entry["input_dtypes"]
+    return sum(prod(size) * _BYTES.get(kind, 0) for size, kind in zip(entry["input_sizes"], kinds, strict=False))

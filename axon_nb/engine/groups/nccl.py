@@ -1,0 +1,99 @@
+"""NCCL: what its ranks need set, how a communicator is connected, aborted and replaced.
+
+Written against torch's sources and not run on a machine with several GPUs: docs/design.md says what is proven.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from axon_nb.engine.groups.native import Kind, NativeGroups
+
+__all__ = ["ABORT_LIMIT_S", "DEFAULTS", "REQUIRED", "groups", "install", "set_environment"]
+
+ABORT_LIMIT_S = 5.0
+"""Seconds that a communicator may take to end; after that the rank counts as stuck."""
+
+_CONNECT_LIMIT_S = 30.0
+
+REQUIRED = {
+    # Else torch's watchdog ends the process when an aborted collective fails.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+"""What is set on NCCL ranks before CUDA and NCCL start, whatever it was."""
+
+DEFAULTS = {
+    # A blocking connect has no handle that could be aborted.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    # While a call waits for a communicator to connect, torch holds its lock, and an abort waits for that: this ends it.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+    # Who is in which collective is read from torch's recorder.
+    "TORCH_FR_BUFFER_SIZE": "1000",
+}
+"""What is set there unless the user has set it."""
+
+_groups: list[NativeGroups] = []
+
+
+def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host: bool) -> None:
+    """Set what NCCL ranks need; call it before the first CUDA call.
+
+    Args:
+        environ: The process's environment.
+        one_host: Whether all ranks are on this host: then NCCL's sockets, which know no authentication, listen on
+            loopback alone.
+    """
+    environ.update(REQUIRED)
+    for name, value in DEFAULTS.items():
+        environ.setdefault(name, value)
+    if one_host:
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def install(root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None) -> NativeGroups:
+    """From now on NCCL groups of this rank, or those of another `kind`, can be aborted and formed anew."""
+    _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
+    return _groups[0]
+
+
+def groups() -> NativeGroups | None:
+    """The NCCL groups of this rank; None on a Gloo rank."""
+    return _groups[0] if _groups else None
+
+
+def _owns(backend: Any) -> bool:
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    return kind is not None and isinstance(backend, kind)
+
+
+def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
+    torch.cuda.set_device(device)  # each thread has one of its own, and this is a helper
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = ranks
+    options.group_name = group.group_name
+    backend = kind(store, group.rank(), group.size(), options)
+    backend._set_sequence_number_for_group()
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _abort(backend: Any) -> None:
+    # It also raises when it took longer than the group's limit; the deadline of who waits for it is shorter.
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
+_KIND = Kind(owns=_owns, connect=_connect, abort=_abort, connect_limit_s=_CONNECT_LIMIT_S)

@@ -1,0 +1,212 @@
+"""Ranks of the tests of `engine.groups.native`: plain processes, and a kind of groups over torch's own Gloo backends.
+
+Gloo stands in for NCCL where no GPU is: it is aborted by poison, which is safe while no operation is just beginning.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from axon_nb.engine.groups import gloo, nccl, recovery
+from axon_nb.engine.groups.abort import raise_if_aborted
+from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.engine.groups.wrappers import reset_wrappers
+
+__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained"]
+
+CPU = torch.device("cpu")
+LIMIT = timedelta(seconds=60)
+
+
+def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], limit: timedelta, device: torch.device) -> Any:
+    return gloo.connect(store, group.rank(), group.size(), timeout=limit, give_up=raise_if_aborted)
+
+
+def _abort(backend: Any) -> None:
+    gloo.poison(backend)
+    gloo.leak(backend)
+
+
+GLOO = Kind(
+    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_limit_s=20.0
+)
+
+
+def groups_on(store: Store) -> NativeGroups:
+    """The Gloo groups of this process, as those of a kind with an abort."""
+    return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT)
+
+
+def run_on_ranks(body: Callable[..., Any], size: int, folder: Path, **environ: str) -> dict[int, Any]:
+    """What `body(rank, store)` returns in each of `size` processes with a default group of torch's own; plain values.
+
+    Args:
+        body: A function of a module.
+        size: Number of processes.
+        folder: An empty one.
+        **environ: Environment variables of the processes.
+    """
+    code = "import sys; from tests.engine.swap_ranks import be_rank; be_rank(*sys.argv[1:])"
+    arguments = [body.__module__, body.__name__, str(size), str(folder)]
+    env = {**os.environ, **environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    processes = []
+    for rank in range(size):
+        with (folder / f"{rank}.err").open("w") as errors:
+            command = [sys.executable, "-c", code, *arguments, str(rank)]
+            processes.append(subprocess.Popen(command, env=env, stderr=errors))
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(150) == 0, (folder / f"{rank}.err").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {rank: ast.literal_eval((folder / f"{rank}.out").read_text()) for rank in range(size)}
+
+
+def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
+    """The life of such a process."""
+    torch.set_num_threads(1)
+    base = Path(folder)
+    store = dist.FileStore(str(base / "default"), int(size))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=LIMIT)
+    body = getattr(importlib.import_module(module), name)
+    result = body(int(rank), dist.FileStore(str(base / "forms"), int(size)))
+    dist.barrier()
+    (base / f"{rank}.out").write_text(repr(result))
+    os._exit(0)  # a poisoned Gloo backend cannot be freed
+
+
+def be_newcomer(folder: str, groups: str, epoch: str) -> None:
+    """The life of a process that takes the place of rank 1 of 2, as `engine.bootstrap.join` does on NCCL.
+
+    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the forming.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
+    kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
+    store = dist.FileStore(str(Path(folder) / "forms"), 2)
+    nccl.install(store, device=CPU, timeout=LIMIT, kind=kind).reform(int(epoch))
+    recovery.agree_on_names()
+    print(sums(1), flush=True)
+    os._exit(0)
+
+
+def sums(rank: int) -> list[float]:
+    """An all_reduce in each group that is there, and in a new one: the same on all ranks."""
+    found = []
+    dist.new_group([0, 1], backend="gloo")
+    names = sorted(dist.distributed_c10d._world.pg_names, key=lambda group: (len(group.group_name), group.group_name))
+    for group in names:
+        tensor = torch.full((2,), rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        found += tensor.tolist()
+    dist.barrier()
+    return found
+
+
+def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same small model on all ranks, wrapped, with an optimizer that has state."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if kind == "ddp":
+        model: nn.Module = DistributedDataParallel(plain)
+    else:
+        for layer in (plain[0], plain[2]):
+            fully_shard(layer)
+        model = fully_shard(plain)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, between: Callable[[str], None]
+) -> None:
+    """One training step on this rank's own data; `between` is called with where it is."""
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+    middle = next(module for module in model.modules() if isinstance(module, nn.Tanh))
+
+    def within(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        between("in forward")
+        output.register_hook(lambda gradient: between("in backward"))
+
+    optimizer.zero_grad()
+    handle = middle.register_forward_hook(within)
+    try:
+        loss = model(data).square().mean()
+        loss.backward()
+    finally:
+        handle.remove()
+    between("step")
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> list[float]:
+    """All parameters, whole."""
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [float(x) for x in torch.cat([part.detach().flatten() for part in parts])]
+
+
+class Stop(Exception):
+    """Raised in the middle of a step."""
+
+
+def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str], *, forced: bool = False) -> list[float]:
+    """Weights after as many steps as `stops` has; each is first run up to its place, aborted and run again.
+
+    Args:
+        kind: ``ddp`` or ``fsdp``.
+        rank: This rank.
+        groups: What is aborted and formed anew.
+        stops: For each step, where it stops; empty: it does not.
+        forced: Whether FSDP2 modules are reset as for a torch without `reset_iter_state`.
+    """
+    model, optimizer = make(kind)
+    for number, place in enumerate(stops):
+
+        def between(here: str, place: str = place) -> None:
+            if here == place:
+                raise Stop
+
+        try:
+            step(model, optimizer, number, rank, between)
+        except Stop:
+            # All ranks are here: nothing is just beginning.
+            assert groups.abort(limit_s=20) == []
+            groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number + 500 * forced)
+            _reset(model, forced=forced)
+            step(model, optimizer, number, rank, lambda here: None)
+    return weights(model)
+
+
+def _reset(model: nn.Module, *, forced: bool) -> None:
+    if not forced:
+        reset_wrappers()
+        return
+    from axon_nb.engine.groups import fsdp_reset
+
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "_get_fsdp_state") else []:
+            group._all_gather_result = None
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+                parameter.unsharded_accumulated_grad = None
+    fsdp_reset.reset_root_by_hand(model)

@@ -1,0 +1,44 @@
+"""No optimizer step is begun while the cell is being ended; CUDA's part is in tests/gpu."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from axon_nb.engine.groups import fence
+from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
+
+
+@pytest.fixture
+def fenced() -> Iterator[torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    remove = fence.install()
+    yield torch.optim.SGD([parameter], lr=1.0)
+    remove()
+    stand_down("")
+
+
+def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optimizer) -> None:
+    fenced.step()
+    (parameter,) = fenced.param_groups[0]["params"]
+    assert parameter.tolist() == [0.0, 0.0]
+    ABORT.set()
+    with pytest.raises(Aborted, match=r"aborted before optimizer.step"):
+        fenced.step()
+    assert parameter.tolist() == [0.0, 0.0]
+    stand_down("rank 1 is dead")  # groups are broken: a step needs none
+    fenced.step()
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort() -> None:
+    looks = iter([False, False, True])
+    fence.wait_for(lambda: next(looks))
+    threading.Timer(0.2, ABORT.set).start()
+    with pytest.raises(Aborted):
+        fence.wait_for(lambda: False)
+    stand_down("")

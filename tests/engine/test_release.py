@@ -1,0 +1,73 @@
+"""A failed cell keeps no memory: what its functions held in local variables is free when the next cell begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+PREPARE = """%%distributed
+import gc, time, weakref
+kept = []
+def hold():
+    big = torch.zeros(1000)
+    kept.append(weakref.ref(big))
+    return big
+def raises():
+    big = hold()
+    raise ValueError("as asked")
+def waits():
+    big = hold()
+    if rank == 0:
+        raise ValueError("as asked")
+    dist.barrier()
+def works():
+    big = hold()
+    while True:
+        big += 1
+def runs_out():
+    big = hold()
+    try:
+        raise MemoryError("out of memory")
+    except MemoryError as error:
+        mine = error  # the frame holds the error, which holds the frame
+        raise
+def returns(big):
+    return big.sum()
+gc.disable()
+"""
+LOOK = "%%distributed\nlen(kept), [ref() is None for ref in kept], gc.isenabled()"
+
+
+@pytest.fixture
+def kernel(own_kernel: Kernel) -> Kernel:
+    own_kernel.ok(PREPARE)
+    return own_kernel
+
+
+def _expect_all_free(kernel: Kernel, count: int) -> None:
+    freed = ", ".join(["True"] * count)
+    assert kernel.ok(LOOK).lines() == [f"[ranks 0-1] ({count}, [{freed}], False)"]
+    kernel.ok("%%distributed\ngc.enable()")
+
+
+@pytest.mark.parametrize("call", ["raises", "waits", "runs_out"])
+def test_a_failed_cell_holds_no_tensor_of_its_functions(kernel: Kernel, call: str) -> None:
+    reply = kernel.run(f"%%distributed\n{call}()")
+    assert not reply.ok
+    assert "as asked" in reply.traceback or "out of memory" in reply.traceback
+    _expect_all_free(kernel, 1)
+
+
+def test_an_error_that_a_handler_raises_holds_none_of_the_first_either(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\ntry:\n    raises()\nexcept ValueError:\n    raises()")
+    assert "During handling of the above exception" in reply.traceback
+    _expect_all_free(kernel, 2)
+
+
+def test_an_interrupted_cell_holds_none(kernel: Kernel) -> None:
+    request = kernel.submit("%%distributed\nprint('begun', flush=True)\nworks()")
+    kernel.wait_for_output(request, "begun")
+    kernel.interrupt()
+    assert not kernel.collect(request).ok
+    _expect_all_free(kernel, 1)

@@ -1,0 +1,136 @@
+"""Recovery where there is a GPU: one rank on NCCL, and ranks that share the card over Gloo.
+
+What takes two GPUs is not here: an abort of a collective that waits for a peer, and a connect that is cut short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.script import Script
+
+pytestmark = pytest.mark.gpu
+
+TRAIN = """
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(device))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+def step(number, fail=None):
+    torch.manual_seed(100 * number + rank)
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8, device=device)).square().mean()
+    if rank == fail:
+        raise ValueError("as asked")
+    loss.backward()
+    optimizer.step()
+def weights():
+    return [round(x, 6) for x in torch.cat([p.detach().flatten().cpu() for p in model.parameters()]).tolist()]
+"""
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with one rank on NCCL."""
+    with Script(tmp_path_factory.mktemp("nccl")) as script:
+        script.ok("import signal, axon_nb\nc = axon_nb.start(1, backend='nccl')", timeout=120)
+        yield script
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def shared_card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with some ranks on the first card, over Gloo."""
+    with Script(tmp_path_factory.mktemp("gloo")) as script:
+        start = f"c = axon_nb.start({request.param}, backend='gloo', devices='0')\nlast = {request.param - 1}"
+        script.ok(f"import signal, axon_nb\n{start}", timeout=120)
+        yield script
+
+
+def test_the_same_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> None:
+    nccl.ok(f"c.run({TRAIN!r})", timeout=120)
+    undisturbed = nccl.value("c.run('for i in range(4): step(i)\\nweights()')[0]")
+    nccl.ok(f"c.run({TRAIN!r})")
+    nccl.ok("c.run('group = dist.group.WORLD\\nbackend = group._get_backend(device)\\nfor i in range(2): step(i)')")
+    answer = nccl.run("c.run('dist.all_reduce(torch.ones(1, device=device))\\nstep(2, fail=0)')", timeout=90)
+    assert answer.kinds[0] == "CellError"
+    assert "Recovery on NCCL has not been tried on several GPUs." in answer.out
+    assert nccl.value("c.run('group is dist.group.WORLD, backend is group._get_backend(device)')[0]") == (True, False)
+    assert nccl.value("c.run('step(2); step(3)\\nweights()')[0]") == undisturbed
+    assert nccl.value("c.run('dist.barrier()\\ndist.get_backend()')[0]") == "nccl"
+    assert nccl.value("c.run('t = torch.ones(2, device=device); dist.all_reduce(t)\\nt.tolist()')[0]") == [1.0, 1.0]
+
+
+def test_an_interrupt_while_the_gpu_is_busy_ends_the_cell(nccl: Script) -> None:
+    busy = "x = torch.ones(4096, 4096, device=device)\nwhile True:\n    x = x @ x * 1e-4\n    torch.cuda.synchronize()"
+    answer = nccl.run(f"c.run({busy!r}, timeout=3)", timeout=60)
+    assert "CellTimeout" in answer.kinds
+    assert nccl.value("c.run('t = torch.ones(1, device=device); dist.all_reduce(t)\\nt.item()')[0]") == 1.0
+
+
+def test_after_running_out_of_memory_the_next_smaller_step_works(nccl: Script) -> None:
+    code = """
+free, total = torch.cuda.mem_get_info()
+def too_much():
+    held = torch.empty(int(free * 0.6), dtype=torch.uint8, device=device)
+    return held, torch.empty(int(free * 0.6), dtype=torch.uint8, device=device)
+too_much()
+"""
+    answer = nccl.run(f"c.run({code!r})")
+    assert answer.kinds[0] == "CellError"
+    assert "out of memory" in answer.message
+    assert "lost the CUDA context" not in answer.message
+    smaller = "t = torch.empty(int(free * 0.6), dtype=torch.uint8, device=device)\nt.numel() > 0"
+    assert nccl.value(f"c.run({smaller!r})[0]") is True
+    nccl.ok("c.run('del t; torch.cuda.empty_cache()')")
+
+
+@pytest.mark.parametrize("trigger", ["raise ValueError('as asked')", "while True: torch.ones(9, device=device).sum()"])
+def test_ranks_that_share_a_card_are_free_after_a_failure(shared_card: Script, trigger: str) -> None:
+    cell = f"if rank == 0:\n    {trigger}\nt = torch.ones(3, device=device)\ndist.all_reduce(t)\nt.tolist()"
+    for _ in range(5):
+        answer = shared_card.run(f"c.run({cell!r}, timeout=3)", timeout=60)
+        assert "CellError" in answer.kinds
+        total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+        assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")
+
+
+def test_a_killed_rank_on_a_shared_card_is_replaced(shared_card: Script) -> None:
+    for _ in range(3):
+        answer = shared_card.run(
+            "c.run('import os, signal\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\\ndist.barrier()')",
+            timeout=60,
+        )
+        assert "rank 1 was killed by SIGKILL" in answer.message
+        assert shared_card.value("c.repair()") == [1]
+        total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+        assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")
+
+
+def test_training_on_a_shared_card_is_the_same_after_an_abort(shared_card: Script) -> None:
+    shared_card.ok(f"c.run({TRAIN!r})", timeout=120)
+    undisturbed = shared_card.value("dict(c.run('for i in range(3): step(i)\\nweights()').values)")
+    shared_card.ok(f"c.run({TRAIN!r})")
+    shared_card.ok("c.run('step(0)')")
+    assert shared_card.run("c.run('step(1, fail=1)')").kinds[0] == "CellError"
+    assert shared_card.value("dict(c.run('step(1); step(2)\\nweights()').values)") == undisturbed
+
+
+def test_a_device_side_assert_is_told_and_repaired(shared_card: Script) -> None:
+    code = """
+if rank == 1:
+    torch.zeros(4, device=device)[torch.tensor([9], device=device)]
+    torch.cuda.synchronize()
+"""
+    answer = shared_card.run(
+        "try:\n    c.run(" + repr(code) + ")\nexcept axon_nb.CellError as error:\n"
+        "    report = '\\n'.join(error._render_traceback_())\nreport",
+        timeout=60,
+    )
+    assert "Rank 1 has lost the CUDA context" in str(answer.value)
+    assert "`%distributed repair --ranks 1`" in str(answer.value)
+    assert shared_card.value("c.repair('1')") == [1]
+    total = "t = torch.ones(1, device=device); dist.all_reduce(t)\nt.item()"
+    assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")

@@ -1,0 +1,45 @@
+"""A lost CUDA context is told from other errors, with the way back."""
+
+from __future__ import annotations
+
+import pytest
+
+from axon_nb.cluster.cuda_errors import context_hint, lost_contexts
+from axon_nb.cluster.failures import cell_error
+from axon_nb.cluster.result import RankError
+
+ASSERT = (
+    "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15.00 GiB"
+
+
+def _raised(rank: int, text: str) -> RankError:
+    return RankError(rank, "raised", "AcceleratorError", text, ("line 1",))
+
+
+@pytest.mark.parametrize(
+    "text", [ASSERT, "CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"]
+)
+def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
+    errors = {2: _raised(2, text), 0: RankError(0, "ended", "Aborted", "waited in barrier")}
+    assert lost_contexts(errors) == [2]
+    error = cell_error(errors, first=[2, 0], hint=context_hint(errors))
+    assert "Rank 2 has lost the CUDA context" in "\n".join(error._render_traceback_())
+    assert "`%distributed repair --ranks 2`" in "\n".join(error._render_traceback_())
+    both = {1: _raised(1, text), 2: _raised(2, text)}
+    assert context_hint(both).startswith("Ranks 1-2 have lost the CUDA context")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _raised(0, FULL),
+        _raised(0, "device-side assert triggered"),  # no word of CUDA: any code may say so
+        RankError(0, "ended", "Aborted", ASSERT),
+        RankError(0, "died", "", "was killed by SIGKILL"),
+    ],
+)
+def test_other_errors_are_not(error: RankError) -> None:
+    assert lost_contexts({0: error}) == []
+    assert context_hint({0: error}) == ""
