@@ -3,6 +3,9 @@
 Ranks of one host share a small file for each group. Before an operation a rank writes down what it brings, then reads
 what those who came before have written: of two that differ the later one raises, and has sent nothing. Who only writes
 never waits. Some 2-5 us an operation.
+
+Each word of the file is stored and loaded whole (`struct` does so byte by byte, over zeros). The number of an entry is
+cleared before the entry is written, and written after it; before anything is said both are read again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import hashlib
 import mmap
 import os
-import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +31,11 @@ __all__ = ["Table", "cell_begins", "open_table"]
 
 _RING = 8
 """Operations that a rank may be ahead and still be compared."""
-_PAIR = struct.Struct("<qq")
+_WORD_BYTES = 8
+_WORDS = 2
+"""Of one entry: its number, and what is brought."""
+_AGAIN_S = 0.001
+"""Before a difference is told it is read a second time: stores of other ranks may become visible in another order."""
 _cell = [0]
 """Which cell runs: the same number on all its ranks, up to 2 ** 18."""
 _PEERS = 16
@@ -107,33 +114,49 @@ class Table:
 
     def __init__(self, folder: Path, *, name: str, epoch: int, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._row = struct.Struct(f"<{2 * size}q")
         self._paired = size <= _PEERS
-        collectives = _RING * size * _PAIR.size
-        length = collectives + (2 * size * size * _RING * _PAIR.size if self._paired else 0)
-        self._base = collectives
+        self._base = _RING * size * _WORDS
+        words = self._base + (2 * size * size * _RING * _WORDS if self._paired else 0)
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._cell = 0
         self._path = folder / f"meet-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            length = words * _WORD_BYTES
             os.posix_fallocate(handle, 0, length)  # a full disk is an error here, and not a SIGBUS later
-            self._map = mmap.mmap(handle, length)
+            self._words = memoryview(mmap.mmap(handle, length)).cast("q")
         finally:
             os.close(handle)
         # Whatever was here under this name: all ranks have come so far before the first of them communicates.
         for step in range(_RING):
-            _PAIR.pack_into(self._map, step * self._row.size + rank * _PAIR.size, 0, 0)
+            self._write(self._place(step, rank), 0, 0)
         for peer in range(size if self._paired else 0):
-            sent = self._base + (rank * size + peer) * 2 * _RING * _PAIR.size
-            received = self._base + ((peer * size + rank) * 2 + 1) * _RING * _PAIR.size
-            for start in (sent, received):
-                self._map[start : start + _RING * _PAIR.size] = bytes(_RING * _PAIR.size)
+            for step in range(_RING):
+                self._write(self._pair_place(rank, peer, step, sends=True), 0, 0)
+                self._write(self._pair_place(peer, rank, step, sends=False), 0, 0)
 
     def close(self) -> None:
         """The group is formed anew, or gone."""
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+    def _place(self, sequence: int, rank: int) -> int:
+        return (sequence % _RING * self._size + rank) * _WORDS
+
+    def _pair_place(self, source: int, target: int, count: int, *, sends: bool) -> int:
+        row = (source * self._size + target) * 2 + (not sends)
+        return self._base + (row * _RING + count % _RING) * _WORDS
+
+    def _write(self, place: int, number: int, entry: int) -> None:
+        self._words[place] = 0
+        self._words[place + 1] = entry
+        self._words[place] = number
+
+    def _read_again(self, place: int, number: int) -> int | None:
+        """The entry, when it still is that of this number."""
+        time.sleep(_AGAIN_S)
+        entry = self._words[place + 1]
+        return entry if self._words[place] == number else None
 
     def compare(self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]) -> None:
         """Write down what this rank brings to collective number `sequence`, and compare it with what others bring.
@@ -149,16 +172,18 @@ class Table:
         """
         if not (entry := _fact(name, args)):
             return
-        base = (sequence % _RING) * self._row.size
-        # What it is before its number: a reader that sees the number sees the rest.
-        _PAIR.pack_into(self._map, base + self._rank * _PAIR.size, entry, sequence)
-        row = self._row.unpack_from(self._map, base)
-        if row.count(entry) == self._size:
+        place, start = self._place(sequence, self._rank), self._place(sequence, 0)
+        self._write(place, sequence, entry)
+        row = self._words[start : start + self._size * _WORDS].tolist()
+        if row[1::_WORDS].count(entry) == self._size:
             return
         for other in range(self._size):
-            theirs = row[2 * other]
+            number, theirs = row[_WORDS * other : _WORDS * (other + 1)]
             # Other operations do not exchange data: the deadlock watch tells of those.
-            if theirs != entry and row[2 * other + 1] == sequence and theirs >> 56 == entry >> 56:
+            if number != sequence or theirs == entry or theirs >> 56 != entry >> 56:
+                continue
+            theirs = self._read_again(self._place(sequence, other), sequence)
+            if theirs is not None and theirs != entry:
                 members = ranks()
                 if not (entry ^ theirs) & _ROOTS:  # the same root: that is not what differs
                     entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
@@ -188,18 +213,23 @@ class Table:
         # Messages of another cell or of another tag do not meet this one.
         number = (self._cell << 44) | ((count & 0xFFFFF) << 24) | (tag & 0xFFFFFF)
         source, target = (self._rank, peer) if sends else (peer, self._rank)
-        place = self._base + ((source * self._size + target) * 2 * _RING + count % _RING) * _PAIR.size
-        far = place + _RING * _PAIR.size
-        mine, theirs = (place, far) if sends else (far, place)
-        _PAIR.pack_into(self._map, mine, size, number)
-        other, seen = _PAIR.unpack_from(self._map, theirs)
-        sent, taken = (size, other) if sends else (other, size)
-        if seen == number and sent > taken:
+        self._write(self._pair_place(source, target, count, sends=sends), number, size)
+        far = self._pair_place(source, target, count, sends=not sends)
+        if self._words[far] != number or not _too_long(size, self._words[far + 1], sends=sends):
+            return
+        other = self._read_again(far, number)
+        if other is not None and _too_long(size, other, sends=sends):
+            sent, taken = (size, other) if sends else (other, size)
             members = ranks()
             raise UsageError(
                 f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
                 f"receives into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
             )
+
+
+def _too_long(mine: int, theirs: int, *, sends: bool) -> bool:
+    """Whether more is sent than is received."""
+    return mine > theirs if sends else theirs > mine
 
 
 def cell_begins(run: str) -> None:

@@ -1,0 +1,135 @@
+"""The table of sizes under load: ranks that bring the same are never told that they differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axon_nb.engine.groups.sizes import Table, cell_begins
+from axon_nb.errors import UsageError
+
+COUNT = 20_000
+RANK = """
+import mmap, os, sys
+from pathlib import Path
+import torch
+from axon_nb.engine.groups.sizes import Table, cell_begins
+folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+table = Table(folder, name="0", epoch=1, rank=rank, size=2)
+cell_begins("1")
+with (folder / "done").open("r+b") as file:
+    done = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
+print("here", flush=True)
+sys.stdin.readline()
+tensors = [torch.empty(size) for size in range(1, 12)]
+for number in range(1, count):
+    while done[1 - rank] < number - 1:  # in step: both come to each operation at about the same time
+        os.sched_yield()
+    brought = [tensors[number % 11]]
+    if kind == "pairs":
+        table.compare_pair("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
+    else:
+        table.compare("allreduce", (brought,), number, lambda: [0, 1])
+    done[rank] = number
+"""
+
+
+@pytest.mark.parametrize("kind", ["pairs", "collectives"])
+def test_ranks_that_agree_are_left_alone_however_their_reads_and_writes_meet(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "done").write_bytes(bytes(16))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(rank), kind, str(COUNT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in ranks:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+class Interleaved:
+    """The words of a table, with something done before each access to them."""
+
+    def __init__(self, words: Any, before: Callable[[int], None]) -> None:
+        self._words, self._before, self.accesses = words, before, 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self._count()
+        return self._words[key]
+
+    def __setitem__(self, key: Any, value: int) -> None:
+        self._count()
+        self._words[key] = value
+
+    def _count(self) -> None:
+        self._before(self.accesses)
+        self.accesses += 1
+
+
+@pytest.mark.parametrize("kind", ["pairs", "collectives"])
+@pytest.mark.parametrize("ahead", [1, 8, 9])
+def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path, kind: str, ahead: int) -> None:
+    tensors = [torch.empty(size) for size in range(1, 40)]
+    cell_begins("3")
+
+    def call(table: Table, rank: int, number: int) -> None:
+        brought = [tensors[number % len(tensors)]]
+        if kind == "pairs":
+            table.compare_pair("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
+        else:
+            table.compare("allreduce", (brought,), number, lambda: [0, 1])
+
+    for writer in range(2):
+        interrupted_at = accesses = 0
+        while interrupted_at <= accesses:
+            folder = tmp_path / f"{writer}-{interrupted_at}"
+            folder.mkdir()
+            tables = [Table(folder, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+            for number in range(1, 4):
+                call(tables[writer], writer, number)
+
+            def come(access: int, tables: list[Table] = tables, at: int = interrupted_at, rank: int = writer) -> None:
+                if access == at:
+                    for number in range(1, 4 + ahead):
+                        call(tables[1 - rank], 1 - rank, number)
+
+            words = Interleaved(tables[writer]._words, come)
+            tables[writer]._words = words  # type: ignore[assignment]
+            call(tables[writer], writer, 4)
+            accesses, interrupted_at = words.accesses, interrupted_at + 1
+        assert accesses >= 4
+
+
+def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
+    tables = [Table(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    cell_begins("2")
+    small, large = torch.empty(2), torch.empty(3)
+    tables[0].compare("allreduce", ([small],), 1, lambda: [4, 5])
+    with pytest.raises(UsageError, match="rank 5 brings 3 float32, rank 4 2 float32"):
+        tables[1].compare("allreduce", ([large],), 1, lambda: [4, 5])
+    tables[1].compare_pair("recv", ([small], 0, 7), lambda: [4, 5])
+    with pytest.raises(UsageError, match="rank 4 sends 12 bytes, and rank 5 receives into 8 bytes"):
+        tables[0].compare_pair("send", ([large], 1, 7), lambda: [4, 5])
