@@ -120,7 +120,7 @@ def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path,
             tables[writer]._words = words  # type: ignore[assignment]
             call(tables[writer], writer, 4)
             accesses, interrupted_at = words.accesses, interrupted_at + 1
-        assert accesses >= 4
+        assert accesses >= 3
 
 
 def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:

@@ -152,11 +152,11 @@ class Table:
         self._words[place + 1] = entry
         self._words[place] = number
 
-    def _read_again(self, place: int, number: int) -> int | None:
+    def _read_again(self, place: int, number: int, *, otherwise: int) -> int:
         """The entry, when it still is that of this number."""
         time.sleep(_AGAIN_S)
         entry = self._words[place + 1]
-        return entry if self._words[place] == number else None
+        return entry if self._words[place] == number else otherwise
 
     def compare(self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]) -> None:
         """Write down what this rank brings to collective number `sequence`, and compare it with what others bring.
@@ -182,8 +182,8 @@ class Table:
             # Other operations do not exchange data: the deadlock watch tells of those.
             if number != sequence or theirs == entry or theirs >> 56 != entry >> 56:
                 continue
-            theirs = self._read_again(self._place(sequence, other), sequence)
-            if theirs is not None and theirs != entry:
+            theirs = self._read_again(self._place(sequence, other), sequence, otherwise=entry)
+            if theirs != entry:
                 members = ranks()
                 if not (entry ^ theirs) & _ROOTS:  # the same root: that is not what differs
                     entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
@@ -217,8 +217,8 @@ class Table:
         far = self._pair_place(source, target, count, sends=not sends)
         if self._words[far] != number or not _too_long(size, self._words[far + 1], sends=sends):
             return
-        other = self._read_again(far, number)
-        if other is not None and _too_long(size, other, sends=sends):
+        other = self._read_again(far, number, otherwise=size)
+        if _too_long(size, other, sends=sends):
             sent, taken = (size, other) if sends else (other, size)
             members = ranks()
             raise UsageError(
