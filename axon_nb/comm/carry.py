@@ -72,6 +72,8 @@ def check_device(tensor: torch.Tensor, group: ProcessGroup, what: str) -> None:
     Raises:
         TensorError: NCCL and a tensor that is not on a GPU; a tensor without data.
     """
+    if tensor.is_cpu and group.facts.backend is not Backend.NCCL:
+        return
     if tensor.is_meta:
         raise TensorError(f"{what}: the tensor is on meta, without data; make it with device=….")
     if group.backend is Backend.NCCL and not tensor.is_cuda:

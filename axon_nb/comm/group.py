@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -13,7 +13,21 @@ from axon_nb.comm.errors import CommError, InvalidRank, NotInGroup, WorldClosed
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, MockBackend
 
-__all__ = ["GroupLike", "ProcessGroup", "checked_ranks", "resolve"]
+__all__ = ["GroupFacts", "GroupLike", "ProcessGroup", "checked_ranks", "resolve"]
+
+
+class GroupFacts(NamedTuple):
+    """What never changes of a group."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the members, ascending."""
+    backend: Backend
+    rank: int = -1
+    """This process's rank in the group; -1: it is no member."""
+    name: str = ""
+    """torch's name of the group."""
+    emits_spans: bool = False
+    """Whether the group itself records what it carries."""
 
 
 class ProcessGroup:
@@ -30,18 +44,24 @@ class ProcessGroup:
         WorldClosed: there is no world.
     """
 
-    ranks: tuple[int, ...]
-    """Global ranks of the members, ascending."""
-    _torch: Any
-    _backend: Backend
+    facts: GroupFacts
 
     def __init__(self, ranks: Iterable[int]) -> None:
         if not dist.is_initialized():
             raise WorldClosed("There is no world to make a group in: `World.init()` comes first.")
-        self.ranks = checked_ranks(ranks, dist.get_world_size())
-        self._backend = _backend_of(None)
-        made = dist.new_group(list(self.ranks))
-        self._torch = made if dist.get_rank() in self.ranks else None
+        chosen = checked_ranks(ranks, dist.get_world_size())
+        made = dist.new_group(list(chosen))
+        member = dist.get_rank() in chosen
+        self._torch: Any = made if member else None
+        self.facts = _facts_of(made, chosen) if member else GroupFacts(chosen, _backend_of(None))
+
+    @classmethod
+    def with_facts(cls, torch_group: Any, facts: GroupFacts) -> ProcessGroup:
+        """The group of torch's of which these facts are known; None: of which this process is no member."""
+        self = cls.__new__(cls)
+        self._torch = torch_group
+        self.facts = facts
+        return self
 
     @classmethod
     def wrap(cls, group: dist.ProcessGroup | None = None) -> ProcessGroup:
@@ -52,20 +72,14 @@ class ProcessGroup:
         """
         if group is None and not dist.is_initialized():
             raise WorldClosed("There is no world: `World.init()`, or run this in a `%%distributed` cell.")
-        self = cls.__new__(cls)
-        self._torch = dist.group.WORLD if group is None else group
-        self.ranks = tuple(dist.get_process_group_ranks(self._torch))
-        self._backend = _backend_of(self._torch)
-        return self
+        torch_group: Any = dist.group.WORLD if group is None else group
+        return cls.with_facts(torch_group, _facts_of(torch_group, tuple(dist.get_process_group_ranks(torch_group))))
 
     @classmethod
     def from_backend(cls, backend: Any) -> ProcessGroup:
         """The group of a backend that was made by hand, such as one of `MockBackend.create_world(4)`."""
-        self = cls.__new__(cls)
-        self._torch = backend.group
-        self.ranks = tuple(range(backend.world_size()))
-        self._backend = Backend(backend.kind)
-        return self
+        ranks, group = tuple(range(backend.world_size())), backend.group
+        return cls.with_facts(group, GroupFacts(ranks, Backend(backend.kind), group.rank(), group.group_name))
 
     @classmethod
     def mock(cls) -> ProcessGroup:
@@ -87,9 +101,14 @@ class ProcessGroup:
         return self._torch
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the members, ascending."""
+        return self.facts.ranks
+
+    @property
     def backend(self) -> Backend:
         """What carries the group's messages."""
-        return self._backend
+        return self.facts.backend
 
     def rank(self) -> int:
         """This process's rank in the group, from 0.
@@ -97,7 +116,9 @@ class ProcessGroup:
         Raises:
             NotInGroup: it is no member.
         """
-        return int(self.torch_group.rank())
+        if self._torch is None:
+            self.torch_group  # noqa: B018 - raises
+        return self.facts.rank
 
     def size(self) -> int:
         """Number of ranks in the group."""
@@ -140,7 +161,7 @@ GroupLike = ProcessGroup | dist.ProcessGroup | None
 
 # What never changes of a group of torch's. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
 # process down when it ends ("terminate called without an active exception").
-_facts: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Backend]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, GroupFacts] = weakref.WeakKeyDictionary()
 
 
 def resolve(group: Any) -> ProcessGroup:
@@ -158,18 +179,16 @@ def resolve(group: Any) -> ProcessGroup:
         return chosen
     torch_group: Any = dist.group.WORLD if group is None else group
     try:
-        facts = None if torch_group is None else _facts.get(torch_group)
+        facts = None if torch_group is None else _known.get(torch_group)
     except TypeError:
         raise _no_group(group) from None
-    if facts is None:
-        if torch_group is not None and not isinstance(torch_group, dist.ProcessGroup):
-            return resolve(_of_mesh(torch_group))
-        wrapped = ProcessGroup.wrap(torch_group)
-        _facts[wrapped._torch] = (wrapped.ranks, wrapped.backend)
-        return wrapped
-    known = ProcessGroup.__new__(ProcessGroup)
-    known._torch, (known.ranks, known._backend) = torch_group, facts
-    return known
+    if facts is not None:
+        return ProcessGroup.with_facts(torch_group, facts)
+    if torch_group is not None and not isinstance(torch_group, dist.ProcessGroup):
+        return resolve(_of_mesh(torch_group))
+    wrapped = ProcessGroup.wrap(torch_group)
+    _known[wrapped.torch_group] = wrapped.facts
+    return wrapped
 
 
 def _of_mesh(mesh: Any) -> Any:
@@ -213,6 +232,11 @@ def _as_rank(given: Any, name: str) -> int:
         return operator.index(given)
     except TypeError:
         raise InvalidRank(f"{name}: {given!r} is no rank; ranks are whole numbers from 0.") from None
+
+
+def _facts_of(group: Any, ranks: tuple[int, ...]) -> GroupFacts:
+    emits_spans = bool(getattr(group, "emits_spans", False))
+    return GroupFacts(ranks, _backend_of(group), int(group.rank()), str(group.group_name), emits_spans)
 
 
 def _backend_of(group: Any) -> Backend:

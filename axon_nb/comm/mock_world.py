@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm.errors import CommError, InvalidRank
-from axon_nb.comm.group import ProcessGroup, checked_ranks
+from axon_nb.comm.group import GroupFacts, ProcessGroup, checked_ranks
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, Hub, MockBackend, MockGroup, RankContext, Turns, isolated_threads, missing
 
@@ -96,10 +96,7 @@ class MockWorld:
 
     def new_group(self, ranks: Any) -> ProcessGroup:
         """A subgroup, as one who is no member sees it: it can be asked for its ranks."""
-        group = ProcessGroup.__new__(ProcessGroup)
-        group.ranks = checked_ranks(ranks, self._size)
-        group._torch, group._backend = None, Backend.MOCK
-        return group
+        return ProcessGroup.with_facts(None, GroupFacts(checked_ranks(ranks, self._size), Backend.MOCK))
 
     def _only_one(self, what: str) -> None:
         if self._size > 1:

@@ -56,7 +56,7 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     check_agreement(pg, "all_reduce", given, op=op)
     start, torch_group, size = now(), pg.torch_group, given.nbytes
     assert cargo.op is not None
-    if cargo.gathered_product:
+    if op is ReduceOp.PRODUCT and cargo.gathered_product:
         work = _multiply_all(cargo, pg, async_op)
     else:
         work = dist.all_reduce(cargo.buffer, cargo.op.torch_op, group=torch_group, async_op=async_op)
@@ -136,7 +136,7 @@ def reduce_scatter(
     start, torch_group, size = now(), pg.torch_group, given.nbytes
     assert cargo.op is not None
     own = pg.rank() * num_rows
-    if cargo.gathered_product:
+    if op is ReduceOp.PRODUCT and cargo.gathered_product:
         whole = given.clone()
         work = _multiply_all(Cargo(given, whole, cargo.op), pg, async_op)
         part = whole[own : own + num_rows]

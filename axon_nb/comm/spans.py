@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.records.span import Span
@@ -25,7 +24,6 @@ def record(group: ProcessGroup, name: str, start_ns: int, size: int, *, kind: st
         size: Payload on this rank, in bytes.
         kind: ``collective`` or ``p2p``.
     """
-    torch_group: Any = group.torch_group
-    if getattr(torch_group, "emits_spans", False):
-        return
-    emit(Span(group.ranks[torch_group.rank()], kind, name, start_ns, now(), torch_group.group_name, size))
+    facts = group.facts
+    if not facts.emits_spans:
+        emit(Span(facts.ranks[facts.rank], kind, name, start_ns, now(), facts.name, size))

@@ -23,6 +23,8 @@ _LABELLED_AT_ONCE = 32_000
 """Characters of a displayed text that still stands under one label."""
 _MEMORY = 64 << 20
 """Bytes that all ranks together may have waiting, at least."""
+_VALUE_WAITS_S = 0.25
+"""The value of a cell comes last: it may wait longer than a line for that of ranks which end a little later."""
 
 FixedBar = tuple[int, tuple[int, str, int], str]
 """(rank, key of its live row, text) of a bar that was shown and is finished."""
@@ -68,7 +70,7 @@ class Intake:
             bundle = read_bundle(rank, msg_type, content)
             if bundle is None or self._quiet:
                 return False
-            self._take_display(rank, bundle, now)
+            self._take_display(rank, bundle, now + (_VALUE_WAITS_S if msg_type == "execute_result" else 0.0))
         elif msg_type == "clear_output" and self._in_place:
             self._take_clear(rank, bool(content.get("wait")), now)
         else:
