@@ -14,6 +14,7 @@ from axon_nb._version import __version__
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from axon_nb import show
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.result import CellResult
     from axon_nb.cluster.startup import attach, start
@@ -43,6 +44,7 @@ __all__ = [
     "attach",
     "current_cluster",
     "load_ipython_extension",
+    "show",
     "start",
     "unload_ipython_extension",
 ]
@@ -65,6 +67,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Fetch a public name from its module on first use, and keep it."""
+    if name == "show":
+        return import_module("axon_nb.show")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,12 +13,14 @@ from axon_nb.records.waits import PendingCall, RankWaits
 __all__ = ["ask", "ask_waits", "read_waits"]
 
 
-def ask(client: RankClient, ranks: Iterable[int], msg_type: str, *, limit_s: float) -> dict[int, dict[str, Any]]:
+def ask(
+    client: RankClient, ranks: Iterable[int], msg_type: str, *, limit_s: float, **content: Any
+) -> dict[int, dict[str, Any]]:
     """The ranks' answers to one control request; those that do not answer within `limit_s` seconds are left out."""
     futures = {}
     for rank in ranks:
         with contextlib.suppress(KeyError):  # unregistered meanwhile
-            futures[rank] = client.request(rank, msg_type)
+            futures[rank] = client.request(rank, msg_type, **content)
     end = time.monotonic() + limit_s
     answers = {}
     for rank, future in futures.items():

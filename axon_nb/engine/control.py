@@ -15,6 +15,7 @@ from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import current
 from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.errors import UsageError
 
 __all__ = ["control_handlers"]
 
@@ -48,6 +49,15 @@ def control_handlers(
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
 
+    def tell_layouts(content: dict[str, Any]) -> dict[str, Any]:
+        # Loaded on first use: torch's distributed tensors take time, and few sessions look at shards.
+        from axon_nb.engine.layouts import layouts
+
+        try:
+            return {"shards": layouts(content["names"], gradients=bool(content.get("gradients")))}
+        except UsageError as error:
+            return {"refused": str(error)}
+
     def stop(content: dict[str, Any]) -> dict[str, Any]:
         stop_at(int(content["at"]), group=str(content["group"]))
         return {}
@@ -59,6 +69,7 @@ def control_handlers(
     return {
         "axon_abort": abort_cell,
         "axon_cells": tell_cells,
+        "axon_layouts": tell_layouts,
         "axon_stacks": stacks,
         "axon_status": status,
         "axon_stop": stop,

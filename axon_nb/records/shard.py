@@ -31,6 +31,16 @@ class Shard:
     """Such as ``cpu`` or ``cuda:0``."""
     bytes: int
     """Size of this part, padding included."""
+    padding: int = 0
+    """How many of these bytes are padding, which makes the parts of all ranks equal in size."""
+    axes: tuple[str, ...] = ()
+    """Names of the mesh axes, one a placement."""
+    mesh_shape: tuple[int, ...] = ()
+    """Number of ranks along each axis."""
+    coordinates: tuple[int, ...] = ()
+    """Where the rank is on each axis."""
+    gathered: bool = False
+    """Whether the tensor is sharded at rest and whole just now."""
 
     @property
     def fraction(self) -> float:

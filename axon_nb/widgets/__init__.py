@@ -6,11 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from axon_nb.widgets.shards import ShardsView
     from axon_nb.widgets.strip import RankStrip
 
-__all__ = ["RankStrip"]
+__all__ = ["RankStrip", "ShardsView"]
 
-_MODULE_OF = {"RankStrip": "strip"}
+_MODULE_OF = {"RankStrip": "strip", "ShardsView": "shards"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,115 @@
+"""Where a tensor lies on its mesh. Private hook: torch's computation of a DTensor's local shape and offset.
+
+Where it is missing the offset of a shard is that of an even split, as `torch.chunk` makes it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["Place", "missing", "place_of", "placed_local"]
+
+_utils: Any = importlib.import_module("torch.distributed.tensor._utils")
+_offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
+
+
+def missing() -> list[str]:
+    """Names of the hooks that this torch does not have."""
+    return [] if _offsets is not None else ["compute_local_shape_and_global_offset"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor on a mesh, seen from one rank; the fields are those of `records.shard.Shard`."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    placements: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    coordinates: tuple[int, ...] = ()
+    padding: int = 0
+
+
+def placed_local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def place_of(tensor: Any, *, group: Any = None, sharded: Any = None) -> Place:
+    """Where a tensor lies.
+
+    Args:
+        tensor: Any tensor.
+        group: The process group on which a plain tensor is kept equal.
+        sharded: The DTensor of which a plain tensor is the whole.
+    """
+    if isinstance(tensor, DTensor):
+        return _on_mesh(tensor, tensor.placements, padded=True)
+    if isinstance(sharded, DTensor):
+        return _on_mesh(sharded, [Replicate()] * sharded.device_mesh.ndim, padded=False)
+    shape = tuple(tensor.shape)
+    if group is not None:
+        place, size = (dist.get_rank(group),), (dist.get_world_size(group),)
+        return Place(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, place)
+    return Place(shape, (0,) * len(shape))
+
+
+def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> Place:
+    mesh = tensor.device_mesh
+    shape = tuple(tensor.shape)
+    offset = _offset(tensor, placements)
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    return Place(
+        shape,
+        offset,
+        tuple(_in_words(placement) for placement in placements),
+        tuple(names),
+        tuple(mesh.shape),
+        tuple(mesh.get_coordinate() or ()),
+        _padding(tensor, placements) if padded else 0,
+    )
+
+
+def _offset(tensor: Any, placements: Any) -> tuple[int, ...]:
+    mesh = tensor.device_mesh
+    if _offsets is not None:
+        _, offset = _offsets(tensor.shape, mesh, placements)
+        return tuple(int(start) for start in offset)
+    offset, shape, place = [0] * tensor.ndim, list(tensor.shape), mesh.get_coordinate() or ()
+    for axis, placement in enumerate(placements):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            chunk = math.ceil(shape[dim] / mesh.size(axis))
+            start = min(chunk * place[axis], shape[dim])
+            offset[dim] += start
+            shape[dim] = min(chunk, shape[dim] - start)
+    return tuple(offset)
+
+
+def _padding(tensor: Any, placements: Any) -> int:
+    """Bytes by which FSDP2 makes this shard as large as the others: there where the storage has room for them."""
+    local, shape, padding = tensor._local_tensor, list(tensor.shape), 0
+    used = local.numel() * local.element_size()
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        shape[dim] = math.ceil(shape[dim] / tensor.device_mesh.size(axis))
+        padding = math.prod(shape) * local.element_size() - used
+    return padding if padding > 0 and local.untyped_storage().nbytes() == used + padding else 0
+
+
+def _in_words(placement: Any) -> str:
+    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard is one for the reader
+        return f"Shard({dim})"
+    if placement.is_partial():
+        return f"Partial({placement.reduce_op})"
+    return "Replicate()" if placement.is_replicate() else str(placement)

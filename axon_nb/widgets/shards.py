@@ -1,0 +1,144 @@
+"""`%shards`: which rank holds which part of which tensor, live while cells run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from axon_nb.records.quantity import format_bytes
+from axon_nb.records.ranks import format_ranks
+from axon_nb.records.shard import Shard
+from axon_nb.widgets.shard_boxes import draw, text_color
+from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
+from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
+
+__all__ = ["ShardsView"]
+
+_STATIC = Path(__file__).parent / "static"
+_SEEN_S = 12.0
+_MAX_TENSORS = 2000
+
+
+class ShardsView(anywidget.AnyWidget):
+    """The parts of tensors as pictures, to filter and to look at, and as a treemap by bytes.
+
+    Args:
+        title: What is shown, such as ``model``.
+        shards: The parts on all ranks.
+        notes: Sentences below.
+    """
+
+    _esm = _STATIC / "shards.js"
+    _css = _STATIC / "shards.css"
+
+    content = traitlets.Dict().tag(sync=True)
+    """What is drawn; tensors refer to drawings by number, as many are alike."""
+
+    def __init__(self, title: str, shards: Sequence[Shard], notes: Sequence[str] = ()) -> None:
+        self._lock = threading.Lock()
+        self._title = title
+        self._seen = 0.0
+        self._tensors: list[PlacedTensor] = []
+        self._notes: list[str] = []
+        self._updates = 0
+        self._take(shards, notes)
+        super().__init__(content=_content(title, self._tensors, self._notes, self._updates))
+        # Held weakly: a view that nobody has any more is not kept by its own callback.
+        me = weakref.ref(self)
+        self.on_msg(lambda _, message, buffers: _heard(me, message))
+
+    @property
+    def watched(self) -> bool:
+        """Whether a page has shown it in the last seconds."""
+        return time.monotonic() - self._seen < _SEEN_S
+
+    def show(self, shards: Sequence[Shard], notes: Sequence[str] = ()) -> bool:
+        """Show these parts instead; from any thread. False when they are those that are shown already."""
+        with self._lock:
+            if not self._take(shards, notes):
+                return False
+            content = _content(self._title, self._tensors, self._notes, self._updates)
+        self.content = content
+        return True
+
+    def to_bundle(self) -> dict[str, str]:
+        """What is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        with self._lock:
+            return shards_bundle(self._title, self._tensors, self._notes)
+
+    def _take(self, shards: Sequence[Shard], notes: Sequence[str]) -> bool:
+        tensors = put_together(shards)
+        left_out = len(tensors) - _MAX_TENSORS
+        told = (
+            [*notes, f"{left_out} more tensors are left out: name a part of the model."] if left_out > 0 else [*notes]
+        )
+        tensors = tensors[:_MAX_TENSORS]
+        if (tensors, told) == (self._tensors, self._notes):
+            return False
+        self._tensors, self._notes = tensors, told
+        self._updates += 1
+        return True
+
+
+def _heard(me: weakref.ref[ShardsView], message: dict[str, Any]) -> None:
+    view = me()
+    if view is not None and message.get("op") == "here":
+        view._seen = time.monotonic()
+
+
+def _content(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str], updates: int) -> dict[str, Any]:
+    drawings: dict[str, int] = {}
+    rows = []
+    for tensor in tensors:
+        drawing = asdict(draw(tensor))
+        for box in drawing["boxes"]:
+            box["ink"] = text_color(box["color"])
+        number = drawings.setdefault(json.dumps(drawing), len(drawings))
+        sizes = {part.bytes for part in tensor.parts}
+        low, high = format_bytes(min(sizes)), format_bytes(max(sizes))
+        rows.append(
+            {
+                "name": tensor.name,
+                "role": tensor.role,
+                "kind": tensor.kind,
+                "shape": shown_shape(tensor),
+                "where": in_words(tensor),
+                "each": low if low == high else f"{low} to {high}",
+                "bytes": tensor.bytes,
+                "total": format_bytes(tensor.bytes),
+                "drawing": number,
+            }
+        )
+    return {
+        "heading": heading(title, tensors),
+        "totals": _totals(tensors),
+        "tensors": rows,
+        "drawings": [json.loads(drawing) for drawing in drawings],
+        "notes": list(notes),
+        "updates": updates,
+    }
+
+
+def _totals(tensors: Sequence[PlacedTensor]) -> list[dict[str, Any]]:
+    held = bytes_by_rank(tensors)
+    most = max(held.values(), default=0) or 1
+    groups: dict[int, list[int]] = {}
+    for rank, size in held.items():
+        groups.setdefault(size, []).append(rank)
+    return [
+        {
+            "ranks": f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}",
+            "size": f"{format_bytes(size)}{' each' if len(ranks) > 1 else ''}",
+            "part": size / most,
+        }
+        for size, ranks in groups.items()
+    ]

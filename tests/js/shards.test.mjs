@@ -1,0 +1,54 @@
+// The layout functions of axon_nb/widgets/static/shards.js, run by node's own test runner.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import test from "node:test";
+
+const source = readFileSync(new URL("../../axon_nb/widgets/static/shards.js", import.meta.url), "utf8");
+const shards = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+
+const area = (box) => box.width * box.height;
+
+test("areas of a treemap are in proportion, within the frame, and do not overlap", () => {
+  const values = [6, 6, 4, 3, 2, 2, 1, 0];
+  const boxes = shards.treemap(values, 600, 400);
+  values.forEach((value, i) => assert.ok(Math.abs(area(boxes[i]) - value * 10000) < 1e-6));
+  for (const box of boxes.slice(0, 7)) {
+    assert.ok(box.x >= -1e-9 && box.y >= -1e-9 && box.x + box.width <= 600 + 1e-6 && box.y + box.height <= 400 + 1e-6);
+    const ratio = Math.max(box.width / box.height, box.height / box.width);
+    assert.ok(ratio < 4, `${ratio} is no square`);
+  }
+  for (let i = 0; i < 7; i++) {
+    for (let j = i + 1; j < 7; j++) {
+      const [a, b] = [boxes[i], boxes[j]];
+      const wide = Math.min(a.x + a.width, b.x + b.width) - Math.max(a.x, b.x);
+      const tall = Math.min(a.y + a.height, b.y + b.height) - Math.max(a.y, b.y);
+      assert.ok(wide < 1e-6 || tall < 1e-6, `${i} and ${j} overlap`);
+    }
+  }
+});
+
+test("a treemap of nothing has no area", () => {
+  assert.deepEqual(shards.treemap([], 100, 100), []);
+  assert.deepEqual(shards.treemap([0, 0], 100, 100).map(area), [0, 0]);
+});
+
+test("the filter wants each of its words, anywhere", () => {
+  const tensors = [
+    { name: "block0.up.weight", role: "parameter", kind: "sharded", where: "rows over tp (2)" },
+    { name: "block1.up.weight", role: "gradient", kind: "sharded", where: "columns over dp (2)" },
+  ];
+  const names = (filter) => shards.matching(tensors, filter).map((tensor) => tensor.name);
+  assert.deepEqual(names(""), ["block0.up.weight", "block1.up.weight"]);
+  assert.deepEqual(names("UP dp"), ["block1.up.weight"]);
+  assert.deepEqual(names("block0 gradient"), []);
+});
+
+test("what lies differently than before is found by role and name", () => {
+  const tensor = (name, where, drawing) => ({ name, role: "parameter", where, drawing });
+  const before = { tensors: [tensor("a", "rows", 0), tensor("b", "rows", 0)], drawings: [{ width: 1 }] };
+  const after = { tensors: [tensor("b", "rows", 1), tensor("a", "copies", 0), tensor("c", "rows", 1)] };
+  after.drawings = [{ width: 2 }, { width: 1 }];
+  assert.deepEqual([...shards.changed(before, after)].sort(), ["parameter a", "parameter c"]);
+  assert.equal(shards.changed(null, after).size, 0);
+});

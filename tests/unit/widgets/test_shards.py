@@ -1,0 +1,138 @@
+"""Shards put together, drawn and told: every element of a tensor is in as many boxes as ranks have it."""
+
+from __future__ import annotations
+
+import itertools
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.records.shard import Shard
+from axon_nb.widgets.palette import contrast
+from axon_nb.widgets.shard_boxes import draw, drawing_svg, rank_color, text_color
+from axon_nb.widgets.shard_page import shards_bundle
+from axon_nb.widgets.shard_tensors import bytes_by_rank, in_words, put_together
+from axon_nb.widgets.shards import ShardsView
+
+
+def split(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], name: str = "w") -> list[Shard]:
+    """The parts of a tensor that each axis of a mesh splits along a dim, as `torch.chunk` does, or copies."""
+    shards = []
+    for rank, place in enumerate(itertools.product(*map(range, mesh))):
+        offset, local = [0] * len(shape), list(shape)
+        for axis, dim in enumerate(dims):
+            if dim is not None:
+                chunk = -(-local[dim] // mesh[axis])
+                start = min(chunk * place[axis], local[dim])
+                offset[dim], local[dim] = offset[dim] + start, min(chunk, local[dim] - start)
+        size = 4
+        for length in local:
+            size *= length
+        placements = tuple("Replicate()" if dim is None else f"Shard({dim})" for dim in dims)
+        axes = ("dp", "tp", "cp")[: len(mesh)]
+        shards.append(
+            Shard(
+                name, "parameter", rank, shape, tuple(local), tuple(offset), placements, "float32", "cpu", size,
+                axes=axes, mesh_shape=mesh, coordinates=place,
+            )
+        )  # fmt: skip
+    return shards
+
+
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, 0, 1])),
+)
+def test_boxes_cover_the_tensor_once(
+    shape: tuple[int, int], mesh: tuple[int, int], dims: tuple[int | None, int | None]
+) -> None:
+    (tensor,) = put_together(split(shape, mesh, dims))
+    drawing = draw(tensor)
+    assert tensor.ranks == tuple(range(mesh[0] * mesh[1]))
+    assert sum(box.width * box.height for box in drawing.boxes) == pytest.approx(
+        drawing.width * drawing.height, rel=0.01
+    )
+    for box in drawing.boxes:
+        assert box.x >= 0
+        assert box.y >= 0
+        assert box.x + box.width <= drawing.width + 0.02
+        assert box.y + box.height <= drawing.height + 0.02
+    held = sum(len(part.ranks) * part.shape[0] * part.shape[1] for part in tensor.parts)
+    assert tensor.bytes == 4 * held
+    assert sum(bytes_by_rank([tensor]).values()) == tensor.bytes
+
+
+def test_kinds_are_told_apart_in_words() -> None:
+    def words(*args: object, **change: object) -> str:
+        (tensor,) = put_together(split(*args))  # type: ignore[arg-type]
+        return in_words(tensor)
+
+    assert words((8, 6), (4,), (0,)) == "rows over dp (4)"
+    assert words((8,), (4,), (0,)) == "elements over dp (4)"
+    assert words((8, 6), (2, 2), (None, 1)) == "copies over dp (2), columns over tp (2)"
+    assert words((8, 6, 5), (2,), (2,)) == "dim 2 over dp (2)"
+    plain = [Shard("x", "tensor", rank, (3,), (3,), (0,), (), "float32", "cpu", 12) for rank in (0, 1)]
+    assert in_words(put_together(plain)[0]) == "ranks 0-1: each its own"
+    assert put_together(plain)[0].kind == "own"
+    summand = [
+        Shard("x", "tensor", r, (3,), (3,), (0,), ("Partial(sum)",), "float32", "cpu", 12, 0, ("dp",), (2,), (r,))
+        for r in (0, 1)
+    ]
+    assert in_words(put_together(summand)[0]) == "summands over dp (2)"
+    padded = [
+        Shard(
+            "x", "tensor", r, (3,), (2 - r,), (2 * r,), ("Shard(0)",), "float32", "cpu", 8, 4 * r, ("dp",), (2,), (r,)
+        )
+        for r in (0, 1)
+    ]
+    assert in_words(put_together(padded)[0]) == "elements over dp (2); 4 B of padding"
+
+
+def test_a_rank_that_holds_nothing_is_told() -> None:
+    (tensor,) = put_together(split((6, 10), (4,), (0,)))
+    drawing = draw(tensor)
+    assert len(drawing.boxes) == 3
+    assert drawing.empty == "rank 3: nothing"
+    assert drawing.boxes[2].words == "rank 2: [4:6, :], 2 × 10, 80 B, cpu"
+
+
+def test_tensors_that_only_some_ranks_have_stand_beside_the_others() -> None:
+    stage0, stage1 = split((4, 4), (1,), (None,), "a"), split((4, 4), (1,), (None,), "b")
+    moved = [Shard("b", "parameter", 1, (4, 4), (4, 4), (0, 0), (), "float32", "cpu", 64) for _ in stage1]
+    tensors = put_together([*moved, *stage0])
+    assert [(tensor.name, tensor.ranks) for tensor in tensors] == [("a", (0,)), ("b", (1,))]
+    assert in_words(tensors[1]) == "rank 1 alone"
+
+
+def test_colours_tell_sixteen_ranks_apart_and_can_be_read() -> None:
+    assert len({rank_color(rank) for rank in range(16)}) == 16
+    for rank in range(4):
+        color, _ = rank_color(rank)
+        assert min(contrast(color, page) for page in ("#FFFFFF", "#111111")) >= 3
+        assert contrast(color, text_color(color)) >= 4.5
+
+
+def test_the_bundle_needs_no_script_and_escapes_names() -> None:
+    tensors = put_together(split((8, 6), (4,), (0,), "<b>&"))
+    bundle = shards_bundle("model", tensors, ["One <note>."])
+    assert "&lt;b&gt;&amp;" in bundle["text/html"]
+    assert "One &lt;note&gt;." in bundle["text/html"]
+    assert "<script" not in bundle["text/html"]
+    assert bundle["text/plain"].startswith("model: 1 tensor on 4 ranks, 192 B in all, 48 B on each")
+    HTMLParser().feed(bundle["text/html"])
+    assert "<svg" in drawing_svg(draw(tensors[0]))
+
+
+def test_equal_tensors_share_a_drawing_and_updates_are_told() -> None:
+    shards = [shard for name in ("a", "b", "c") for shard in split((8, 6), (4,), (0,), name)]
+    view = ShardsView("model", shards)
+    assert len(view.content["drawings"]) == 1
+    assert [tensor["drawing"] for tensor in view.content["tensors"]] == [0, 0, 0]
+    assert view.show(shards) is False
+    assert view.show(split((8, 6), (4,), (None,), "a")) is True
+    assert view.content["updates"] == 2
+    assert view.watched is False
+    view.close()
