@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from axon_nb.engine.living import living
 from axon_nb.engine.session import current
 
-__all__ = ["held_alone", "is_sharded", "is_stage", "local_part", "mesh_type", "why_apart"]
+__all__ = ["apart_in_wrappers", "held_alone", "is_sharded", "is_stage", "local_part", "mesh_type", "why_apart"]
+
+
+_SPLIT = "is split over ranks"
 
 
 class _Absent:
@@ -56,25 +59,32 @@ def local_part(tensor: Any) -> torch.Tensor:
     return found
 
 
-def why_apart(tensors: Iterable[Any]) -> str:
-    """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that."""
+def apart_in_wrappers() -> dict[int, str]:
+    """Why the parameters of FSDP1 modules and of pipeline stages are no copies of other ranks' ones, by their `id`."""
+    modules, stages = living(
+        ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
+    )
+    found = {id(p): "is a stage of a pipeline" for stage in stages for p in stage.submod.parameters()}
+    return found | {id(parameter): _SPLIT for module in modules for parameter in module.parameters()}
+
+
+def why_apart(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
+    """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that.
+
+    Args:
+        tensors: Parameters, usually.
+        in_wrappers: From `apart_in_wrappers`, for who asks several times; None: found here.
+    """
     known = {id(tensor): tensor for tensor in tensors}
-    flat, split = _loaded("torch.distributed.fsdp._flat_param", "FlatParameter"), "is split over ranks"
+    flat = _loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
     for tensor in known.values():
         if isinstance(tensor, flat):
-            return split
+            return _SPLIT
         if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
-            return split
-    modules: list[tuple[torch.nn.Module, str]] = [
-        (module, split) for module in _living(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
-    ]
-    stages = _living(_loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
-    modules += [(stage.submod, "is a stage of a pipeline") for stage in stages]
-    return next((why for module, why in modules if any(id(p) in known for p in module.parameters())), "")
-
-
-def _living(kind: type) -> list[Any]:
-    return [] if kind is _Absent else [item for item in gc.get_objects() if issubclass(type(item), kind)]
+            return _SPLIT
+    wrapped = apart_in_wrappers() if in_wrappers is None else in_wrappers
+    return next((wrapped[tensor] for tensor in known if tensor in wrapped), "")
 
 
 def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:

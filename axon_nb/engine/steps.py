@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.stepping import step_depth
 from axon_nb.engine.session import current
-from axon_nb.engine.sharded import why_apart
+from axon_nb.engine.sharded import apart_in_wrappers, why_apart
 
 __all__ = ["OptimizerSteps", "recover"]
 
@@ -90,7 +90,9 @@ class OptimizerSteps:
             began), `steps`, `shapes` (a digest, equal where the same model is trained), `apart` (why it is no copy of
             other ranks' one; empty: it may be), and `communicated` (whether the cell has).
         """
-        communicated = activity.started() > self._calls
+        if not self._steps:
+            return []
+        communicated, in_wrappers = activity.started() > self._calls, apart_in_wrappers()
         names = {id(value): name for name, value in list(current().kernel.shell.user_ns.items()) if name[:1] != "_"}
         return [
             {
@@ -99,7 +101,7 @@ class OptimizerSteps:
                 "before": self._before.get(optimizer, 0),
                 "steps": steps,
                 "shapes": _digest(_parameters(optimizer)),
-                "apart": why_apart(_parameters(optimizer)),
+                "apart": why_apart(_parameters(optimizer), in_wrappers),
                 "communicated": communicated,
             }
             for optimizer, steps in list(self._steps.items())

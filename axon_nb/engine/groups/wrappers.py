@@ -5,42 +5,27 @@ Private hooks into torch; each step says what goes wrong without it (measured on
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
+from axon_nb.engine.living import living
 
 __all__ = ["rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
 
-def _living(kind: type) -> list[Any]:
-    # type() and not isinstance: lazy proxies answer the latter with side effects.
-    return [item for item in gc.get_objects() if issubclass(type(item), kind)]
-
-
-def _ddp_modules() -> list[Any]:
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    return _living(module.DistributedDataParallel) if module is not None else []
-
-
-def _fsdp_modules() -> list[Any]:
-    module = sys.modules.get("torch.distributed.fsdp")
-    return _living(module.FSDPModule) if module is not None else []
-
-
-def _schedules() -> list[Any]:
-    module = sys.modules.get("torch.distributed.pipelining.schedules")
-    return _living(module._PipelineSchedule) if module is not None else []
+_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+_FSDP = ("torch.distributed.fsdp", "FSDPModule")
+_SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 
 
 def reset_wrappers() -> int:
     """Reset every DDP and FSDP2 module and every pipeline schedule of this process; returns how many."""
-    ddp, fsdp, schedules = _ddp_modules(), _fsdp_modules(), _schedules()
-    reset_modules(ddp, fsdp, schedules)
-    return len(ddp) + len(fsdp) + len(schedules)
+    found = living(_DDP, _FSDP, _SCHEDULES)
+    reset_modules(*found)
+    return sum(map(len, found))
 
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
@@ -86,7 +71,7 @@ def _reset_schedule(schedule: Any) -> None:
 
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
-    for module in _ddp_modules():
+    for module in living(_DDP)[0]:
         renew_reducer(module)
 
 
