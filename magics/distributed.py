@@ -55,8 +55,9 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed start | status | stacks | stop | restart | repair | sync | attach | cancel | config`.
+        """`%distributed start | status | stop | restart | attach | config | stacks | repair | sync | cancel | vars | diff`.
 
+        vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
@@ -72,6 +73,8 @@ class DistributedMagics(Magics):
             "attach": self._attach,
             "cancel": self._cancel,
             "sync": self._sync,
+            "vars": self._vars,
+            "diff": self._diff,
             "config": self._config,
         }
         word, *rest = line.split() or [""]
@@ -95,6 +98,21 @@ class DistributedMagics(Magics):
     def _status(self, words: list[str]) -> Any:
         parse(LineParser("%distributed status", "Show the ranks."), words)
         return current.require("%distributed status").status()
+
+    def _vars(self, words: list[str]) -> Any:
+        parse(LineParser("%distributed vars", "Show the variables of the ranks."), words)
+        return current.require("%distributed vars").variables()
+
+    def _diff(self, words: list[str]) -> Any:
+        parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
+        parser.add_argument("name", metavar="NAME")
+        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="compare with (0)")
+        options = parse(parser, words)
+        found = current.require("%distributed diff").diff(options.name, options.source)
+        if len(found):
+            return found
+        print(f"{options.name!r} is the same on all ranks.")
+        return None
 
     def _stacks(self, words: list[str]) -> None:
         parser = LineParser("%distributed stacks", "Show where each rank is.")

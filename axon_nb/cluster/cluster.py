@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from axon_nb.cluster import presses, transfer
 from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.difference import difference_frame
 from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
 from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.namespace_table import variables_frame
 from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.repair import repair
@@ -171,6 +173,14 @@ class Cluster(CellRunning):
     def status(self) -> pd.DataFrame:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
         return status_frame(self.info())
+
+    def variables(self) -> pd.DataFrame:
+        """One row a variable of the ranks: type, shape, dtype, device, placements, bytes, whether ranks agree."""
+        return variables_frame(self)
+
+    def diff(self, name: str, reference: int = 0) -> pd.DataFrame:
+        """Where a variable of other ranks differs from that of the `reference` rank; empty when it does not."""
+        return difference_frame(self, name, reference)
 
     def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
         """Where each rank is: its Python stack and its communication call, also while it is stuck.

@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from axon_nb.engine.copy_pickle import NamespacePickler, reason
 from axon_nb.engine.groups import install
+from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 
 __all__ = ["give", "group_variables", "pack", "take"]
 
 _PIECE = 64 << 20
-_OWN = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
-"""Names that every rank has of its own."""
 
 
 class _Nowhere(io.RawIOBase):
@@ -43,7 +42,8 @@ class _Probe(NamespacePickler):
 def group_variables() -> dict[str, str]:
     """The variables of this rank that are process groups: name of the variable, name of the group."""
     groups = {id(group): group.group_name for group in install.all_groups()}
-    return {name: groups[id(value)] for name, value in _variables().items() if id(value) in groups}
+    variables = users_variables(current().kernel.shell)
+    return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
 
 def pack(names: Sequence[str] = ()) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
         `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
         parcel, and `surroundings`, which `take` wants.
     """
-    variables = _variables()
+    variables = users_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
     skipped = {name: f"is no variable of rank {current().config.rank}" for name in names if name not in variables}
     copied = {}
@@ -116,13 +116,6 @@ def take(source: int, size: int, digest: str, surroundings: dict[str, Any], grou
     for parameter, gradient in content["gradients"]:
         parameter.grad = gradient
     _set_random_state(content["random"])
-
-
-def _variables() -> dict[str, Any]:
-    shell = current().kernel.shell
-    hidden = {*shell.user_ns_hidden, *_OWN}
-    namespace = shell.user_ns.items()
-    return {name: value for name, value in list(namespace) if name not in hidden and not name.startswith("_")}
 
 
 def _dump(content: dict[str, Any]) -> bytearray:

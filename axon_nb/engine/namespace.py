@@ -11,7 +11,10 @@ import torch.distributed as dist
 from axon_nb.comm.world import World
 from axon_nb.engine.session import JoinConfig
 
-__all__ = ["inject_names", "set_environment"]
+__all__ = ["OWN_NAMES", "inject_names", "set_environment", "users_variables"]
+
+OWN_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
+"""Names that every rank has of its own."""
 
 
 def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.device) -> None:
@@ -26,6 +29,13 @@ def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.de
         dist=dist,
         torch=torch,
     )
+
+
+def users_variables(shell: Any) -> dict[str, Any]:
+    """What the user's cells have left in the namespace of an IPython shell; names with an underscore are not told."""
+    hidden = {*shell.user_ns_hidden, *OWN_NAMES}
+    namespace = list(shell.user_ns.items())  # a thread may ask while a cell runs
+    return {name: value for name, value in namespace if name not in hidden and not name.startswith("_")}
 
 
 def set_environment(config: JoinConfig) -> None:

@@ -11,9 +11,19 @@ from typing import Any
 import torch
 
 from axon_nb.engine.living import living
+from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 
-__all__ = ["apart_in_wrappers", "held_alone", "is_sharded", "is_stage", "local_part", "mesh_type", "why_apart"]
+__all__ = [
+    "apart_in_wrappers",
+    "held_alone",
+    "is_dtensor",
+    "is_sharded",
+    "is_stage",
+    "local_part",
+    "mesh_type",
+    "why_apart",
+]
 
 
 _SPLIT = "is split over ranks"
@@ -32,6 +42,11 @@ def _loaded(module: str, name: str) -> type:
 def mesh_type() -> type:
     """Torch's DeviceMesh."""
     return _loaded("torch.distributed.device_mesh", "DeviceMesh")
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether the value is a distributed tensor."""
+    return isinstance(value, _dtensor_type())
 
 
 def _dtensor_type() -> Any:
@@ -95,10 +110,8 @@ def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
         stage its indices), and `bytes` of those parts.
     """
     chosen = frozenset(ranks)
-    shell = current().kernel.shell
     found, within = [], set[int]()
-    variables = [(n, v) for n, v in shell.user_ns.items() if not n.startswith("_") and n not in shell.user_ns_hidden]
-    for name, value in variables:
+    for name, value in users_variables(current().kernel.shell).items():
         told = None
         with contextlib.suppress(Exception):  # an odd object of the user must not stand in the way of a repair
             told = _look(value, chosen)

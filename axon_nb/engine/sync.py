@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharded import is_sharded, is_stage, local_part, why_apart
 
@@ -73,10 +74,8 @@ def _record(kind: str, *, why_not: str, digest: str = "", size: int = 0, within:
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    shell = current().kernel.shell
-    for name, value in sorted(shell.user_ns.items(), key=lambda item: (not _wraps(item[1]), item[0])):
-        if not name.startswith("_") and name not in shell.user_ns_hidden:
-            yield name, value
+    variables = users_variables(current().kernel.shell)
+    yield from sorted(variables.items(), key=lambda item: (not _wraps(item[1]), item[0]))
 
 
 def _wraps(value: Any) -> bool:
