@@ -55,7 +55,7 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed start | status | stop | restart | attach | config | stacks | repair | sync | cancel | vars | diff`.
+        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff`.
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
