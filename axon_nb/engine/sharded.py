@@ -46,8 +46,17 @@ def is_sharded(obj: Any) -> bool:
 
 
 def is_stage(obj: Any) -> bool:
-    """Whether the object is one stage of a pipeline."""
-    return issubclass(type(obj), _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+    """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
+    kinds = (
+        _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"),
+        _pipeline_type(),
+        _loaded("axon_nb.parallel.three_d", "Parallel3D"),
+    )
+    return issubclass(type(obj), kinds)
+
+
+def _pipeline_type() -> type:
+    return _loaded("axon_nb.parallel.pipeline.held", "HeldStages")
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -70,6 +79,7 @@ def why_apart(tensors: Iterable[Any]) -> str:
     ]
     stages = _living(_loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
     modules += [(stage.submod, "is a stage of a pipeline") for stage in stages]
+    modules += [(pipeline.module, "is a stage of a pipeline") for pipeline in _living(_pipeline_type())]
     return next((why for module, why in modules if any(id(p) in known for p in module.parameters())), "")
 
 
@@ -162,5 +172,7 @@ def _part_bytes(tensor: Any, split: list[int], part: tuple[int, ...]) -> int:
 
 def _stages(stage: Any) -> list[tuple[int, int]]:
     """(stage, global rank) of all stages of its pipeline."""
+    if hasattr(stage, "stage_ranks"):
+        return list(stage.stage_ranks().items())
     ranks = torch.distributed.get_process_group_ranks(stage.group)
     return [(index, ranks[group_rank]) for index, group_rank in stage.stage_index_to_group_rank.items()]

@@ -116,6 +116,15 @@ class Parallel3D(nn.Module):
             )
         return batch.chunk(parts)[self.mesh.get_local_rank("dp") if parts > 1 else 0]
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.pipeline.num_stages
+
+    def stage_ranks(self) -> dict[int, int]:
+        """The global rank that holds each stage, among those with this rank's place on `dp` and `tp`."""
+        return self.pipeline.stage_ranks()
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

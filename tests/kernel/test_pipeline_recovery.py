@@ -8,7 +8,11 @@ from tests.kernel.driver import Kernel
 
 SETUP = """%%distributed
 import torch.nn as nn
-from axon_nb.parallel import Pipeline
+from axon_nb.parallel import Parallel3D, Pipeline, make_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+meshes = {"pp x dp": make_mesh(pp=2, dp=2), "pp x tp": make_mesh(pp=2, tp=2)}
 
 class Fuse(torch.autograd.Function):
     @staticmethod
@@ -38,7 +42,12 @@ def build(schedule):
     global pipe, optimizer
     torch.manual_seed(7)
     model = nn.Sequential(*(Block() for _ in range(8)))
-    pipe = Pipeline.split(model, schedule=schedule, num_microbatches=8, loss=nn.functional.mse_loss)
+    options = dict(num_microbatches=8, loss=nn.functional.mse_loss)
+    if schedule in meshes:
+        plan = {"*.linear": ColwiseParallel(output_layouts=Replicate())} if "tp" in schedule else None
+        pipe = Parallel3D(model, meshes[schedule], tp_plan=plan, **options)
+    else:
+        pipe = Pipeline.split(model, schedule=schedule, **options)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
 
 def step(number):
@@ -49,11 +58,11 @@ def step(number):
     optimizer.step()
 
 def weights():
-    return [value.detach().clone() for value in pipe.parameters()]
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in pipe.parameters()]
 
 armed = ""
 good = {}
-for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"):
     build(schedule)
     for number in range(3):
         step(number)
@@ -62,7 +71,7 @@ for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"])
 def test_a_step_is_run_again_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
     if "True" not in kernel.ok("%%distributed\nprint('good' in globals())").stdout:
         kernel.ok(SETUP, timeout=120)
@@ -88,3 +97,17 @@ spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
 (sorted({span.name for span in spans} - {"RECV_F", "RECV_B", "SEND_F", "SEND_B"}), {s.microbatch for s in spans})
 """
     assert kernel.ok(code, timeout=60).lines() == ["[ranks 0-3] (['B', 'F'], {0, 1, 2, 3})"]
+
+
+def test_a_pipeline_of_which_a_stage_is_lost_is_named() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        code = "from axon_nb.parallel import Pipeline\n"
+        code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
+        kernel.ok(f"%%distributed\n{code}")
+        told = "`pipe` is a stage of a pipeline"
+        assert told in kernel.run("%distributed sync pipe").traceback
+        kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
+        lines = kernel.ok("%distributed repair --from 0").lines()
+        assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines
+        assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`pipe`): load a checkpoint")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from axon_nb.comm import World
-from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineStage
+from axon_nb.parallel import DDP, Pipeline, PipelineMemoryStats, PipelineStage, axis_group, make_mesh
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.records import trace
 from tests.comm.models import blocks, loss_of
 from tests.parallel.conftest import make
 from tests.parallel.pipelines import CASES, Trained, batches, in_one_process, train, whole
@@ -248,6 +249,48 @@ def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
         assert set(found) == set(wanted)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_stages_in_ddp(four: Any, schedule: str) -> None:
+    """Two copies of a pipeline of two ranks, each with half of the samples."""
+
+    def work(world: World) -> Any:
+        mesh = make_mesh(dp=2, pp=2, device="cpu")
+        copies = axis_group(mesh, "dp")
+        pipe = Pipeline.split(
+            whole(), mesh["pp"], schedule=schedule, num_microbatches=3, loss=loss_of, wrap=lambda s: DDP(s, copies)
+        )
+        ((x, y),) = batches(1, 12)
+        mine = slice(6 * copies.rank(), 6 * copies.rank() + 6)
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(x[mine], y[mine])
+        return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    model = whole()
+    ((x, y),) = batches(1, 12)
+    loss_of(model(x), y).backward()
+    answers = four.run(work)
+    for pair in (answers[:2], answers[2:]):
+        found = _merged(pair)
+        assert set(found) == {name for name, _ in model.named_parameters()}
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
+
+
+def test_a_forward_is_recorded(two: Any) -> None:
+    def work(world: World) -> Any:
+        pipe = Pipeline.split(whole(), world, schedule="LoopedBFS", num_microbatches=3)
+        position = trace.ring.position
+        pipe(batches(1, 6)[0][0])
+        spans = [span for span in trace.ring.since(position)[0] if span.stage >= 0]
+        return Counter((span.name, span.stage) for span in spans)
+
+    assert two.run(work) == [
+        {("F", 0): 3, ("SEND_F", 0): 3, ("RECV_F", 2): 3, ("F", 2): 3, ("SEND_F", 2): 3},
+        {("RECV_F", 1): 3, ("F", 1): 3, ("SEND_F", 1): 3, ("RECV_F", 3): 3, ("F", 3): 3},
+    ]
 
 
 def test_a_pipeline_of_one_rank() -> None:

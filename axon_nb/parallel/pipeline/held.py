@@ -77,6 +77,10 @@ class HeldStages(nn.Module):
         """The rank of the group that has the last stage; rank 0 where stages go down and up in a V."""
         return self._rank_of(self.num_stages - 1)
 
+    def stage_ranks(self) -> dict[int, int]:
+        """The global rank that holds each stage."""
+        return {stage: self._group.ranks[self._rank_of(stage)] for stage in range(self.num_stages)}
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
