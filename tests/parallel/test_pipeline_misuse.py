@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from axon_nb.comm import CommError, World
-from axon_nb.parallel import Pipeline, PipelineSchedule
+from axon_nb.parallel import DDP, Pipeline, PipelineSchedule, axis_group, make_mesh
 from axon_nb.parallel.pipeline.schedule import check_counts
 from tests.comm.models import blocks, loss_of
 from tests.parallel.pipelines import batches, whole
@@ -104,6 +104,7 @@ def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
 
 def test_models_that_cannot_be_cut() -> None:
     def work(world: World) -> list[str]:
+        alone = axis_group(make_mesh(dp=1, pp=2, device="cpu"), "dp")
         tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         tied[1].weight = tied[0].weight
         return [
@@ -116,6 +117,7 @@ def test_models_that_cannot_be_cut() -> None:
             _told(lambda: Pipeline.split(whole(), world, split="time")),
             _told(lambda: Pipeline.split(whole(), world, split=lambda block: -1.0)),
             _told(lambda: Pipeline.split(tied, world)),
+            _told(lambda: Pipeline.split(whole(), world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))),
         ]
 
     starts = [
@@ -128,6 +130,7 @@ def test_models_that_cannot_be_cut() -> None:
         "split='time' runs the model once: give it sample=",
         "the costs are [-1.0, -1.0,",
         "1.weight of stage 1 is 0.weight of stage 0: each rank would train a copy of its own",
+        "ZBVZeroBubble with a stage in DDP: gradients of weights come without the hooks that DDP averages in",
     ]
     for told in World.mock(2).run(work):
         for text, start in zip(told, starts, strict=True):

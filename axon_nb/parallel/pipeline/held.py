@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
 from axon_nb.parallel.pipeline.split import Section
@@ -25,6 +27,9 @@ class HeldStages(nn.Module):
         schedule: Says which stages a rank holds.
         device: Where stages compute that do not say.
         wrap: Called with each of this rank's stages; what it returns computes.
+
+    Raises:
+        CommError: a stage in DDP, whose gradients the schedule computes without DDP's hooks.
     """
 
     def __init__(
@@ -51,6 +56,12 @@ class HeldStages(nn.Module):
             for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
                 self.module.add_module(name, child)
             self._computing[index] = stage if wrap is None else wrap(stage)
+            if schedule.splits_backward and isinstance(self._computing[index], DistributedDataParallel):
+                raise CommError(
+                    f"{schedule.value} with a stage in DDP: gradients of weights come without the hooks that DDP "
+                    "averages in; shard stages with fully_shard, or take a schedule with whole backwards, such as "
+                    "Interleaved1F1B."
+                )
 
     @property
     def group(self) -> ProcessGroup:

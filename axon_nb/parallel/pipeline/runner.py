@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
@@ -89,9 +90,10 @@ def _raised_in_a_stage(error: RuntimeError) -> BaseException | None:
 def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     """For a step in which torch first runs one microbatch to learn shapes: it leaves buffers and gradients as they are.
 
-    BatchNorm would count that microbatch twice, and torch drops all gradients of FSDP2 modules after it (2.13).
+    BatchNorm would count that microbatch twice; DDP would take the first backward for the last one, and average too
+    early; and torch drops all gradients of FSDP2 modules after it (2.13).
     """
-    handles = [_restoring(module) for module in modules if any(True for _ in module.buffers())]
+    restores = [_after_a_forward(module) for module in modules]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in kept:
@@ -99,21 +101,32 @@ def _untouched(modules: list[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for restore in restores:
+            restore()
         with torch.no_grad():
             for parameter, grad in kept:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def _restoring(module: nn.Module) -> Any:
-    """Have the buffers put back after the next forward."""
+def _after_a_forward(module: nn.Module) -> Callable[[], None]:
+    """Have buffers put back after the next forward, of which DDP is told that it averages nothing.
+
+    Returns:
+        What does so now, where it has not been done.
+    """
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    ddp: Any = module if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync else None
+    if ddp is not None:
+        ddp.require_backward_grad_sync = False
 
     def restore(*_: Any) -> None:
+        nonlocal kept
         handle.remove()
         for buffer, before in kept:
             buffer.data.copy_(before)  # by data: autograd has noted the buffers of this forward, which goes nowhere
+        kept = []
+        if ddp is not None:
+            ddp.require_backward_grad_sync = True
 
     handle = module.register_forward_hook(restore)
-    return handle
+    return restore

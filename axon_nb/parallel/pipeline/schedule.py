@@ -53,6 +53,11 @@ class PipelineSchedule(enum.Enum):
         """Whether stages go down the ranks and up again, so that rank 0 has the first and the last one."""
         return self in (PipelineSchedule.ZBV_ZERO_BUBBLE, PipelineSchedule.DUAL_PIPE_V)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return self.is_v or self is PipelineSchedule.INTERLEAVED_ZERO_BUBBLE
+
 
 _OTHER_NAMES = {
     PipelineSchedule.ONE_F_ONE_B: ("onefonebschedule",),
