@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.move import broadcast
@@ -42,6 +42,8 @@ class Parallel3D(nn.Module):
         num_microbatches: Parts of a rank's batch; None: as many as stages.
         schedule: In which order ranks compute.
         loss: Mean loss of one microbatch; None: `step` is given it.
+        mixed_precision: dtype of parameters and activations in forward and backward, such as `torch.bfloat16`;
+            gradients are averaged in float32. It comes with sharding, so it needs a `dp` of 2 or more.
         reshard_after_forward: Gather parameters for every microbatch anew; False: once a step, and keep them whole
             until its end.
         spans: Record every action.
@@ -63,13 +65,21 @@ class Parallel3D(nn.Module):
         num_microbatches: int | None = None,
         schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
         loss: Loss | None = None,
+        mixed_precision: torch.dtype | None = None,
         reshard_after_forward: bool = False,
         spans: bool = True,
     ) -> None:
         super().__init__()
         self.mesh = mesh
         self._plan = dict(tp_plan or {})
-        self._reshard = reshard_after_forward
+        self._fsdp: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+        if mixed_precision is not None:
+            if self._size("dp") == 1:
+                raise CommError(
+                    f"mixed_precision={mixed_precision} without a dp of 2 or more: it comes with FSDP; in one copy of "
+                    "the model, convert it, or use torch.autocast in its modules."
+                )
+            self._fsdp["mp_policy"] = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
         _check(model, mesh, self._plan)
         self.pipeline = Pipeline.split(
             model,
@@ -154,7 +164,7 @@ class Parallel3D(nn.Module):
         if self._size("tp") > 1:
             self._parallelize(stage)
         if self._size("dp") > 1:
-            options: dict[str, Any] = {"mesh": self.mesh["dp"], "reshard_after_forward": self._reshard}
+            options = {**self._fsdp, "mesh": self.mesh["dp"]}
             for child in stage.children():
                 if any(True for _ in child.parameters()):
                     fully_shard(child, **options)

@@ -252,7 +252,7 @@ def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_stages_in_ddp(four: Any, schedule: str) -> None:
     """Two copies of a pipeline of two ranks, each with half of the samples."""
 
