@@ -47,12 +47,11 @@ def is_sharded(obj: Any) -> bool:
 
 def is_stage(obj: Any) -> bool:
     """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
-    kinds = (
-        _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"),
-        _pipeline_type(),
-        _loaded("axon_nb.parallel.three_d", "Parallel3D"),
-    )
-    return issubclass(type(obj), kinds)
+    return issubclass(type(obj), (_stage_type(), _pipeline_type(), _loaded("axon_nb.parallel.three_d", "Parallel3D")))
+
+
+def _stage_type() -> type:
+    return _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase")
 
 
 def _pipeline_type() -> type:
@@ -74,17 +73,17 @@ def why_apart(tensors: Iterable[Any]) -> str:
             return split
         if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
             return split
-    modules: list[tuple[torch.nn.Module, str]] = [
-        (module, split) for module in _living(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+    wrapped, stage = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"), "is a stage of a pipeline"
+    modules = [
+        (item, split) if issubclass(type(item), wrapped) else (getattr(item, "submod", None) or item.module, stage)
+        for item in _living(wrapped, _stage_type(), _pipeline_type())
     ]
-    stages = _living(_loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
-    modules += [(stage.submod, "is a stage of a pipeline") for stage in stages]
-    modules += [(pipeline.module, "is a stage of a pipeline") for pipeline in _living(_pipeline_type())]
     return next((why for module, why in modules if any(id(p) in known for p in module.parameters())), "")
 
 
-def _living(kind: type) -> list[Any]:
-    return [] if kind is _Absent else [item for item in gc.get_objects() if issubclass(type(item), kind)]
+def _living(*kinds: type) -> list[Any]:
+    wanted = tuple(kind for kind in kinds if kind is not _Absent)
+    return [item for item in gc.get_objects() if issubclass(type(item), wanted)] if wanted else []
 
 
 def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from axon_nb.parallel import Pipeline
 from axon_nb.records import Span, trace
 from tests.comm.models import blocks, loss_of
 
-__all__ = ["CASES", "Trained", "batches", "in_one_process", "train", "whole"]
+__all__ = ["CASES", "Trained", "batches", "in_one_process", "merged", "train", "whole"]
 
 CASES = [
     # schedule, ranks, stages, microbatches
@@ -98,6 +99,13 @@ def train(
         _apply(pipe)
     told.output = pipe(x)
     return _finished(told, pipe)
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of all ranks; no name is on two."""
+    names = [name for part in parts for name in part]
+    assert len(names) == len(set(names))
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _apply(model: nn.Module) -> None:

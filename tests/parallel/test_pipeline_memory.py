@@ -10,15 +10,38 @@ from torch import nn
 
 from axon_nb.comm import CommError, World
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
-from axon_nb.parallel.pipeline import torch_hooks
+from axon_nb.parallel.pipeline import runner, torch_hooks
+from axon_nb.records import trace
 from tests.comm.models import loss_of
-from tests.parallel.pipelines import CASES, batches
+from tests.parallel.conftest import make
+from tests.parallel.pipelines import CASES, batches, whole
 
 LOOPED = ("Interleaved1F1B", "LoopedBFS")
 
 
 def test_torch_has_the_hooks() -> None:
     assert torch_hooks.missing() == []
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])
+def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hooks:
+        monkeypatch.setattr(runner, "missing", lambda: ["schedules._batch_p2p"])
+
+    def work(world: World) -> Any:
+        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of, spans=not hooks)
+        position = trace.ring.position
+        pipe.step(*batches(1, 8)[0])
+        spans = [span for span in trace.ring.since(position)[0] if span.stage >= 0]
+        return spans, pipe.peak_activations(), {name: p.grad for name, p in pipe.named_parameters()}
+
+    model = whole()
+    x, y = batches(1, 8)[0]
+    loss_of(model(x), y).backward()
+    for spans, peaks, gradients in World.mock(2).run(work):
+        assert (spans, peaks) == ([], {})
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
@@ -91,8 +114,6 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == 4], ids=str)
 def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) -> None:
-    from tests.parallel.conftest import make
-
     schedule, ranks, stages, microbatches = case
 
     def work(world: World) -> dict[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from axon_nb.comm import World
 from axon_nb.parallel import Pipeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.pipeline.split import balanced, costs_of
-from tests.parallel.pipelines import batches
 
 
 @settings(max_examples=200, deadline=None)
@@ -118,11 +116,3 @@ def test_a_gpt_learns_in_a_pipeline_as_in_one_process(two: Any, schedule: str) -
     for losses in two.run(work):
         assert losses == pytest.approx(expected, rel=1e-10)
     assert expected[-1] < expected[0]
-
-
-def test_time_is_not_counted_twice() -> None:
-    """A split by time leaves the clock of the model's own business alone: it runs each child a few times only."""
-    model = nn.Sequential(Busy(1), Busy(1))
-    start = time.perf_counter()
-    costs = costs_of(model, "time", batches(1, 4)[0][0].float().repeat(1, 8))
-    assert sum(costs.values()) <= time.perf_counter() - start

@@ -75,6 +75,7 @@ class StageWatch:
     """Records what one of torch's stages does as spans, and how many microbatches are live in it.
 
     A microbatch is live from the beginning of its forward to the end of its backward, or of its part for weights.
+    On GPUs times are those of the host, which launches work and runs ahead of it.
 
     Args:
         stage: torch's stage; from now on it is watched.
