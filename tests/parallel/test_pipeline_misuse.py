@@ -68,6 +68,9 @@ def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
             _told(lambda: pipe.step(x[:8] if first else None, None, loss_of)),
             _told(lambda: pipe.step(x[:8], y[:8])),
             _told(lambda: pipe.step(3 if first else None, y[:8], loss_of)),
+            _told(lambda: pipe.step((x[:8], None), y[:8], loss_of)),
+            _told(lambda: pipe.step(x[:8], [1, 2], loss_of)),
+            _told(lambda: pipe.step(torch.tensor(1.0), y[:8], loss_of)),
             _told(lambda: pipe.step((x, x[:8]), y[:8], loss_of)),
             _told(lambda: pipe(x[:2])),
             _told(pipe),
@@ -90,8 +93,11 @@ def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
         "x is missing (on rank 0).",
         "target is missing (on rank 1).",
         "there is no loss: pipe.step(x, target, loss), or Pipeline(…, loss=loss) (on rank 1).",
-        "x is int without a tensor: it is a tensor, or a tuple of tensors, with samples along dim 0 (on rank 0).",
-        "x is tuple of tensors with different numbers of samples along dim 0 (on rank 0).",
+        "x is int: it is a tensor, or a tuple of tensors, with samples along dim 0 (on rank 0).",
+        "x holds NoneType: it is a tensor, or a tuple of tensors, with samples along dim 0 (on rank 0).",
+        "target is list: it is a tensor with samples along dim 0 (on rank 1).",
+        "x is a number: it is a tensor, or a tuple of tensors, with samples along dim 0 (on rank 0).",
+        "x holds tensors of 8 and 10 samples: they have as many, along dim 0 (on rank 0).",
         (
             "x has 2 samples and num_microbatches=4: 2 / 4 = 0.5 is no whole number; a batch of 4 samples is "
             "cut evenly (on rank 0)."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
@@ -23,27 +23,37 @@ def as_args(x: Any) -> tuple[Any, ...]:
 
 
 def rows_of(value: Any) -> int:
-    """The number of samples: dim 0 of its tensors; -1 if it has none, -2 if they differ."""
-    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in _tensors(value)}
-    return sizes.pop() if len(sizes) == 1 else -2 if sizes else -1
+    """The number of samples: dim 0 of a tensor, or of the first of a tuple; -1 if there is none."""
+    first = value[0] if isinstance(value, tuple) and value else value
+    return len(first) if isinstance(first, torch.Tensor) and first.ndim else -1
 
 
-def described(value: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes of its tensors."""
-    return tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in _tensors(value))
+def described(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes and dtypes."""
+    return tuple((tuple(arg.shape), arg.dtype, arg.requires_grad) for arg in args if isinstance(arg, torch.Tensor))
 
 
-def refused(name: str, value: Any, num_microbatches: int) -> str | None:
-    """Why this cannot be cut into microbatches; None: it can."""
+def refused(name: str, value: Any, num_microbatches: int, *, several: bool = False) -> str | None:
+    """Why this cannot be cut into microbatches; None: it can.
+
+    Args:
+        name: What it is called.
+        value: A tensor; with `several` it may be a tuple of them.
+        num_microbatches: How many.
+        several: Whether it may be a tuple.
+    """
     if value is None:
         return f"{name} is missing"
-    rows = rows_of(value)
-    if rows < 0:
-        return f"{name} is {type(value).__name__}" + (
-            " without a tensor: it is a tensor, or a tuple of tensors, with samples along dim 0"
-            if rows == -1
-            else " of tensors with different numbers of samples along dim 0"
-        )
+    parts = value if several and isinstance(value, tuple) else (value,)
+    odd = [part for part in parts if not isinstance(part, torch.Tensor) or part.ndim == 0]
+    if odd or not parts:
+        kinds = "a tensor, or a tuple of tensors," if several else "a tensor"
+        what = "a number" if odd and isinstance(odd[0], torch.Tensor) else type(odd[0]).__name__ if odd else "empty"
+        return f"{name} {'is' if len(parts) < 2 else 'holds'} {what}: it is {kinds} with samples along dim 0"
+    counts = sorted({len(part) for part in parts})
+    if len(counts) > 1:
+        return f"{name} holds tensors of {' and '.join(map(str, counts))} samples: they have as many, along dim 0"
+    rows = counts[0]
     if rows == 0 or rows % num_microbatches:
         fewer, more = rows // num_microbatches * num_microbatches, -(-max(rows, 1) // num_microbatches)
         fits = " or ".join(str(n) for n in (fewer, more * num_microbatches) if n)
@@ -54,11 +64,9 @@ def refused(name: str, value: Any, num_microbatches: int) -> str | None:
     return None
 
 
-def microbatches(args: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """The arguments of each microbatch; what is no tensor is in all of them."""
-    leaves, structure = tree_flatten(args)
-    cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else (leaf,) * count for leaf in leaves]
-    return [tree_unflatten([parts[number] for parts in cut], structure) for number in range(count)]
+def microbatches(args: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
+    """The arguments of each microbatch."""
+    return list(zip(*(arg.chunk(count) for arg in args), strict=True))
 
 
 def merged(outputs: list[Any]) -> Any:
@@ -101,7 +109,3 @@ def agree(group: ProcessGroup, problem: str | None, *facts: int) -> list[list[in
 def _first(texts: Iterable[str | None], group: ProcessGroup) -> str:
     rank, text = next((rank, text) for rank, text in zip(group.ranks, texts, strict=True) if text is not None)
     return f"{text} (on rank {rank})."
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -203,7 +203,7 @@ class Pipeline(HeldStages):
 
     def _agree(self, x: Any, target: Any, *, training: bool, changed: bool) -> None:
         """Go on together, or not at all; and have torch's pipeline made anew where that is so on any rank."""
-        problem = refused("x", x, self.num_microbatches) if self.is_first else None
+        problem = refused("x", x, self.num_microbatches, several=True) if self.is_first else None
         if training and self.is_last and problem is None:
             problem = refused("target", target, self.num_microbatches)
             if self._step_loss == (None,):
