@@ -210,6 +210,33 @@ def test_a_forward_is_recorded(two: Any) -> None:
     ]
 
 
+def test_other_types_between_stages(two: Any) -> None:
+    """Single precision, then bfloat16 by autocast (within 2 %), then double precision: what is sent changes with it."""
+
+    def steps(model: Any, train: Any) -> list[Any]:
+        found = []
+        x, y = batches(1, 8, torch.float32)[0]
+        for dtype, cast in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
+            model.to(dtype)
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                train(x.to(dtype), y.to(dtype))
+            found.append({name: p.grad.double() for name, p in model.named_parameters()})
+        return found
+
+    def work(world: World) -> Any:
+        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)
+        return steps(pipe, pipe.step)
+
+    model = whole()
+    expected = steps(model, lambda x, y: loss_of(model(x), y).backward())
+    answers = two.run(work)
+    for number, limit in enumerate((5e-6, 2e-2, 1e-10)):
+        for name, gradient in merged([answer[number] for answer in answers]).items():
+            wanted = expected[number][name]
+            assert (gradient - wanted).norm() <= limit * wanted.norm(), (number, name)
+
+
 def test_a_pipeline_of_one_rank() -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)

@@ -147,7 +147,7 @@ class Pipeline(HeldStages):
         """
         self._step_loss = (loss,) if loss is not None else self._loss
         args = as_args(x) if self.is_first and x is not None else ()
-        own = (described(args), tuple(parameter.requires_grad for parameter in self.parameters()))
+        own = (described(args), self._traits())
         self._agree(x, target, training=True, changed=self._runner is None or own != self._made_for)
         if self._runner is None:
             self._runner, self._made_for = self._make_runner(), own
@@ -217,6 +217,12 @@ class Pipeline(HeldStages):
             raise CommError(f"x has {inputs} samples and target {targets}: each sample has its target.")
         if any(row[0] for row in everyone):
             self._runner = None
+
+    def _traits(self) -> tuple[Any, ...]:
+        """What decides, besides the batch, over shapes and dtypes between stages, and over what needs a gradient."""
+        kinds = {device.type for device in self._devices.values()}
+        casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return casts, tuple((parameter.requires_grad, parameter.dtype) for parameter in self.parameters())
 
     def _make_runner(self) -> Runner:
         return Runner(
