@@ -23,6 +23,20 @@ def test_torch_has_the_hooks() -> None:
     assert torch_hooks.missing() == []
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None:
+    def work(world: World) -> Any:
+        pipe = Pipeline.split(whole(), world, schedule=schedule, num_microbatches=4, loss=loss_of)
+        made: Any = pipe._make_runner()._schedule
+        before = [torch_hooks.is_prepared(made, otherwise) for otherwise in (True, False)]
+        pipe.step(*batches(1, 8)[0])
+        used: Any = pipe._runner
+        return before, [torch_hooks.is_prepared(used._schedule, otherwise) for otherwise in (True, False)]
+
+    assert World.mock(2).run(work) == [([False, False], [True, True])] * 2
+    assert torch_hooks.is_prepared(object(), True)
+
+
 @pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])
 def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hooks:

@@ -51,6 +51,7 @@ class Runner:
             for index, module in sorted(modules.items())
         ]
         self._modules = list(modules.values())
+        self._has_run = False
         self.watches: dict[int, StageWatch] = {}
         """By stage; empty when nothing is recorded."""
         if spans and not missing():
@@ -70,7 +71,7 @@ class Runner:
         """
         for watch in self.watches.values():
             watch.begin_step()
-        prepared = is_prepared(self._schedule)
+        prepared = is_prepared(self._schedule, self._has_run)
         with quiet(), contextlib.nullcontext() if prepared else _untouched(self._modules):
             try:
                 self._schedule.step(*args, target=target, return_outputs=False)
@@ -78,6 +79,7 @@ class Runner:
                 if (cause := _raised_in_a_stage(error)) is None:
                     raise
                 raise cause from None
+        self._has_run = True
 
 
 def _raised_in_a_stage(error: RuntimeError) -> BaseException | None:

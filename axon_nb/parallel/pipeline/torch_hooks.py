@@ -50,10 +50,16 @@ def schedule_class(schedule: PipelineSchedule) -> Any:
     return _schedules().get_schedule_class(schedule.value)
 
 
-def is_prepared(schedule: Any) -> bool:
-    """Whether the stages have agreed on shapes; they run one microbatch for that in their next step otherwise."""
+def is_prepared(schedule: Any, otherwise: bool) -> bool:
+    """Whether the stages have agreed on shapes; they run one microbatch for that in their next step otherwise.
+
+    Args:
+        schedule: torch's.
+        otherwise: The answer where this torch does not tell.
+    """
     names = ("_stage_forward_initialized", "_stages_forward_initialized")
-    return any(getattr(schedule, name, False) for name in names)
+    told = [getattr(schedule, name) for name in names if hasattr(schedule, name)]
+    return any(told) if told else otherwise
 
 
 @contextlib.contextmanager
