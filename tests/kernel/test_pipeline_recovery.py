@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.kernel.driver import Kernel, Reply
 
 SETUP = """%%distributed
 import torch.nn as nn
@@ -70,6 +70,11 @@ for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp
 """
 
 
+def values(reply: Reply) -> set[str]:
+    """What the ranks gave, however many came together."""
+    return {line.partition("] ")[2] for line in reply.lines()}
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"])
 def test_a_step_is_run_again_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
@@ -81,7 +86,7 @@ def test_a_step_is_run_again_after_a_failure_in(kernel: Kernel, schedule: str, w
     assert "[rank 2]" in reply.traceback
     kernel.ok("%%distributed\narmed = ''\nstep(1)\nstep(2)")
     same = f"all(map(torch.equal, weights(), good[{schedule!r}]))"
-    assert kernel.ok(f"%%distributed\n{same}").lines() == ["[ranks 0-3] True"]
+    assert values(kernel.ok(f"%%distributed\n{same}")) == {"True"}
 
 
 def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:
@@ -96,7 +101,7 @@ pipe.step(x, x)
 spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
 (sorted({span.name for span in spans} - {"RECV_F", "RECV_B", "SEND_F", "SEND_B"}), {s.microbatch for s in spans})
 """
-    assert kernel.ok(code, timeout=60).lines() == ["[ranks 0-3] (['B', 'F'], {0, 1, 2, 3})"]
+    assert values(kernel.ok(code, timeout=60)) == {"(['B', 'F'], {0, 1, 2, 3})"}
 
 
 def test_a_pipeline_of_which_a_stage_is_lost_is_named() -> None:
