@@ -26,6 +26,10 @@ __all__ = [
 ]
 
 
+_STAGE = ("torch.distributed.pipelining.stage", "_PipelineStageBase")
+_PIPELINE = ("axon_nb.parallel.pipeline.held", "HeldStages")
+_THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
+_FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SPLIT = "is split over ranks"
 
 
@@ -58,14 +62,14 @@ def is_sharded(obj: Any) -> bool:
     kinds = (
         _dtensor_type(),
         _loaded("torch.distributed.fsdp", "FSDPModule"),
-        _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
+        _loaded(*_FSDP1),
     )
     return issubclass(type(obj), kinds)
 
 
 def is_stage(obj: Any) -> bool:
-    """Whether the object is one stage of a pipeline."""
-    return issubclass(type(obj), _loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+    """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
+    return issubclass(type(obj), (_loaded(*_STAGE), _loaded(*_PIPELINE), _loaded(*_THREE_D)))
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -76,11 +80,9 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 def apart_in_wrappers() -> dict[int, str]:
     """Why the parameters of FSDP1 modules and of pipeline stages are no copies of other ranks' ones, by their `id`."""
-    modules, stages = living(
-        ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-        ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
-    )
-    found = {id(p): "is a stage of a pipeline" for stage in stages for p in stage.submod.parameters()}
+    modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
+    held = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
+    found = {id(parameter): "is a stage of a pipeline" for module in held for parameter in module.parameters()}
     return found | {id(parameter): _SPLIT for module in modules for parameter in module.parameters()}
 
 
@@ -185,5 +187,7 @@ def _part_bytes(tensor: Any, split: list[int], part: tuple[int, ...]) -> int:
 
 def _stages(stage: Any) -> list[tuple[int, int]]:
     """(stage, global rank) of all stages of its pipeline."""
+    if hasattr(stage, "stage_ranks"):
+        return list(stage.stage_ranks().items())
     ranks = torch.distributed.get_process_group_ranks(stage.group)
     return [(index, ranks[group_rank]) for index, group_rank in stage.stage_index_to_group_rank.items()]

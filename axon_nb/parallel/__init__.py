@@ -9,6 +9,14 @@ from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats
 from axon_nb.parallel.loop import accumulating, load_checkpoint, reduce_metrics, save_on_main
 from axon_nb.parallel.memory import FSDPMemoryStats, ShardingStrategy, model_states
 from axon_nb.parallel.mesh import axis_group, coordinates, make_mesh
+from axon_nb.parallel.pipeline import (
+    Pipeline,
+    PipelineMemoryStats,
+    PipelineSchedule,
+    PipelineStage,
+    bubble_fraction,
+    ideal_timeline,
+)
 from axon_nb.parallel.tensor import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -16,6 +24,7 @@ from axon_nb.parallel.tensor import (
     TensorParallelAttention,
     TensorParallelBlock,
 )
+from axon_nb.parallel.three_d import Parallel3D
 
 __all__ = [
     "BF16",
@@ -30,7 +39,12 @@ __all__ = [
     "FullyShardedDataParallel",
     "Hierarchical",
     "HookStats",
+    "Parallel3D",
     "ParallelMLP",
+    "Pipeline",
+    "PipelineMemoryStats",
+    "PipelineSchedule",
+    "PipelineStage",
     "PowerSGD",
     "RowParallelLinear",
     "ShardingStrategy",
@@ -40,7 +54,9 @@ __all__ = [
     "TopK",
     "accumulating",
     "axis_group",
+    "bubble_fraction",
     "coordinates",
+    "ideal_timeline",
     "load_checkpoint",
     "make_mesh",
     "model_states",

@@ -1,0 +1,122 @@
+"""The part of a model that one rank of a pipeline holds, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from axon_nb.comm.errors import CommError
+from axon_nb.comm.group import ProcessGroup
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.parallel.pipeline.split import Section
+from axon_nb.parallel.pipeline.stage import PipelineStage, device_of
+
+__all__ = ["HeldStages"]
+
+
+class HeldStages(nn.Module):
+    """This rank's stages; the others are not kept.
+
+    Args:
+        stages: All of them, in order.
+        group: The ranks of the pipeline.
+        schedule: Says which stages a rank holds.
+        device: Where stages compute that do not say.
+        wrap: Called with each of this rank's stages; what it returns computes.
+
+    Raises:
+        CommError: a stage in DDP, whose gradients the schedule computes without DDP's hooks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        group: ProcessGroup,
+        schedule: PipelineSchedule,
+        *,
+        device: torch.device | str | None,
+        wrap: Callable[[nn.Module], nn.Module] | None,
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self.schedule = schedule
+        self.num_stages = len(stages)
+        self.module = nn.Module()
+        """This rank's part of the model."""
+        self._devices: dict[int, torch.device] = {}
+        self._computing: dict[int, nn.Module] = {}
+        for index in self._held(group.rank()):
+            stage = stages[index].make()
+            self._devices[index] = device_of(stages[index].device or device, stage, group)
+            stage.to(self._devices[index])
+            for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
+                self.module.add_module(name, child)
+            self._computing[index] = stage if wrap is None else wrap(stage)
+            if schedule.splits_backward and isinstance(self._computing[index], DistributedDataParallel):
+                raise CommError(
+                    f"{schedule.value} with a stage in DDP: gradients of weights come without the hooks that DDP "
+                    "averages in; shard stages with fully_shard, or take a schedule with whole backwards, such as "
+                    "Interleaved1F1B."
+                )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks of the pipeline."""
+        return self._group
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """This rank's stages."""
+        return tuple(self._computing)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, and needs the inputs."""
+        return 0 in self._computing
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and needs the targets."""
+        return self.num_stages - 1 in self._computing
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the group that has the last stage; rank 0 where stages go down and up in a V."""
+        return self._rank_of(self.num_stages - 1)
+
+    def stage_ranks(self) -> dict[int, int]:
+        """The global rank that holds each stage."""
+        return {stage: self._group.ranks[self._rank_of(stage)] for stage in range(self.num_stages)}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under their names in the whole model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's buffers, under their names in the whole model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's part of the whole model's."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a state, which may be the whole model's."""
+        own = self.module.state_dict()
+        part = {name: value for name, value in state_dict.items() if name in own}
+        return self.module.load_state_dict(part, strict=strict, assign=assign)
+
+    def _held(self, rank: int) -> list[int]:
+        return stages_of(self.schedule, rank, num_ranks=self._group.size(), num_stages=self.num_stages)
+
+    def _rank_of(self, stage: int) -> int:
+        return next(rank for rank in range(self._group.size()) if stage in self._held(rank))

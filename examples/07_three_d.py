@@ -1,0 +1,108 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Three dimensions: pipeline x sharded data x tensors
+#
+# The largest models are cut in three ways at once. *Pipeline* parallelism deals out the layers; *tensor* parallelism
+# cuts each matrix of a layer over ranks that are close to each other; and what then is left on a rank is *sharded* over
+# ranks that see different samples. Eight ranks make a cube of 2 x 2 x 2.
+
+# %%
+# %load_ext axon_nb
+# %distributed start -n 8
+
+# %% [markdown]
+# ## The mesh
+#
+# Every axis has a name. Ranks that differ in one coordinate only form a group: two that pass each other activations,
+# two that hold shards of the same parameters, two that hold halves of the same matrices. The last axis varies fastest,
+# so that it is the one of ranks that are next to each other.
+
+# %%
+# %%distributed
+import copy
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from axon_nb.parallel import Parallel3D, axis_group, coordinates, make_mesh
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
+
+torch.set_num_threads(1)
+mesh = make_mesh(pp=2, dp=2, tp=2)
+place = ", ".join(f"{axis}={index}" for axis, index in coordinates(mesh).items())
+groups = ", ".join(f"{axis} {list(axis_group(mesh, axis).ranks)}" for axis in mesh.mesh_dim_names)
+print(f"rank {rank}: {place}; its groups: {groups}")
+
+# %% [markdown]
+# ## The model
+#
+# The plan says which layers are cut, by their names: the projections into attention and the first half of the MLP by
+# columns, those that lead back by rows, so that each pair needs one reduction. Norms and embeddings are in no plan, so
+# they stay whole on both ranks of `tp`. Stages are balanced by parameters, and FSDP2 shards each block over `dp`.
+
+# %%
+# %%distributed
+config = GPTConfig(context=32, hidden=64, heads=4, blocks=6)
+plan = {
+    "block*.attention.query": ColwiseParallel(),
+    "block*.attention.key": ColwiseParallel(),
+    "block*.attention.value": ColwiseParallel(),
+    "block*.attention.out": RowwiseParallel(),
+    "block*.up": ColwiseParallel(),
+    "block*.down": RowwiseParallel(),
+}
+torch.manual_seed(0)
+whole = GPT(config)
+reference = copy.deepcopy(whole)  # what one process would train
+model = Parallel3D(whole, mesh, tp_plan=plan, num_microbatches=4, loss=next_byte_loss)
+
+weight = next(value for name, value in model.named_parameters() if name.endswith("up.weight"))
+held = sum(value.to_local().numel() for value in model.parameters())
+print(
+    f"rank {rank} holds {held:,} of {sum(p.numel() for p in whole.parameters()):,} parameters; "
+    f"of a matrix of {tuple(weight.shape)} it has {tuple(weight.to_local().shape)}"
+)
+
+# %% [markdown]
+# ## Training
+#
+# Ranks with the same place on `dp` see the same samples: `own_samples` takes them from a batch that all have. Beside
+# it, rank 0 trains the same model by itself, on the whole batch. The losses are the same, but for rounding.
+
+# %%
+# %%distributed
+text = standard_library(1 << 18)
+generator = torch.Generator().manual_seed(1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=2e-3)
+first = last = 0.0
+for number in range(60):
+    x, target = windows(text, batch=32, seq=config.context, generator=generator)
+    optimizer.zero_grad()
+    losses = model.step(model.own_samples(x), model.own_samples(target))
+    optimizer.step()
+    last = model.mean_loss(losses)
+    first = first or last
+    if rank == 0 and number < 10:
+        reference_optimizer.zero_grad()
+        loss = next_byte_loss(reference(x), target)
+        loss.backward()
+        reference_optimizer.step()
+        print(f"step {number + 1}: {last:.6f} nats a byte on 8 ranks, {loss.item():.6f} on one")
+    elif rank == 0 and number % 10 == 9:
+        print(f"step {number + 1}: {last:.3f} nats a byte")
+assert last < 0.8 * first
+
+# %%
+# %distributed stop

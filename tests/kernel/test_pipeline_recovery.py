@@ -1,0 +1,118 @@
+"""`axon_nb.parallel.Pipeline` goes on after a step in which a stage failed, as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel, Reply
+
+SETUP = """%%distributed
+import torch.nn as nn
+from axon_nb.parallel import Parallel3D, Pipeline, make_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+meshes = {"pp x dp": make_mesh(pp=2, dp=2), "pp x tp": make_mesh(pp=2, tp=2)}
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        blow("forward")
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        blow("backward")
+        return grad
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+    def forward(self, x):
+        return x + Fuse.apply(torch.tanh(self.norm(self.linear(x))))
+
+count = {"forward": 0, "backward": 0}
+
+def blow(where):
+    count[where] += 1
+    if where == armed and rank == 2 and count[where] > 2:  # in the middle of the step
+        raise ValueError("bug")
+
+def build(schedule):
+    global pipe, optimizer
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    options = dict(num_microbatches=8, loss=nn.functional.mse_loss)
+    if schedule in meshes:
+        plan = {"*.linear": ColwiseParallel(output_layouts=Replicate())} if "tp" in schedule else None
+        pipe = Parallel3D(model, meshes[schedule], tp_plan=plan, **options)
+    else:
+        pipe = Pipeline.split(model, schedule=schedule, **options)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+
+def step(number):
+    count.update(forward=0, backward=0)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    pipe.step(x, x.flip(0))
+    optimizer.step()
+
+def weights():
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in pipe.parameters()]
+
+armed = ""
+good = {}
+for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"):
+    build(schedule)
+    for number in range(3):
+        step(number)
+    good[schedule] = weights()
+"""
+
+
+def values(reply: Reply) -> set[str]:
+    """What the ranks gave, however many came together."""
+    return {line.partition("] ")[2] for line in reply.lines()}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "pp x dp", "pp x tp"])
+def test_a_step_is_run_again_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
+    if "True" not in kernel.ok("%%distributed\nprint('good' in globals())").stdout:
+        kernel.ok(SETUP, timeout=120)
+    kernel.ok(f"%%distributed\nbuild({schedule!r})\nstep(0)")
+    reply = kernel.run(f"%%distributed\narmed = {where!r}\nstep(1)", timeout=60)
+    assert "ValueError: bug" in reply.traceback
+    assert "[rank 2]" in reply.traceback
+    kernel.ok("%%distributed\narmed = ''\nstep(1)\nstep(2)")
+    same = f"all(map(torch.equal, weights(), good[{schedule!r}]))"
+    assert values(kernel.ok(f"%%distributed\n{same}")) == {"True"}
+
+
+def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:
+    code = """%%distributed
+import torch.nn as nn
+from axon_nb.parallel import Pipeline
+from axon_nb.records import trace
+pipe = Pipeline.from_modules([nn.Linear(4, 4) for _ in range(4)], num_microbatches=4, loss=nn.functional.mse_loss)
+before = trace.ring.position
+x = torch.ones(8, 4)
+pipe.step(x, x)
+spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
+(sorted({span.name for span in spans} - {"RECV_F", "RECV_B", "SEND_F", "SEND_B"}), {s.microbatch for s in spans})
+"""
+    assert values(kernel.ok(code, timeout=60)) == {"(['B', 'F'], {0, 1, 2, 3})"}
+
+
+def test_a_pipeline_of_which_a_stage_is_lost_is_named() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        code = "from axon_nb.parallel import Pipeline\n"
+        code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
+        kernel.ok(f"%%distributed\n{code}")
+        told = "`pipe` is a stage of a pipeline"
+        assert told in kernel.run("%distributed sync pipe").traceback
+        kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
+        lines = kernel.ok("%distributed repair --from 0").lines()
+        assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines
+        assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`pipe`): load a checkpoint")

@@ -1,0 +1,118 @@
+"""Cutting models into stages of about the same cost."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from axon_nb.comm import World
+from axon_nb.parallel import Pipeline
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.parallel.pipeline.split import balanced, costs_of
+
+
+@settings(max_examples=200, deadline=None)
+@given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
+def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
+    if parts > len(costs):
+        return
+
+    def worth(starts: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise((*starts, len(costs)))]
+        return max(sums), sum(value * value for value in sums)
+
+    found = balanced([float(cost) for cost in costs], parts)
+    assert found[0] == 0
+    assert len(found) == parts
+    assert found == sorted(set(found))
+    every = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), parts - 1)]
+    assert worth(tuple(found)) == min(map(worth, every))
+
+
+class Busy(nn.Module):
+    """Takes a number of products."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.weight = nn.Parameter(torch.eye(64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.rounds):
+            x = x @ self.weight
+        return x
+
+
+def test_cost_by_measured_time() -> None:
+    model = nn.Sequential(*(Busy(rounds) for rounds in (1, 1, 400, 1)))
+    random_state = torch.get_rng_state()
+    costs = list(costs_of(model, "time", torch.randn(256, 64)).values())
+    assert costs[2] > 3 * max(costs[0], costs[1], costs[3])
+    assert all(block.calls == 0 for block in model), "buffers are as before"
+    assert all(block.weight.grad is None for block in model)
+    assert not torch.equal(torch.get_rng_state(), random_state), "only the sample was drawn"
+    assert balanced(costs, 3) in ([0, 2, 3], [0, 1, 2])
+
+
+def test_all_ranks_cut_at_the_same_places(two: Any) -> None:
+    def work(world: World) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Busy(1 + 400 * (number == 5)) for number in range(6)))
+        x = torch.randn(64, 64)
+        pipes = [
+            Pipeline.split(model, world, split="time", sample=x),
+            Pipeline.split(model, world, split=lambda block: float(block.rounds)),
+            Pipeline.split(model, world),
+            Pipeline.split(model, world, at=["1"]),
+        ]
+        return [sorted({name.partition(".")[0] for name, _ in pipe.named_parameters()}) for pipe in pipes]
+
+    first, second = two.run(work)
+    by_hand = [(list("01234"), list("5")), (list("012"), list("345")), (list("0"), list("12345"))]
+    assert list(zip(first[1:], second[1:], strict=True)) == by_hand
+    assert sorted(first[0] + second[0]) == list("012345")
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_gpt_learns_in_a_pipeline_as_in_one_process(two: Any, schedule: str) -> None:
+    config = GPTConfig(context=8, hidden=16, heads=2, blocks=3)
+
+    def build() -> GPT:
+        torch.manual_seed(4)
+        return GPT(config).double()
+
+    def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def work(world: World) -> list[float]:
+        pipe = Pipeline.split(build(), world, schedule=schedule, num_microbatches=4, loss=next_byte_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = data(step % 2)
+            losses.append(pipe.mean_loss(pipe.step(x, y)))
+            optimizer.step()
+        return losses
+
+    model, expected = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step % 2)
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in two.run(work):
+        assert losses == pytest.approx(expected, rel=1e-10)
+    assert expected[-1] < expected[0]

@@ -1,0 +1,181 @@
+"""Pipeline x FSDP x tensor parallelism on 8 ranks: the training of one process, with several optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from axon_nb.comm import CommError, World
+from axon_nb.parallel import Parallel3D, coordinates, make_mesh
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from tests.parallel.conftest import make
+
+CONFIG = GPTConfig(context=8, hidden=16, heads=2, blocks=5)
+STEPS, BATCH = 4, 16
+
+
+def plan() -> dict[str, Any]:
+    """How the blocks of a GPT are cut."""
+    cut = {f"block*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    ends: dict[str, Any] = {"block*.attention.out": RowwiseParallel(), "block*.down": RowwiseParallel()}
+    return cut | ends | {"block*.up": ColwiseParallel()}
+
+
+def build(seed: int = 4) -> GPT:
+    """A GPT in double precision."""
+    torch.manual_seed(seed)
+    return GPT(CONFIG).double()
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch of a step."""
+    tokens = torch.randint(256, (BATCH, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def alone() -> tuple[list[float], GPT]:
+    """Losses and model of one process."""
+    model, losses = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = data(step)
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) -> Any:
+    """The same as one rank of a mesh; copies begin with other weights, which must not matter."""
+    mesh = make_mesh(**axes, device="cpu")
+    place = coordinates(mesh)
+    model = Parallel3D(
+        build(4 + place.get("dp", 0) + place.get("tp", 0)),
+        mesh,
+        tp_plan=plan(),
+        schedule=schedule,
+        num_microbatches=microbatches,
+        loss=next_byte_loss,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = map(model.own_samples, data(step))
+        losses.append(model.mean_loss(model.step(x, y)))
+        if step == 1:
+            model(x)  # a forward between steps changes nothing
+        optimizer.step()
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    whole = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
+    x, _ = map(model.own_samples, data(0))
+    return losses, whole, held, model(x)
+
+
+@pytest.mark.parametrize(
+    ("axes", "schedule", "microbatches"),
+    [
+        ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 4),
+        ({"pp": 2, "dp": 2, "tp": 2}, "Interleaved1F1B", 4),
+        ({"dp": 2, "pp": 4}, "GPipe", 2),
+        ({"pp": 2, "dp": 2, "tp": 2}, "ZBVZeroBubble", 4),
+        ({"pp": 2, "tp": 2, "dp": 2}, "DualPipeV", 4),
+    ],
+    ids=str,
+)
+def test_three_axes_train_as_one_process(
+    gloo_worlds: Any, axes: dict[str, int], schedule: str, microbatches: int
+) -> None:
+    expected, model = alone()
+    world = make("gloo-8", gloo_worlds)
+    world.run(lambda _: Parallel3D)  # eight imports on two cores take a while
+    answers = world.run(train, axes, schedule, microbatches)
+    seen = set()
+    for losses, whole, held, output in answers:
+        assert losses == pytest.approx(expected, rel=1e-10)
+        for name, value in whole.items():
+            torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-11)
+            seen.add(name)
+        assert held < 0.6 * sum(p.numel() for p in model.parameters())
+        if output is not None:
+            assert output.shape == (BATCH // axes["dp"], 8, 256)
+    assert seen == {name for name, _ in model.named_parameters()}
+
+
+def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
+    """The first step with other shapes runs a microbatch in advance, after which torch drops gradients of FSDP2."""
+    sizes = (8, 8, 16)
+
+    def work(world: World) -> Any:
+        model = Parallel3D(build(), make_mesh(pp=2, dp=2, device="cpu"), num_microbatches=2, loss=next_byte_loss)
+        for number, rows in enumerate(sizes):
+            x, y = (model.own_samples(part[:rows]) for part in data(number))
+            model.step(x, y)
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+    model = build()
+    for number, rows in enumerate(sizes):
+        x, y = (part[:rows] for part in data(number))
+        next_byte_loss(model(x), y).backward()
+    for gradients in four.run(work):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
+
+
+def test_in_bfloat16(four: Any) -> None:
+    """Losses of the first steps within 2 % of those in single precision."""
+
+    def work(world: World) -> Any:
+        mesh = make_mesh(pp=2, dp=2, device="cpu")
+        model = Parallel3D(
+            build().float(), mesh, num_microbatches=4, loss=next_byte_loss, mixed_precision=torch.bfloat16
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(model.mean_loss(model.step(*map(model.own_samples, data(step)))))
+            optimizer.step()
+        output = model(model.own_samples(data(0)[0]))
+        return losses, {p.dtype for p in model.parameters()}, None if output is None else output.dtype
+
+    expected, _ = alone()
+    for rank, (losses, dtypes, output) in enumerate(four.run(work)):
+        assert losses == pytest.approx(expected, rel=0.02)
+        assert dtypes == {torch.float32}
+        assert output == (torch.bfloat16 if rank >= 2 else None)
+
+
+def test_what_is_no_mesh_for_it(two: Any) -> None:
+    def told(call: Any) -> str:
+        try:
+            call()
+        except CommError as error:
+            return str(error)
+        return ""
+
+    def work(world: World) -> list[str]:
+        model, mesh = build(), make_mesh(pp=2, device="cpu")
+        flat = Parallel3D(model, mesh, loss=next_byte_loss)
+        return [
+            told(lambda: Parallel3D(model, make_mesh(dp=2, device="cpu"))),
+            told(lambda: Parallel3D(model, make_mesh(pp=1, tp=2, device="cpu"))),
+            told(lambda: Parallel3D(model, mesh, tp_plan={"block*.gate": ColwiseParallel()})),
+            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).own_samples(torch.ones(5))),
+            told(lambda: Parallel3D(model, mesh, mixed_precision=torch.bfloat16)),
+            str(flat.own_samples(torch.ones(5)).shape),
+        ]
+
+    for texts in two.run(work):
+        assert texts[0].startswith("the mesh has the axes dp: it has pp, and dp and tp where wanted")
+        assert texts[1].startswith("tp=2 without tp_plan: say which layers are cut and how")
+        assert texts[2] == "tp_plan['block*.gate']: no module of the model has a name like that."
+        assert texts[3] == "a batch of 5 samples over dp=2: 5 / 2 = 2.5 is no whole number."
+        assert texts[4].startswith("mixed_precision=torch.bfloat16 without a dp of 2 or more: it comes with FSDP")
+        assert texts[5] == "torch.Size([5])"
