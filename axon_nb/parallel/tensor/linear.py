@@ -54,6 +54,9 @@ class ColumnParallelLinear(nn.Module):
         TensorError: the output features cannot be divided equally.
     """
 
+    cut_parameters = ("weight", "bias")
+    """Parameters of which each rank has another part; of all others it has a copy."""
+
     def __init__(
         self,
         in_features: int,
@@ -113,6 +116,9 @@ class RowParallelLinear(nn.Module):
     Raises:
         TensorError: the input features cannot be divided equally.
     """
+
+    cut_parameters = ("weight",)
+    """Parameters of which each rank has another part; of all others it has a copy."""
 
     def __init__(
         self,
