@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils._pytree import tree_leaves
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.gradients import sync_gradients
@@ -19,6 +18,7 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.move import broadcast
 from axon_nb.comm.reduce import all_reduce_max
 from axon_nb.comm.synchronizer import GradSyncStrategy
+from axon_nb.parallel.backward import before_backward
 from axon_nb.parallel.hooks import CommHook
 from axon_nb.parallel.same_model import check_model
 
@@ -107,7 +107,7 @@ class DDP(TorchDDP):
         output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if averages and not self._averaged:
             # Not yet: a forward that no backward follows, to look at a loss, averages nothing.
-            _before_backward(output, self._has_averaged)
+            before_backward(output, self._has_averaged)
         return output
 
     def _has_averaged(self) -> None:
@@ -223,12 +223,3 @@ def _known(strategy: GradSyncStrategy | str) -> GradSyncStrategy:
 def _call(hook, bucket):  # type: ignore[no-untyped-def]
     # torch insists on a function whose second argument is called `bucket`, and reads annotations, which are text here.
     return hook.call(bucket)
-
-
-def _before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have `call` made when backward reaches the output; at once when it holds no tensor that torch's tools find."""
-    roots = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn}
-    for root in roots:
-        root.register_prehook(lambda gradients: call())
-    if not roots:
-        call()

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from axon_nb.comm import CommError, World
-from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh, model_states
+from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh
 from tests.comm.models import Block, batch, blocks, loss_of
 
 S = ShardingStrategy
@@ -40,7 +41,7 @@ def _reference(steps: int = 3, max_norm: float = 0.1) -> tuple[dict[str, torch.T
     return {name: value.detach() for name, value in model.state_dict().items()}, norms
 
 
-STRATEGIES = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.HYBRID_SHARD]
+STRATEGIES = list(S)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -64,44 +65,6 @@ def test_weights_and_norms_are_those_of_one_process(four: Any, strategy: S) -> N
         assert set(state) == set(weights)
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_the_estimate_is_what_is_held(four: Any, strategy: S) -> None:
-    def work(world: World) -> Any:
-        model = _fsdp(world, strategy)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        x, y = _batch(world)
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        model.reshard_parameters()
-        held, estimate = model.memory_stats(optimizer), model.memory_estimate()
-        return (
-            (held.param_memory_bytes, held.grad_memory_bytes, held.optim_memory_bytes),
-            (estimate.param_memory_bytes, estimate.grad_memory_bytes, estimate.optim_memory_bytes),
-            estimate.memory_savings(),
-            held.peak_memory_mb > 0,
-        )
-
-    share = {S.FULL_SHARD: 4, S.SHARD_GRAD_OP: 4, S.NO_SHARD: 1, S.HYBRID_SHARD: 2}[strategy]
-    for held, estimate, savings, peak in four.run(work):
-        assert held == estimate
-        assert savings == pytest.approx(1 - 1 / share, abs=1e-12)  # all shapes divide, so nothing is padded
-        assert peak
-
-
-def test_padding_is_in_the_estimate() -> None:
-    stats = model_states([((5, 3), torch.float32), ((), torch.float32)], S.FULL_SHARD, world_size=4)
-    # 5 rows over 4 ranks: 2 each; a scalar is one row, on every rank.
-    assert (stats.total_params, stats.param_memory_bytes) == (16, (2 * 3 + 1) * 4)
-    assert stats.optim_memory_bytes == 2 * stats.param_memory_bytes
-    assert stats.memory_savings() == pytest.approx(1 - 7 / 16)
-    one = model_states([((8, 2), torch.bfloat16)], S.OPTIMIZER_STATE, world_size=4, state_dtype=torch.float32)
-    assert (one.param_memory_bytes, one.grad_memory_bytes, one.optim_memory_bytes) == (32, 32, 2 * 4 * 4)
-    with pytest.raises(CommError, match="HYBRID_SHARD needs shard_size"):
-        model_states([], S.HYBRID_SHARD, world_size=4)
-    with pytest.raises(CommError, match="shard_size=3: it must divide the 4 ranks"):
-        model_states([], S.HYBRID_SHARD, world_size=4, shard_size=3)
 
 
 def test_accumulation_within_no_sync(two: Any) -> None:
@@ -142,7 +105,7 @@ def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None
         model = FSDP(blocks(), world, wrap=wrap)
         x, y = _batch(world)
         loss_of(model(x), y).backward()
-        return model.clip_grad_norm(1e9), len(model._sharded())
+        return model.clip_grad_norm(1e9), sum(isinstance(unit, FSDPModule) for unit in model.modules())
 
     units = {None: 5, Block: 5, (nn.Linear,): 9, 100: 9, 10**9: 1}[wrap]
     answers = two.run(work)
@@ -179,7 +142,11 @@ def test_misuse_is_told() -> None:
         cases: list[dict[str, Any]] = [
             {"strategy": S.HYBRID_SHARD},
             {"strategy": S.HYBRID_SHARD, "mesh": line},
-            {"strategy": S.OPTIMIZER_STATE},
+            {"strategy": "half_shard"},
+            {"wrap": 0},
+            {"strategy": S.OPTIMIZER_STATE, "cpu_offload": CPUOffload.FULL},
+            {"strategy": S.OPTIMIZER_STATE, "mixed_precision": torch.bfloat16},
+            {"strategy": S.OPTIMIZER_STATE, "mesh": make_mesh(a=2, b=1, device="cpu")},
         ]
         for options in cases:
             try:
@@ -192,5 +159,15 @@ def test_misuse_is_told() -> None:
         assert told == [
             "HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).",
             "HYBRID_SHARD on a mesh of 1 dimensions: it takes 2.",
-            "OPTIMIZER_STATE (ZeRO-1) is DDP with torch's ZeroRedundancyOptimizer, and no FSDP.",
+            (
+                "strategy='half_shard': it is one of ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "
+                "ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.OPTIMIZER_STATE."
+            ),
+            "wrap=0: a unit has at least 1 parameter.",
+            (
+                "FULL with ZeRO-1: its parameters are whole on every device; FULL_SHARD can have them on the host, and "
+                "OPTIMIZER_STATES works here."
+            ),
+            "mixed_precision=torch.bfloat16 with ZeRO-1: torch.autocast around the forward instead.",
+            "OPTIMIZER_STATE on a mesh of 2 dimensions: it takes 1.",
         ]

@@ -1,0 +1,78 @@
+"""Whole parameters of an FSDP model, to read and to change: what is changed in them is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Gathering", "whole"]
+
+
+class Gathering:
+    """Makes the parameters of a model whole on every rank, and sharded again.
+
+    Args:
+        model: Made by `fully_shard`.
+        mesh: Its mesh; the last dimension is that of the shards.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._shards: dict[str, torch.Tensor] | None = None
+
+    def gather(self) -> None:
+        """Make parameters whole on every rank; collective."""
+        if self._shards is None:
+            self.reshard()  # what a forward has left whole may be older than an optimizer's step after it
+            self._shards = dict(self._model.named_parameters())
+        for unit in self._units():
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Keep only this rank's part, with what was changed in the whole since `gather`."""
+        shards, self._shards = self._shards or {}, None
+        for name, parameter in self._model.named_parameters() if shards else ():
+            # A backward in between has sharded its units again, and an optimizer may have changed the parts since.
+            if name in shards and parameter is not shards[name]:
+                self._take_over(shards[name], parameter)
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> list[FSDPModule]:
+        return [unit for unit in self._model.modules() if isinstance(unit, FSDPModule)]
+
+    @torch.no_grad()
+    def _take_over(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
+        part, full = _local(shard), _local(parameter)
+        if not part.numel():
+            return
+        ranks = self._mesh.size(self._mesh.ndim - 1)
+        start = self._mesh.get_local_rank(self._mesh.ndim - 1) * -(-full.shape[0] // ranks)
+        own = full.narrow(0, start, part.shape[0]).to(part.device)
+        # Where nothing was changed the part stays: it may be more precise than the whole that was gathered.
+        changed = own != part.to(own.dtype)
+        if changed.any():
+            part.copy_(torch.where(changed, own.to(part.dtype), part))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on the host of every rank; collective for a sharded one."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu()
+    mesh, local = tensor.device_mesh, _local(tensor)
+    if local.device.type != mesh.device_type:
+        # Offloaded to where the group may not reach.
+        local = local.to(mesh.device_type)
+        placements, shape, stride = tensor.placements, tensor.shape, tensor.stride()
+        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    full: torch.Tensor = tensor.full_tensor()
+    return full.detach().cpu()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
