@@ -22,6 +22,7 @@ class Gathering:
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self._model = model
         self._mesh = mesh
+        self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._shards: dict[str, torch.Tensor] | None = None
 
     def gather(self) -> None:
@@ -29,7 +30,7 @@ class Gathering:
         if self._shards is None:
             self.reshard()  # what a forward has left whole may be older than an optimizer's step after it
             self._shards = dict(self._model.named_parameters())
-        for unit in self._units():
+        for unit in self._units:
             unit.unshard()
 
     def reshard(self) -> None:
@@ -39,11 +40,8 @@ class Gathering:
             # A backward in between has sharded its units again, and an optimizer may have changed the parts since.
             if name in shards and parameter is not shards[name]:
                 self._take_over(shards[name], parameter)
-        for unit in self._units():
+        for unit in self._units:
             unit.reshard()
-
-    def _units(self) -> list[FSDPModule]:
-        return [unit for unit in self._model.modules() if isinstance(unit, FSDPModule)]
 
     @torch.no_grad()
     def _take_over(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:

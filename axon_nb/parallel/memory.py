@@ -109,14 +109,14 @@ def model_states(
     if zero1 and owned is None:
         owned = deal_out([math.prod(shape) for shape, _, _ in table], world_size)[rank]
     ways = 1 if zero1 or strategy is ShardingStrategy.NO_SHARD else cut
-    dtypes = {dtype for _, dtype, trained in table if trained}
-    widths = {dtype: _state_bytes(dtype, states_per_param, state_dtype, optimizer) for dtype in dtypes}
+    kinds = {(dtype, trained) for _, dtype, trained in table}
+    widths = {kind: _state_bytes(*kind, states_per_param, state_dtype, optimizer) for kind in kinds}
     copied = offload is CPUOffload.FULL and device_type != "cpu"  # without the padding
     params = grads = states = whole = 0
     for number, (shape, dtype, trained) in enumerate(table):
         elements = math.prod(shape)
         padded, own = _rows(shape, ways, rank if ways > 1 else 0)
-        width = widths[dtype] if trained else 0.0
+        width = widths[dtype, trained]
         params += padded * dtype.itemsize
         grads += trained * (own if copied else padded) * dtype.itemsize
         states += round(own * width) if owned is None or number in owned else 0
@@ -162,9 +162,13 @@ def _rows(shape: tuple[int, ...], ways: int, rank: int) -> tuple[int, int]:
 
 
 def _state_bytes(
-    dtype: torch.dtype, states_per_param: float | None, state_dtype: torch.dtype | None, optimizer: OptimizerKind | None
+    dtype: torch.dtype,
+    trained: bool,
+    states_per_param: float | None,
+    state_dtype: torch.dtype | None,
+    optimizer: OptimizerKind | None,
 ) -> float:
     if states_per_param is None and state_dtype is None:
-        return float((optimizer or OptimizerKind()).bytes_per_element(dtype))
+        return float((optimizer or OptimizerKind()).bytes_per_element(dtype, trained=trained))
     elements = 2.0 if states_per_param is None else states_per_param
-    return elements * (dtype if state_dtype is None else state_dtype).itemsize
+    return trained * elements * (dtype if state_dtype is None else state_dtype).itemsize

@@ -15,6 +15,7 @@ from axon_nb.comm.errors import CommError
 __all__ = ["OptimizerKind", "held_states", "own_optimizer"]
 
 _PROBE = (2, 3)
+_SAY = "say how many elements of state a parameter's element has: states_per_param=…"
 _WAYS = ("capturable", "foreach", "fused")
 
 
@@ -27,16 +28,17 @@ class OptimizerKind:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Its keyword arguments."""
 
-    def bytes_per_element(self, dtype: torch.dtype) -> int:
+    def bytes_per_element(self, dtype: torch.dtype, *, trained: bool = True) -> int:
         """Bytes of state for each element of a parameter of this dtype: one step on a tiny one.
 
+        A parameter that is not trained has none, but with optimizers that make their states at once, as Adagrad.
         Numbers that belong to a parameter as a whole, such as Adam's count of steps, are not in it.
 
         Raises:
-            CommError: its states have other shapes than the parameters.
+            CommError: its states have other shapes than the parameters, or its step needs more than gradients.
         """
         probe = nn.Parameter(torch.zeros(_PROBE, dtype=dtype))
-        probe.grad = torch.ones_like(probe)
+        probe.grad = torch.ones_like(probe) if trained else None
         # Whether many tensors are computed at once changes no state, but needs devices that the probe is not on.
         options = {
             name: value for name, value in self.options.items() if name not in ("capturable", "foreach", "fused")
@@ -44,13 +46,13 @@ class OptimizerKind:
         optimizer = self.make([probe], **options)
         # Not `optimizer.step()`: whoever counts the steps of optimizers is not to count this one.
         step = type(optimizer).step
-        getattr(step, "__wrapped__", step)(optimizer)
+        try:
+            getattr(step, "__wrapped__", step)(optimizer)
+        except TypeError as error:
+            raise CommError(f"{type(optimizer).__name__} takes steps that cannot be tried; {_SAY}") from error
         states = [state for state in optimizer.state[probe].values() if isinstance(state, torch.Tensor) and state.ndim]
         if any(tuple(state.shape) != _PROBE for state in states):
-            raise CommError(
-                f"{type(optimizer).__name__} keeps states of other shapes than its parameters: say how many elements "
-                "of state a parameter's element has, states_per_param=…"
-            )
+            raise CommError(f"{type(optimizer).__name__} keeps states of other shapes than its parameters; {_SAY}")
         return sum(state.itemsize for state in states)
 
 

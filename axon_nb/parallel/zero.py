@@ -18,6 +18,7 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.parallel.ddp import DDP
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.optimizer_state import own_optimizer
+from axon_nb.parallel.sharded_model import ShardedModel
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.units import Wrap, checked_mesh, mesh_of
 
@@ -31,13 +32,14 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
     and sends them to the others. `FSDP(…, strategy=ShardingStrategy.OPTIMIZER_STATE)` is the same.
 
     Args:
-        model: The same on all ranks; parameters and buffers of rank 0 are sent to all.
+        model: Of the same shapes on all ranks; rank 0's values are sent to all.
         group: A World, a group of ours or of torch's; None: all ranks. Not with `mesh`.
         strategy: OPTIMIZER_STATE.
         mesh: One-dimensional.
         wrap: Ignored: nothing is gathered.
         mixed_precision: None; `torch.autocast` computes in another dtype.
         cpu_offload: NONE or OPTIMIZER_STATES.
+        sync_parameters: As in `FSDP`.
         ddp_options: Those of `DDP`. Unlike there, gradients are views into the buckets, so that they are held once.
 
     Raises:
@@ -55,10 +57,10 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         wrap: Wrap = None,
         mixed_precision: torch.dtype | None = None,
         cpu_offload: CPUOffload = CPUOffload.NONE,
+        sync_parameters: bool = True,
         **ddp_options: Any,
     ) -> None:
-        nn.Module.__init__(self)
-        self._describe(model, strategy, cpu_offload)
+        ShardedModel.__init__(self, model, strategy, cpu_offload)
         if self.strategy is not ShardingStrategy.OPTIMIZER_STATE:
             raise CommError(f"ZeRO1 with {self.strategy.name}: FSDP(model, strategy=…) has the other strategies.")
         if self.cpu_offload in (CPUOffload.PARAMS, CPUOffload.FULL):
@@ -75,8 +77,7 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         ddp_options.setdefault("gradient_as_bucket_view", True)
         self.module = model
         # Out of the sight of nn.Module: `module` is the submodule, with the names that the other strategies have.
-        self._held = (DDP(model, own, **ddp_options),)
-        self._host = None
+        self._held = (DDP(model, own, init_sync=sync_parameters, **ddp_options),)
 
     @property
     def ddp(self) -> DDP:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from axon_nb.comm import CommError, World
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh
+from axon_nb.parallel.units import make_units
 from tests.comm.models import Block, batch, blocks, loss_of
 
 S = ShardingStrategy
@@ -86,20 +87,80 @@ def test_accumulation_within_no_sync(two: Any) -> None:
     assert two.run(work) == pytest.approx([expected] * 2, rel=1e-10)
 
 
-def test_whole_parameters_within_gathered(two: Any) -> None:
+def _odd(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Rows of 5, of which 2 ranks have 3 and 2, and one row, which rank 0 has alone."""
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.OPTIMIZER_STATE], ids=lambda s: s.name
+)
+def test_parameters_are_whole_within_gathered_and_changes_are_kept(two: Any, strategy: S) -> None:
     def work(world: World) -> Any:
-        model: Any = FSDP(blocks(), world)
-        sharded = model.module[0].up.weight.to_local().shape
-        with model.gathered() as whole:
-            inside = whole[0].up.weight.detach().clone()
-        return tuple(sharded), inside, tuple(model.module[0].up.weight.to_local().shape)
+        model = FSDP(_odd(), world, strategy=strategy)
+        with model.gathered() as same:
+            shapes = [tuple(p.shape) for p in same.parameters()]
+            seen = [p.detach().clone() for p in same.parameters()]
+            with torch.no_grad():
+                same.get_parameter("0.weight")[4] = 7.0
+                same.get_parameter("1.bias").zero_()
+        after = model.full_state_dict()
+        model.gather_parameters()
+        model.get_parameter("module.0.bias").data.fill_(2.0)
+        model.reshard_parameters()
+        return shapes, seen, after, model.full_state_dict()["0.bias"]
 
-    for sharded, inside, after in two.run(work):
-        assert sharded == after == (8, 8)
-        assert torch.equal(inside, dict(blocks().named_parameters())["0.up.weight"])
+    reference = list(_odd().parameters())
+    for shapes, seen, after, bias in two.run(work):
+        assert shapes == [(5, 3), (5,), (1, 5), (1,)]
+        assert all(map(torch.equal, seen, reference))
+        assert torch.equal(after["0.weight"][:4], reference[0][:4])
+        assert after["0.weight"][4].tolist() == [7.0] * 3
+        assert torch.equal(after["1.weight"], reference[2])
+        assert (after["1.bias"].item(), bias.tolist()) == (0.0, [2.0] * 5)
 
 
-@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), 100, 10**9])
+def test_what_is_not_changed_stays_more_precise_than_what_was_gathered(two: Any) -> None:
+    def work(world: World) -> Any:
+        model = FSDP(_odd(torch.float32), world, mixed_precision=torch.bfloat16)
+        with model.gathered() as same, torch.no_grad():
+            dtype = same.get_parameter("0.weight").dtype
+            same.get_parameter("0.weight")[0, 0] = 0.5
+        return dtype, model.full_state_dict()["0.weight"]
+
+    expected = _odd(torch.float32)[0].weight.detach().clone()
+    expected[0, 0] = 0.5
+    for dtype, weight in two.run(work):
+        assert dtype is torch.bfloat16
+        assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
+def test_a_look_at_the_loss_before_the_step_changes_nothing(four: Any, strategy: S) -> None:
+    def work(world: World, look: bool) -> Any:
+        model = _fsdp(world, strategy)
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        x, y = _batch(world)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            if look:
+                with torch.no_grad():
+                    model(x)
+                model.gather_parameters()
+            optimizer.step()
+        return model.full_state_dict()
+
+    for plain, looked in zip(four.run(work, False), four.run(work, True), strict=True):
+        assert all(torch.equal(plain[name], value) for name, value in looked.items())
+
+
+def _is_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features > module.in_features
+
+
+@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), _is_up, 100, 10**9], ids=str)
 def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(blocks(), world, wrap=wrap)
@@ -107,7 +168,7 @@ def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None
         loss_of(model(x), y).backward()
         return model.clip_grad_norm(1e9), sum(isinstance(unit, FSDPModule) for unit in model.modules())
 
-    units = {None: 5, Block: 5, (nn.Linear,): 9, 100: 9, 10**9: 1}[wrap]
+    units = {None: 5, Block: 5, (nn.Linear,): 9, _is_up: 5, 100: 9, 10**9: 1}[wrap]
     answers = two.run(work)
     assert {count for _, count in answers} == {units}
     model = blocks()
@@ -133,6 +194,24 @@ def test_mixed_precision_and_offload_train(two: Any) -> None:
         return losses[-1] < losses[0], parameter.dtype, parameter.device.type
 
     assert two.run(work) == [(True, torch.float32, "cpu")] * 2
+
+
+def test_lists_of_blocks_are_units_one_by_one() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(blocks(3))
+            self.tails = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.ReLU()})
+
+    model = Listed()
+    each = [*model.layers, model.tails["a"]]
+    assert make_units(model, None) == each
+    assert make_units(model, 72) == [part for layer in model.layers for part in (layer.up, layer.down)] + each[3:]
+    assert make_units(model, 200) == each[:3]
+    assert make_units(model, lambda module: not list(module.parameters(recurse=False))) == [
+        model.tails["b"],
+        *each[2::-1],
+    ]
 
 
 def test_misuse_is_told() -> None:
