@@ -58,9 +58,9 @@ class Gathering:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on the host of every rank; collective for a sharded one."""
+    """A copy of the whole tensor, on the host of every rank; collective for a sharded one."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu()
+        return tensor.detach().to("cpu", copy=True)
     mesh, local = tensor.device_mesh, _local(tensor)
     if local.device.type != mesh.device_type:
         # Offloaded to where the group may not reach.

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.kinds import Backend
+from axon_nb.comm.move import barrier
 from axon_nb.parallel.ddp import DDP
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.optimizer_state import own_optimizer
@@ -28,8 +30,9 @@ __all__ = ["ZeRO1"]
 class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
     """A model that is whole on every rank, as in DDP, and whose optimizer states are dealt out over ranks.
 
-    Make the optimizer with `optimizer(torch.optim.Adam, lr=…)`: each rank updates the parameters whose states it has,
-    and sends them to the others. `FSDP(…, strategy=ShardingStrategy.OPTIMIZER_STATE)` is the same.
+    Make the optimizer with `optimizer(torch.optim.Adam, lr=…)`, which takes the options of torch's
+    ZeroRedundancyOptimizer as well: when all ranks have come to its step (on CPUs), each updates the parameters whose
+    states it has, and sends them to the others. `FSDP(…, strategy=ShardingStrategy.OPTIMIZER_STATE)` is the same.
 
     Args:
         model: Of the same shapes on all ranks; rank 0's values are sent to all.
@@ -91,8 +94,16 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
     def _make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: list[Any], options: dict[str, Any]
     ) -> Optimizer:
-        group = self.process_group.torch_group
-        made: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind, process_group=group, **options)
+        group = self.process_group
+        # One broadcast a rank, and not one a parameter.
+        options = {"parameters_as_bucket_view": True} | options
+        made: Optimizer = _zero_redundancy()(
+            parameters, optimizer_class=kind, process_group=group.torch_group, **options
+        )
+        if group.backend is not Backend.NCCL:  # there a barrier has the CPU wait for the card
+            # A rank that fails before its step releases the others here. In the broadcasts after their updates it
+            # would leave these half done: each has changed its own part.
+            made.register_step_pre_hook(lambda *_: barrier(group=group))
         return made
 
     @contextlib.contextmanager
