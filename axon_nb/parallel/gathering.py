@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,8 @@ class Gathering:
         self._mesh = mesh
         self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._shards: dict[str, torch.Tensor] | None = None
+        for unit in self._units:
+            unit.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def gather(self) -> None:
         """Make parameters whole on every rank; collective."""
@@ -35,13 +39,19 @@ class Gathering:
 
     def reshard(self) -> None:
         """Keep only this rank's part, with what was changed in the whole since `gather`."""
-        shards, self._shards = self._shards or {}, None
-        for name, parameter in self._model.named_parameters() if shards else ():
-            # A backward in between has sharded its units again, and an optimizer may have changed the parts since.
-            if name in shards and parameter is not shards[name]:
-                self._take_over(shards[name], parameter)
+        self._keep_changes()
+        self._shards = None
         for unit in self._units:
             unit.reshard()
+
+    def _before_forward(self, *_: Any) -> None:
+        self._keep_changes()  # after a forward units are sharded again
+
+    def _keep_changes(self) -> None:
+        for name, parameter in self._model.named_parameters() if self._shards else ():
+            # A forward or backward in between has sharded units again, and an optimizer may have changed the parts.
+            if self._shards and name in self._shards and parameter is not self._shards[name]:
+                self._take_over(self._shards[name], parameter)
 
     @torch.no_grad()
     def _take_over(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:

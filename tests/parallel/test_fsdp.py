@@ -105,18 +105,22 @@ def test_parameters_are_whole_within_gathered_and_changes_are_kept(two: Any, str
             with torch.no_grad():
                 same.get_parameter("0.weight")[4] = 7.0
                 same.get_parameter("1.bias").zero_()
+                out = model(torch.ones(1, 3, dtype=torch.float64)) - model.module(
+                    torch.zeros(1, 3, dtype=torch.float64)
+                )
         after = model.full_state_dict()
         model.gather_parameters()
         model.get_parameter("module.0.bias").data.fill_(2.0)
         model.reshard_parameters()
-        return shapes, seen, after, model.full_state_dict()["0.bias"]
+        return shapes, seen, out, after, model.full_state_dict()["0.bias"]
 
     reference = list(_odd().parameters())
-    for shapes, seen, after, bias in two.run(work):
+    for shapes, seen, out, after, bias in two.run(work):
         assert shapes == [(5, 3), (5,), (1, 5), (1,)]
         assert all(map(torch.equal, seen, reference))
         assert torch.equal(after["0.weight"][:4], reference[0][:4])
         assert after["0.weight"][4].tolist() == [7.0] * 3
+        torch.testing.assert_close(out, (after["1.weight"] @ after["0.weight"].sum(1)).view(1, 1))
         assert torch.equal(after["1.weight"], reference[2])
         assert (after["1.bias"].item(), bias.tolist()) == (0.0, [2.0] * 5)
 
