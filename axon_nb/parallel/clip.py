@@ -118,7 +118,7 @@ def _trainable(model: Any) -> Iterator[Part]:
 def _of_module(module: nn.Module) -> Iterator[Part]:
     for inner in module.modules():
         # The layers of `axon_nb.parallel.tensor` have plain tensors, and name those that are parts.
-        own: tuple[str, ...] = getattr(inner, "cut_parameters", ())
+        own: dict[str, int] = getattr(inner, "shard_dims", {})
         for name, parameter in inner.named_parameters(recurse=False):
             over = _cut_over(parameter)
             if name in own and isinstance(group := getattr(inner, "group", None), ProcessGroup) and group.size() > 1:

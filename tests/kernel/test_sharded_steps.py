@@ -100,3 +100,9 @@ def test_a_step_run_again_gives_the_same_bits(kernel: Kernel, undisturbed: list[
         )
         assert "ValueError: bug" in reply.traceback, reply.traceback
     assert kernel.ok("%%distributed\nbreaking = None\nstep()\nstep()\nprint(*weights())").lines() == undisturbed
+
+
+def test_a_rank_alone_in_the_norm_of_gradients_is_told_the_fix(kernel: Kernel, undisturbed: list[str]) -> None:
+    reply = kernel.run("%%distributed\nif rank == 0: models['full'].clip_grad_norm(1.0)")
+    assert "clip_grad_norm_" in reply.traceback
+    assert "call it on every rank" in reply.traceback

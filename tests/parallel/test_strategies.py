@@ -136,7 +136,7 @@ def test_losses_gradients_and_weights_in_float32(gloo: Any, strategy: S) -> None
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
 def test_losses_gradients_and_weights_on_8_ranks(eight: GlooWorld, strategy: S) -> None:
     def work(world: World) -> list[Result]:
-        return [_train(world, strategy, variant, torch.float64) for variant in _variants(strategy)]
+        return [_train(world, strategy, variant, torch.float64) for variant in _variants(strategy)[::2]]
 
     expected = _reference(torch.float64)
     for results in eight.run(work):

@@ -54,9 +54,6 @@ class ColumnParallelLinear(nn.Module):
         TensorError: the output features cannot be divided equally.
     """
 
-    cut_parameters = ("weight", "bias")
-    """Parameters of which each rank has another part; of all others it has a copy."""
-
     def __init__(
         self,
         in_features: int,
@@ -80,6 +77,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(whole.weight.detach()[rows].clone())
         bias: torch.Tensor | None = whole.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach()[rows].clone())
+
+    @property
+    def shard_dims(self) -> dict[str, int]:
+        """The dimension along which each parameter is cut, of those that are parts."""
+        return {"weight": 0} if self.bias is None else {"weight": 0, "bias": 0}
 
     @classmethod
     def from_linear(
@@ -117,9 +119,6 @@ class RowParallelLinear(nn.Module):
         TensorError: the input features cannot be divided equally.
     """
 
-    cut_parameters = ("weight",)
-    """Parameters of which each rank has another part; of all others it has a copy."""
-
     def __init__(
         self,
         in_features: int,
@@ -143,6 +142,11 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(whole.weight.detach()[:, columns].clone())
         bias: torch.Tensor | None = whole.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @property
+    def shard_dims(self) -> dict[str, int]:
+        """The dimension along which each parameter is cut, of those that are parts."""
+        return {"weight": 1}
 
     @classmethod
     def from_linear(
