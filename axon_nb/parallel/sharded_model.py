@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.parallel.clip import clip_grad_norm
-from axon_nb.parallel.gathering import whole
+from axon_nb.parallel.gathering import fill, local_part, whole
 from axon_nb.parallel.held_memory import measured
 from axon_nb.parallel.memory import FSDPMemoryStats, model_states
 from axon_nb.parallel.offload import HostParameters, keep_states_on_host
@@ -45,7 +46,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.strategy = known(ShardingStrategy, strategy, "strategy")
         self.cpu_offload = known(CPUOffload, cpu_offload, "cpu_offload")
-        self._shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()]
+        # With tensor parallelism as well: of this rank's part.
+        self._shapes = [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in model.parameters()]
         self._kind: OptimizerKind | None = None
         self._made: Callable[[], Optimizer | None] = lambda: None
 
@@ -119,6 +121,26 @@ class ShardedModel(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers, on the CPU of every rank; collective, so every rank calls it."""
         return {name: whole(value) for name, value in self.module.state_dict().items()}
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over whole parameters and buffers, such as `full_state_dict` gives; the same on every rank.
+
+        Raises:
+            CommError: names or shapes differ from the model's.
+        """
+        self.reshard_parameters()
+        own = self.module.state_dict()
+        for name in sorted(own.keys() ^ state.keys()):
+            raise CommError(
+                f"{name} is in {'the model' if name in own else 'the state'} alone: they are of two models."
+            )
+        for name, value in state.items():
+            if own[name].shape != value.shape:
+                raise CommError(
+                    f"{name} is {tuple(own[name].shape)} in the model and {tuple(value.shape)} in the state."
+                )
+        for name, value in state.items():
+            fill(own[name], value)
 
     def memory_estimate(
         self,

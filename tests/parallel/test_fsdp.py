@@ -125,6 +125,29 @@ def test_parameters_are_whole_within_gathered_and_changes_are_kept(two: Any, str
         assert (after["1.bias"].item(), bias.tolist()) == (0.0, [2.0] * 5)
 
 
+@pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
+def test_whole_states_come_back(four: Any, strategy: S) -> None:
+    def work(world: World) -> Any:
+        mesh = make_mesh(replicate=2, shard=-1, device="cpu") if strategy is S.HYBRID_SHARD else None
+        model = FSDP(_odd(), strategy=strategy, mesh=mesh)
+        state = {name: value + 1 for name, value in model.full_state_dict().items()}
+        model(torch.ones(1, 3, dtype=torch.float64))
+        model.load_full_state_dict(state)
+        with pytest.raises(CommError, match="new is in the state alone"):
+            model.load_full_state_dict(state | {"new": torch.ones(1)})
+        with pytest.raises(CommError, match=r"0.bias is \(5,\) in the model and \(1,\) in the state"):
+            model.load_full_state_dict(state | {"0.bias": torch.ones(1)})
+        return model.full_state_dict(), model(torch.ones(1, 3, dtype=torch.float64))
+
+    reference = _odd()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(1)
+    for state, output in four.run(work):
+        assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
+        torch.testing.assert_close(output, reference(torch.ones(1, 3, dtype=torch.float64)))
+
+
 def test_what_is_not_changed_stays_more_precise_than_what_was_gathered(two: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(_odd(torch.float32), world, mixed_precision=torch.bfloat16)
@@ -154,10 +177,30 @@ def test_a_look_at_the_loss_before_the_step_changes_nothing(four: Any, strategy:
                     model(x)
                 model.gather_parameters()
             optimizer.step()
+            if look:
+                with model.gathered(), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.0)
         return model.full_state_dict()
 
     for plain, looked in zip(four.run(work, False), four.run(work, True), strict=True):
         assert all(torch.equal(plain[name], value) for name, value in looked.items())
+
+
+def test_parts_that_a_step_has_changed_are_newer_than_what_was_gathered(two: Any) -> None:
+    def work(world: World, gather: bool) -> Any:
+        model = FSDP(blocks(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # knows nothing of what is gathered
+        x, y = _batch(world)
+        loss_of(model(x), y).backward()
+        if gather:
+            model.gather_parameters()
+        optimizer.step()
+        model.reshard_parameters()
+        return model.full_state_dict()
+
+    for plain, gathered in zip(two.run(work, False), two.run(work, True), strict=True):
+        assert all(torch.equal(plain[name], value) for name, value in gathered.items())
 
 
 def _is_up(module: nn.Module) -> bool:

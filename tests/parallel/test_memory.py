@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,6 +110,20 @@ def test_states_of_parameter_groups_and_of_more_ranks_than_parameters(four: Any)
         assert pair[0] == pair[1]
         assert few[0] == few[1]
     assert [states for *_, states in results] == [2 * 4 * 6, 2 * 4 * 2, 0, 0]
+
+
+def test_parts_of_tensor_parallelism_are_estimated_as_well(gloo: Any) -> None:
+    def work(world: World) -> Any:
+        mesh = make_mesh(dp=2, tp=2, device="cpu")
+        model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return _bytes_of_a_step(FSDP(model, mesh=mesh["dp"]), torch.optim.Adam, torch.float32)
+
+    # Of 66 + 70 elements: the bias of 6 is whole in tensor parallelism; 5 rows of 2 ranks are 3 and 2.
+    for rank, (held, estimate) in enumerate(gloo(4).run(work)):
+        assert held == estimate
+        assert held[0] == 4 * (3 * 6 + 3 + 3 * 5 + 3)
+        assert held[2] == 2 * 4 * ((18, 12)[rank // 2] + (3, 2)[rank // 2] + 15 + 3)
 
 
 def test_formulas() -> None:
