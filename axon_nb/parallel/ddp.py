@@ -21,6 +21,7 @@ from axon_nb.comm.synchronizer import GradSyncStrategy
 from axon_nb.parallel.backward import before_backward
 from axon_nb.parallel.hooks import CommHook
 from axon_nb.parallel.same_model import check_model
+from axon_nb.parallel.strategies import known
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
@@ -71,7 +72,7 @@ class DDP(TorchDDP):
         bucket_size_mb = torch_options.pop("bucket_cap_mb", None) or bucket_size_mb
         if not bucket_size_mb > 0:
             raise CommError(f"bucket_size_mb={bucket_size_mb}: it is a number of MiB above 0.")
-        strategy = _known(strategy)
+        strategy = known(GradSyncStrategy, strategy, "strategy")
         check_model(model, own)
         super().__init__(
             model,
@@ -210,14 +211,6 @@ def _without_group(hook: Any) -> Any:
     bare = copy.copy(hook)
     bare.group = None
     return bare
-
-
-def _known(strategy: GradSyncStrategy | str) -> GradSyncStrategy:
-    try:
-        return GradSyncStrategy(strategy)
-    except ValueError:
-        names = ", ".join(f"GradSyncStrategy.{item.name}" for item in GradSyncStrategy)
-        raise CommError(f"strategy={strategy!r}: it is one of {names}.") from None
 
 
 def _call(hook, bucket):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -173,3 +174,30 @@ def test_bfloat16_is_as_near_as_its_8_bits(gloo: Any, strategy: S, policy: str) 
     for (losses, gradients, _), dtypes in gloo(4).run(work):
         assert dtypes == {torch.float32}
         _compare((losses, gradients, {}), (*expected[:2], {}), 0.04)
+
+
+@pytest.mark.parametrize("offload", CPUOffload, ids=lambda o: o.name)
+def test_training_goes_on_from_states_that_were_saved(gloo: Any, offload: CPUOffload) -> None:
+    def work(world: World) -> Any:
+        x, y = (part.chunk(2)[world.rank()] for part in _data(torch.float64))
+
+        def make() -> tuple[FSDP, torch.optim.Optimizer]:
+            model = FSDP(_model(torch.float64), world, wrap=Block, cpu_offload=offload)
+            return model, model.optimizer(torch.optim.Adam, lr=0.01)
+
+        def step(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+        first, second = make(), make()
+        step(*first)
+        step(*first)
+        second[0].load_full_state_dict(first[0].full_state_dict())
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        for pair in (first, second):
+            step(*pair)
+        return first[0].full_state_dict(), second[0].full_state_dict()
+
+    for first, second in gloo(2).run(work):
+        assert all(torch.equal(first[name], value) for name, value in second.items())
