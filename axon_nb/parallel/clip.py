@@ -131,7 +131,7 @@ def _cut_over(parameter: torch.Tensor) -> list[ProcessGroup]:
         return []
     mesh = parameter.device_mesh
     return [
-        ProcessGroup.wrap(mesh.get_group(dim))
+        resolve(mesh.get_group(dim))
         for dim, placement in enumerate(parameter.placements)
         if mesh.size(dim) > 1 and not placement.is_replicate()
     ]

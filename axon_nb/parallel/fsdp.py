@@ -14,14 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim import Optimizer
 
 from axon_nb.comm.errors import CommError
-from axon_nb.comm.group import GroupLike, resolve
+from axon_nb.comm.group import GroupLike
 from axon_nb.parallel.backward import before_backward
 from axon_nb.parallel.gathering import Gathering
 from axon_nb.parallel.offload import HostParameters
 from axon_nb.parallel.same_model import share_start
 from axon_nb.parallel.sharded_model import ShardedModel
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, known
-from axon_nb.parallel.units import Wrap, checked_mesh, device_of, make_units, mesh_of
+from axon_nb.parallel.units import Wrap, device_of, make_units, mesh_of
 
 __all__ = ["FSDP", "FullyShardedDataParallel"]
 
@@ -45,7 +45,7 @@ class FSDP(ShardedModel):
         sync_parameters: Send rank 0's parameters and buffers to all; otherwise they are equal already.
 
     Raises:
-        CommError: a mesh that does not fit the strategy.
+        CommError: a mesh that does not fit the strategy; an option has no meaning.
         NotInGroup: this rank is no member of the group.
     """
 
@@ -75,7 +75,9 @@ class FSDP(ShardedModel):
         sync_parameters: bool = True,
     ) -> None:
         super().__init__(model, strategy, cpu_offload)
-        self.mesh = mesh_of(resolve(group), self.strategy) if mesh is None else checked_mesh(mesh, self.strategy)
+        if self.strategy is ShardingStrategy.OPTIMIZER_STATE:
+            raise CommError(f"OPTIMIZER_STATE with {type(self).__name__}: derive it from ZeRO1, which has it.")
+        self.mesh = mesh_of(group, mesh, self.strategy)
         if sync_parameters:
             share_start(model, self.mesh)
         options: dict[str, Any] = {"mesh": self.mesh}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from axon_nb.comm.errors import CommError
-from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.comm.kinds import Backend
 from axon_nb.parallel.activation_checkpoint import ModuleKinds, matches
 from axon_nb.parallel.strategies import ShardingStrategy
 
-__all__ = ["Wrap", "checked_mesh", "device_of", "make_units", "mesh_of"]
+__all__ = ["Wrap", "device_of", "make_units", "mesh_of"]
 
 Wrap = ModuleKinds | int | None
 """Classes, a function that is asked about each module, a least number of parameters, or None."""
@@ -64,27 +66,28 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
     return units
 
 
-def mesh_of(group: ProcessGroup, strategy: ShardingStrategy) -> DeviceMesh:
-    """The mesh that a strategy has on the ranks of a group.
+def mesh_of(group: GroupLike | Any, mesh: DeviceMesh | None, strategy: ShardingStrategy) -> DeviceMesh:
+    """The mesh given, or the one that a strategy has on the ranks of a group.
 
     Raises:
-        CommError: HYBRID_SHARD, which has two axes.
+        CommError: a mesh that does not fit the strategy; a group besides; HYBRID_SHARD without a mesh of two axes.
+        NotInGroup: this rank is no member of the group.
     """
-    device = "cuda" if group.backend is Backend.NCCL or torch.cuda.is_available() else "cpu"
+    if mesh is not None:
+        if group is not None:
+            raise CommError("group and mesh: the mesh says already which ranks take part; give one of them.")
+        return _checked(mesh, strategy)
+    own = resolve(group)
+    device = "cuda" if own.backend is Backend.NCCL or torch.cuda.is_available() else "cpu"
     if strategy is ShardingStrategy.HYBRID_SHARD:
         raise CommError("HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).")
     if strategy is ShardingStrategy.NO_SHARD:
         # Every rank a copy, each "sharded" over itself alone.
-        return DeviceMesh(device, torch.tensor(group.ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
-    return DeviceMesh.from_group(group.torch_group, device, mesh_dim_names=("shard",))
+        return DeviceMesh(device, torch.tensor(own.ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(own.torch_group, device, mesh_dim_names=("shard",))
 
 
-def checked_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
-    """The mesh, if it fits the strategy.
-
-    Raises:
-        CommError: it does not.
-    """
+def _checked(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     wanted = 2 if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD) else 1
     if mesh.ndim != wanted:
         raise CommError(f"{strategy.name} on a mesh of {mesh.ndim} dimensions: it takes {wanted}.")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from axon_nb.comm.errors import CommError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.move import barrier
 from axon_nb.parallel.ddp import DDP
@@ -22,7 +22,7 @@ from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.optimizer_state import own_optimizer
 from axon_nb.parallel.sharded_model import ShardedModel
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
-from axon_nb.parallel.units import Wrap, checked_mesh, mesh_of
+from axon_nb.parallel.units import Wrap, mesh_of
 
 __all__ = ["ZeRO1"]
 
@@ -75,12 +75,11 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
             raise CommError(
                 f"mixed_precision={mixed_precision} with ZeRO-1: torch.autocast around the forward instead."
             )
-        own = resolve(group) if mesh is None else ProcessGroup.wrap(checked_mesh(mesh, self.strategy).get_group())
-        self.mesh = mesh_of(own, self.strategy) if mesh is None else mesh
+        self.mesh = mesh_of(group, mesh, self.strategy)
         ddp_options.setdefault("gradient_as_bucket_view", True)
         self.module = model
         # Out of the sight of nn.Module: `module` is the submodule, with the names that the other strategies have.
-        self._held = (DDP(model, own, init_sync=sync_parameters, **ddp_options),)
+        self._held = (DDP(model, self.process_group, init_sync=sync_parameters, **ddp_options),)
 
     @property
     def ddp(self) -> DDP:

@@ -269,6 +269,7 @@ def test_misuse_is_told() -> None:
             {"strategy": S.HYBRID_SHARD},
             {"strategy": S.HYBRID_SHARD, "mesh": line},
             {"strategy": "half_shard"},
+            {"group": world, "mesh": line},
             {"wrap": 0},
             {"strategy": S.OPTIMIZER_STATE, "cpu_offload": CPUOffload.FULL},
             {"strategy": S.OPTIMIZER_STATE, "mixed_precision": torch.bfloat16},
@@ -281,6 +282,11 @@ def test_misuse_is_told() -> None:
                 told.append(str(error))
         return told
 
+    class Own(FSDP):
+        """Made for no strategy in particular."""
+
+    with pytest.raises(CommError, match="OPTIMIZER_STATE with Own: derive it from ZeRO1"):
+        Own(blocks(), strategy=S.OPTIMIZER_STATE)
     for told in World.mock(2).run(work):
         assert told == [
             "HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).",
@@ -289,6 +295,7 @@ def test_misuse_is_told() -> None:
                 "strategy='half_shard': it is one of ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "
                 "ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.OPTIMIZER_STATE."
             ),
+            "group and mesh: the mesh says already which ranks take part; give one of them.",
             "wrap=0: a unit has at least 1 parameter.",
             (
                 "FULL with ZeRO-1: its parameters are whole on every device; FULL_SHARD can have them on the host, and "
