@@ -26,6 +26,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def make_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """The submodules that are units of their own, inner ones first; the model itself is one besides.
 
+    A submodule that shares a parameter with modules outside of it, such as an embedding with the output layer, is none:
+    the parameter is gathered with the unit that both are in.
+
     Args:
         model: Whose submodules.
         wrap: What `FSDP` takes; None: the direct children that have parameters.
@@ -33,6 +36,19 @@ def make_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     Raises:
         CommError: a least number of parameters below 1.
     """
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+
+    def is_whole(unit: nn.Module) -> bool:
+        inside = {id(module) for module in unit.modules()}
+        return all(owners[id(parameter)] <= inside for parameter in unit.parameters())
+
+    return [unit for unit in _meant(model, wrap) if is_whole(unit)]
+
+
+def _meant(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     if wrap is None:
         return [child for child in _children(model) if any(True for _ in child.parameters())]
     if isinstance(wrap, int):

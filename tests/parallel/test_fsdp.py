@@ -127,6 +127,39 @@ def test_mixed_precision_and_offload_train(two: Any) -> None:
     assert two.run(work) == [(True, torch.float32, "cpu")] * 2
 
 
+def _tied() -> nn.Sequential:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), *blocks(2), nn.Linear(8, 8)).double()
+    model[-1].weight = model[0].weight
+    return model
+
+
+def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
+    def work(world: World) -> Any:
+        found = []
+        for strategy in (S.FULL_SHARD, S.NO_SHARD, S.OPTIMIZER_STATE):
+            model = FSDP(_tied(), world, strategy=strategy)
+            optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+            x, y = _batch(world)
+            loss_of(model(x), y).backward()
+            norm = model.clip_grad_norm(0.1)
+            optimizer.step()
+            state = model.full_state_dict()
+            assert torch.equal(state["0.weight"], state["3.weight"])
+            found.append((norm, state["0.weight"], len(list(model.parameters()))))
+        return found
+
+    model = _tied()
+    x, y = batch(SIZE)
+    loss_of(model(x), y).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for found in two.run(work):
+        for norm, weight, count in found:
+            assert (norm, count) == (pytest.approx(expected, rel=1e-10), 10)
+            torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
+
+
 def test_lists_of_blocks_are_units_one_by_one() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
