@@ -28,20 +28,23 @@ PUBLIC_NAMES = {
 }
 """What users call an operation of a process group."""
 
-_TORCH = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}nn{os.sep}")
+_LIBRARIES = tuple(
+    f"{os.sep}{package}{os.sep}{folder}{os.sep}"
+    for package, folder in (("torch", "distributed"), ("torch", "nn"), ("axon_nb", "parallel"))
+)
 _FORWARD = "the forward pass of an FSDP model"
 _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
 
 
 def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str:
-    """The outermost function of torch between `frame` and the cell's frame `stop` that is a collective in disguise.
+    """The outermost function of a library between `frame` and the cell's frame `stop` that is a collective in disguise.
 
     Outermost: a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
     """
     found = ""
     while frame is not None and frame is not stop:
         name = _RENAMED.get(frame.f_code.co_name, frame.f_code.co_name)
-        if name in COLLECTIVE_FUNCTIONS and any(part in frame.f_code.co_filename for part in _TORCH):
+        if name in COLLECTIVE_FUNCTIONS and any(part in frame.f_code.co_filename for part in _LIBRARIES):
             found = name
         frame = frame.f_back
     return found

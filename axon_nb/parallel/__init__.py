@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
+from axon_nb.parallel.clip import clip_grad_norm, grad_norm
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
-from axon_nb.parallel.fsdp import FSDP, CPUOffload, FullyShardedDataParallel
+from axon_nb.parallel.fsdp import FSDP, FullyShardedDataParallel
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
 from axon_nb.parallel.loop import accumulating, load_checkpoint, reduce_metrics, save_on_main
-from axon_nb.parallel.memory import FSDPMemoryStats, ShardingStrategy, model_states
+from axon_nb.parallel.memory import FSDPMemoryStats, model_states
 from axon_nb.parallel.mesh import axis_group, coordinates, make_mesh
+from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.parallel.pipeline import (
     Pipeline,
     PipelineMemoryStats,
@@ -17,6 +20,7 @@ from axon_nb.parallel.pipeline import (
     bubble_fraction,
     ideal_timeline,
 )
+from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.tensor import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -25,6 +29,7 @@ from axon_nb.parallel.tensor import (
     TensorParallelBlock,
 )
 from axon_nb.parallel.three_d import Parallel3D
+from axon_nb.parallel.zero import ZeRO1
 
 __all__ = [
     "BF16",
@@ -39,6 +44,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Hierarchical",
     "HookStats",
+    "OptimizerKind",
     "Parallel3D",
     "ParallelMLP",
     "Pipeline",
@@ -52,10 +58,14 @@ __all__ = [
     "TensorParallelAttention",
     "TensorParallelBlock",
     "TopK",
+    "ZeRO1",
     "accumulating",
     "axis_group",
     "bubble_fraction",
+    "checkpoint_blocks",
+    "clip_grad_norm",
     "coordinates",
+    "grad_norm",
     "ideal_timeline",
     "load_checkpoint",
     "make_mesh",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils._pytree import tree_leaves
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.gradients import sync_gradients
@@ -19,8 +18,10 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.move import broadcast
 from axon_nb.comm.reduce import all_reduce_max
 from axon_nb.comm.synchronizer import GradSyncStrategy
+from axon_nb.parallel.backward import before_backward
 from axon_nb.parallel.hooks import CommHook
 from axon_nb.parallel.same_model import check_model
+from axon_nb.parallel.strategies import known
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
@@ -71,7 +72,7 @@ class DDP(TorchDDP):
         bucket_size_mb = torch_options.pop("bucket_cap_mb", None) or bucket_size_mb
         if not bucket_size_mb > 0:
             raise CommError(f"bucket_size_mb={bucket_size_mb}: it is a number of MiB above 0.")
-        strategy = _known(strategy)
+        strategy = known(GradSyncStrategy, strategy, "strategy")
         check_model(model, own)
         super().__init__(
             model,
@@ -107,7 +108,7 @@ class DDP(TorchDDP):
         output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if averages and not self._averaged:
             # Not yet: a forward that no backward follows, to look at a loss, averages nothing.
-            _before_backward(output, self._has_averaged)
+            before_backward(output, self._has_averaged)
         return output
 
     def _has_averaged(self) -> None:
@@ -212,23 +213,6 @@ def _without_group(hook: Any) -> Any:
     return bare
 
 
-def _known(strategy: GradSyncStrategy | str) -> GradSyncStrategy:
-    try:
-        return GradSyncStrategy(strategy)
-    except ValueError:
-        names = ", ".join(f"GradSyncStrategy.{item.name}" for item in GradSyncStrategy)
-        raise CommError(f"strategy={strategy!r}: it is one of {names}.") from None
-
-
 def _call(hook, bucket):  # type: ignore[no-untyped-def]
     # torch insists on a function whose second argument is called `bucket`, and reads annotations, which are text here.
     return hook.call(bucket)
-
-
-def _before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have `call` made when backward reaches the output; at once when it holds no tensor that torch's tools find."""
-    roots = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn}
-    for root in roots:
-        root.register_prehook(lambda gradients: call())
-    if not roots:
-        call()

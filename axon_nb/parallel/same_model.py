@@ -7,13 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from axon_nb.comm.errors import CommError, TensorError, TensorMismatch
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
+from axon_nb.comm.move import broadcast
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "share_start"]
 
 Description = list[tuple[str, str, tuple[int, ...], str]]
 
@@ -97,3 +100,26 @@ def _compare(first: Description, theirs: Description, first_rank: int, rank: int
 def _shown(item: tuple[str, str, tuple[int, ...], str]) -> str:
     name, dtype, shape, note = item
     return f"{name} of {dtype} {shape}{note}"
+
+
+@torch.no_grad()
+def share_start(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks of the mesh the parameters and buffers of its first one; collective.
+
+    Tensors without data yet are left alone, and of a DTensor, which another axis cuts, each rank's part is sent.
+
+    Raises:
+        TensorMismatch: a tensor has another shape or dtype on another rank.
+    """
+    groups = [ProcessGroup.wrap(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
+    for tensor in (*model.parameters(), *model.buffers()):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if own.is_meta or not own.numel():
+            continue
+        # One at a time: a whole model may not fit where the group reaches.
+        there = own.to(mesh.device_type) if groups and groups[0].backend is Backend.NCCL else own
+        there = there.contiguous()
+        for group in groups:
+            broadcast(there, group=group)
+        if there is not own:
+            own.copy_(there)

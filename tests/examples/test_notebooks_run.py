@@ -84,6 +84,20 @@ def test_quickstart_saves_its_plot(quickstart: NotebookNode) -> None:
     assert len(pictures) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[str], NotebookNode]) -> None:
+    notebook = execute("04_fsdp_zero")
+    found = re.search(r"the loss went from ([0-9.]+) to ([0-9.]+)", streams(notebook))
+    assert found is not None
+    assert float(found[2]) < float(found[1]) - 1
+    (table,) = [out for cell in notebook.cells if "compared[0]" in cell.source for out in cell.outputs]
+    rows = re.findall(r"<tr>(.*?)</tr>", table["data"]["text/html"], flags=re.DOTALL)[1:]
+    cells = [[re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td.*?</td>", row)] for row in rows]
+    assert len(cells) == 5
+    assert all(row[4] == row[5] for row in cells)
+
+
 def test_a_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
     source = tmp_path / "failing.py"
     source.write_text("# %%\n1 / 0\n", encoding="utf-8")

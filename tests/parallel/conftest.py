@@ -48,3 +48,9 @@ def two(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> An
 def four(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> Any:
     """A world of four ranks."""
     return make(request.param, gloo_worlds)
+
+
+@pytest.fixture
+def gloo(gloo_worlds: dict[int, GlooWorld]) -> Any:
+    """Makes a world of so many processes."""
+    return lambda size: make(f"gloo-{size}", gloo_worlds)

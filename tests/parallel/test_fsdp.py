@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from axon_nb.comm import CommError, World
-from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh, model_states
+from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh
+from axon_nb.parallel.units import make_units
 from tests.comm.models import Block, batch, blocks, loss_of
 
 S = ShardingStrategy
@@ -40,7 +42,7 @@ def _reference(steps: int = 3, max_norm: float = 0.1) -> tuple[dict[str, torch.T
     return {name: value.detach() for name, value in model.state_dict().items()}, norms
 
 
-STRATEGIES = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.HYBRID_SHARD]
+STRATEGIES = list(S)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -66,44 +68,6 @@ def test_weights_and_norms_are_those_of_one_process(four: Any, strategy: S) -> N
             torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_the_estimate_is_what_is_held(four: Any, strategy: S) -> None:
-    def work(world: World) -> Any:
-        model = _fsdp(world, strategy)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        x, y = _batch(world)
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        model.reshard_parameters()
-        held, estimate = model.memory_stats(optimizer), model.memory_estimate()
-        return (
-            (held.param_memory_bytes, held.grad_memory_bytes, held.optim_memory_bytes),
-            (estimate.param_memory_bytes, estimate.grad_memory_bytes, estimate.optim_memory_bytes),
-            estimate.memory_savings(),
-            held.peak_memory_mb > 0,
-        )
-
-    share = {S.FULL_SHARD: 4, S.SHARD_GRAD_OP: 4, S.NO_SHARD: 1, S.HYBRID_SHARD: 2}[strategy]
-    for held, estimate, savings, peak in four.run(work):
-        assert held == estimate
-        assert savings == pytest.approx(1 - 1 / share, abs=1e-12)  # all shapes divide, so nothing is padded
-        assert peak
-
-
-def test_padding_is_in_the_estimate() -> None:
-    stats = model_states([((5, 3), torch.float32), ((), torch.float32)], S.FULL_SHARD, world_size=4)
-    # 5 rows over 4 ranks: 2 each; a scalar is one row, on every rank.
-    assert (stats.total_params, stats.param_memory_bytes) == (16, (2 * 3 + 1) * 4)
-    assert stats.optim_memory_bytes == 2 * stats.param_memory_bytes
-    assert stats.memory_savings() == pytest.approx(1 - 7 / 16)
-    one = model_states([((8, 2), torch.bfloat16)], S.OPTIMIZER_STATE, world_size=4, state_dtype=torch.float32)
-    assert (one.param_memory_bytes, one.grad_memory_bytes, one.optim_memory_bytes) == (32, 32, 2 * 4 * 4)
-    with pytest.raises(CommError, match="HYBRID_SHARD needs shard_size"):
-        model_states([], S.HYBRID_SHARD, world_size=4)
-    with pytest.raises(CommError, match="shard_size=3: it must divide the 4 ranks"):
-        model_states([], S.HYBRID_SHARD, world_size=4, shard_size=3)
-
-
 def test_accumulation_within_no_sync(two: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(blocks(), world, wrap=Block)
@@ -123,28 +87,19 @@ def test_accumulation_within_no_sync(two: Any) -> None:
     assert two.run(work) == pytest.approx([expected] * 2, rel=1e-10)
 
 
-def test_whole_parameters_within_gathered(two: Any) -> None:
-    def work(world: World) -> Any:
-        model: Any = FSDP(blocks(), world)
-        sharded = model.module[0].up.weight.to_local().shape
-        with model.gathered() as whole:
-            inside = whole[0].up.weight.detach().clone()
-        return tuple(sharded), inside, tuple(model.module[0].up.weight.to_local().shape)
-
-    for sharded, inside, after in two.run(work):
-        assert sharded == after == (8, 8)
-        assert torch.equal(inside, dict(blocks().named_parameters())["0.up.weight"])
+def _is_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features > module.in_features
 
 
-@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), 100, 10**9])
+@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), _is_up, 100, 10**9], ids=str)
 def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(blocks(), world, wrap=wrap)
         x, y = _batch(world)
         loss_of(model(x), y).backward()
-        return model.clip_grad_norm(1e9), len(model._sharded())
+        return model.clip_grad_norm(1e9), sum(isinstance(unit, FSDPModule) for unit in model.modules())
 
-    units = {None: 5, Block: 5, (nn.Linear,): 9, 100: 9, 10**9: 1}[wrap]
+    units = {None: 5, Block: 5, (nn.Linear,): 9, _is_up: 5, 100: 9, 10**9: 1}[wrap]
     answers = two.run(work)
     assert {count for _, count in answers} == {units}
     model = blocks()
@@ -172,6 +127,57 @@ def test_mixed_precision_and_offload_train(two: Any) -> None:
     assert two.run(work) == [(True, torch.float32, "cpu")] * 2
 
 
+def _tied() -> nn.Sequential:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), *blocks(2), nn.Linear(8, 8)).double()
+    model[-1].weight = model[0].weight
+    return model
+
+
+def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
+    def work(world: World) -> Any:
+        found = []
+        for strategy in (S.FULL_SHARD, S.NO_SHARD, S.OPTIMIZER_STATE):
+            model = FSDP(_tied(), world, strategy=strategy)
+            optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+            x, y = _batch(world)
+            loss_of(model(x), y).backward()
+            norm = model.clip_grad_norm(0.1)
+            optimizer.step()
+            state = model.full_state_dict()
+            assert torch.equal(state["0.weight"], state["3.weight"])
+            found.append((norm, state["0.weight"], len(list(model.parameters()))))
+        return found
+
+    model = _tied()
+    x, y = batch(SIZE)
+    loss_of(model(x), y).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for found in two.run(work):
+        for norm, weight, count in found:
+            assert (norm, count) == (pytest.approx(expected, rel=1e-10), 10)
+            torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_lists_of_blocks_are_units_one_by_one() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(blocks(3))
+            self.tails = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.ReLU()})
+
+    model = Listed()
+    each = [*model.layers, model.tails["a"]]
+    assert make_units(model, None) == each
+    assert make_units(model, 72) == [part for layer in model.layers for part in (layer.up, layer.down)] + each[3:]
+    assert make_units(model, 200) == each[:3]
+    assert make_units(model, lambda module: not list(module.parameters(recurse=False))) == [
+        model.tails["b"],
+        *each[2::-1],
+    ]
+
+
 def test_misuse_is_told() -> None:
     def work(world: World) -> list[str]:
         told = []
@@ -179,7 +185,12 @@ def test_misuse_is_told() -> None:
         cases: list[dict[str, Any]] = [
             {"strategy": S.HYBRID_SHARD},
             {"strategy": S.HYBRID_SHARD, "mesh": line},
-            {"strategy": S.OPTIMIZER_STATE},
+            {"strategy": "half_shard"},
+            {"group": world, "mesh": line},
+            {"wrap": 0},
+            {"strategy": S.OPTIMIZER_STATE, "cpu_offload": CPUOffload.FULL},
+            {"strategy": S.OPTIMIZER_STATE, "mixed_precision": torch.bfloat16},
+            {"strategy": S.OPTIMIZER_STATE, "mesh": make_mesh(a=2, b=1, device="cpu")},
         ]
         for options in cases:
             try:
@@ -188,9 +199,25 @@ def test_misuse_is_told() -> None:
                 told.append(str(error))
         return told
 
+    class Own(FSDP):
+        """Made for no strategy in particular."""
+
+    with pytest.raises(CommError, match="OPTIMIZER_STATE with Own: derive it from ZeRO1"):
+        Own(blocks(), strategy=S.OPTIMIZER_STATE)
     for told in World.mock(2).run(work):
         assert told == [
             "HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).",
             "HYBRID_SHARD on a mesh of 1 dimensions: it takes 2.",
-            "OPTIMIZER_STATE (ZeRO-1) is DDP with torch's ZeroRedundancyOptimizer, and no FSDP.",
+            (
+                "strategy='half_shard': it is one of ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "
+                "ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.OPTIMIZER_STATE."
+            ),
+            "group and mesh: the mesh says already which ranks take part; give one of them.",
+            "wrap=0: a unit has at least 1 parameter.",
+            (
+                "FULL with ZeRO-1: its parameters are whole on every device; FULL_SHARD can have them on the host, and "
+                "OPTIMIZER_STATES works here."
+            ),
+            "mixed_precision=torch.bfloat16 with ZeRO-1: torch.autocast around the forward instead.",
+            "OPTIMIZER_STATE on a mesh of 2 dimensions: it takes 1.",
         ]

@@ -1,0 +1,108 @@
+"""A step of a sharded model that is aborted anywhere in a cell, and run again, gives the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+SETUP = """%%distributed
+from torch import nn
+from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, ZeRO1, checkpoint_blocks
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 21), nn.Linear(21, 9)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def net(checkpointed=False):
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Residual() for _ in range(3)))
+    if checkpointed:
+        checkpoint_blocks(made, Residual)
+    return made
+
+models = {
+    "full": FSDP(net()),
+    "grad": FSDP(net(True), strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "none": FSDP(net(), strategy=ShardingStrategy.NO_SHARD),
+    "params": FSDP(net(), cpu_offload=CPUOffload.PARAMS),
+    "states": FSDP(net(), cpu_offload=CPUOffload.OPTIMIZER_STATES),
+    "zero": ZeRO1(net()),
+}
+optimizers = {name: model.optimizer(torch.optim.Adam, lr=0.01) for name, model in models.items()}
+steps, breaking = 0, None
+
+def update(name, accumulate=False):
+    model, optimizer = models[name], optimizers[name]
+    optimizer.zero_grad()
+    x = torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * steps + rank))
+    if accumulate:
+        with model.no_sync():
+            model(x[:4]).square().mean().backward()
+        x = x[4:]
+    model(x).square().mean().backward()
+    if name == breaking and rank == 1:
+        raise ValueError("bug")
+    model.clip_grad_norm(0.5)
+    optimizer.step()
+
+def step():
+    global steps
+    for name in models:
+        update(name, accumulate=steps % 2 == 1)
+    steps += 1
+
+def weights():
+    states = (model.full_state_dict() for model in models.values())
+    return [sum(value.double().sum().item() for value in state.values()).hex() for state in states]
+
+step()
+"""
+
+BREAKS = {
+    "in the forward": "handle = inner[1].register_forward_pre_hook(boom)",
+    "in the backward": "handle = inner[1].register_full_backward_hook(boom)",
+    "while it accumulates": "handle = inner[2].register_full_backward_hook(boom)",
+    "before the step": "breaking, handle = name, None",
+}
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """Two ranks."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2", timeout=120)
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def undisturbed(kernel: Kernel) -> list[str]:
+    """Weights after 3 steps."""
+    kernel.ok(SETUP, timeout=120)
+    return kernel.ok("%%distributed\nstep()\nstep()\nprint(*weights())").lines()
+
+
+@pytest.mark.parametrize("where", BREAKS)
+def test_a_step_run_again_gives_the_same_bits(kernel: Kernel, undisturbed: list[str], where: str) -> None:
+    kernel.ok(SETUP, timeout=120)
+    # Where every rank has whole gradients, nothing holds the others back before their steps: they are told to be ahead.
+    names = {"full", "grad", "none", "params", "states", "zero"} - ({"none"} if where == "before the step" else set())
+    for name in sorted(names):
+        reply = kernel.run(
+            f"%%distributed\nname, inner = {name!r}, models[{name!r}].module\n"
+            "def boom(*args):\n    handle.remove()\n    if rank == 1: raise ValueError('bug')\n"
+            f"{BREAKS[where]}\nupdate(name, accumulate={'accumulates' in where})"
+        )
+        assert "ValueError: bug" in reply.traceback, reply.traceback
+    assert kernel.ok("%%distributed\nbreaking = None\nstep()\nstep()\nprint(*weights())").lines() == undisturbed
+
+
+def test_a_rank_alone_in_the_norm_of_gradients_is_told_the_fix(kernel: Kernel, undisturbed: list[str]) -> None:
+    reply = kernel.run("%%distributed\nif rank == 0: models['full'].clip_grad_norm(1.0)")
+    assert "clip_grad_norm_" in reply.traceback
+    assert "call it on every rank" in reply.traceback
