@@ -112,6 +112,10 @@ class Parallel3D(nn.Module):
         mean = torch.tensor(own, dtype=torch.float64, device=device)
         return float(all_reduce_mean(mean, group=axis_group(self.mesh, "dp")))
 
+    def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip by the norm over the whole model; as `axon_nb.parallel.clip_grad_norm`, collective."""
+        return self.pipeline.clip_grad_norm(max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+
     def own_samples(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's part of a batch that all ranks have, by its place on `dp`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from tests.parallel.conftest import make
 
 CONFIG = GPTConfig(context=8, hidden=16, heads=2, blocks=5)
-STEPS, BATCH = 4, 16
+STEPS, BATCH, MAX_NORM = 4, 16, 0.3
 
 
 def plan() -> dict[str, Any]:
@@ -37,18 +38,19 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def alone() -> tuple[list[float], GPT]:
-    """Losses and model of one process."""
-    model, losses = build(), []
+def alone(max_norm: float = math.inf) -> tuple[list[float], list[float], GPT]:
+    """Losses, norms of the gradients and model of one process."""
+    model, losses, norms = build(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         optimizer.zero_grad()
         x, y = data(step)
         loss = next_byte_loss(model(x), y)
         loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         losses.append(loss.item())
-    return losses, model
+    return losses, norms, model
 
 
 def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) -> Any:
@@ -64,18 +66,19 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
         loss=next_byte_loss,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         x, y = map(model.own_samples, data(step))
         losses.append(model.mean_loss(model.step(x, y)))
         if step == 1:
             model(x)  # a forward between steps changes nothing
+        norms.append(model.clip_grad_norm(MAX_NORM))
         optimizer.step()
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     whole = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
     x, _ = map(model.own_samples, data(0))
-    return losses, whole, held, model(x)
+    return losses, norms, whole, held, model(x)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +95,15 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
 def test_three_axes_train_as_one_process(
     gloo_worlds: Any, axes: dict[str, int], schedule: str, microbatches: int
 ) -> None:
-    expected, model = alone()
+    expected, expected_norms, model = alone(MAX_NORM)
+    assert min(expected_norms) > MAX_NORM
     world = make("gloo-8", gloo_worlds)
     world.run(lambda _: Parallel3D)  # eight imports on two cores take a while
     answers = world.run(train, axes, schedule, microbatches)
     seen = set()
-    for losses, whole, held, output in answers:
+    for losses, norms, whole, held, output in answers:
         assert losses == pytest.approx(expected, rel=1e-10)
+        assert norms == pytest.approx(expected_norms, rel=1e-9)
         for name, value in whole.items():
             torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-11)
             seen.add(name)
@@ -145,7 +150,7 @@ def test_in_bfloat16(four: Any) -> None:
         output = model(model.own_samples(data(0)[0]))
         return losses, {p.dtype for p in model.parameters()}, None if output is None else output.dtype
 
-    expected, _ = alone()
+    expected, _, _ = alone()
     for rank, (losses, dtypes, output) in enumerate(four.run(work)):
         assert losses == pytest.approx(expected, rel=0.02)
         assert dtypes == {torch.float32}

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.parallel.clip import clip_grad_norm
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
 from axon_nb.parallel.pipeline.split import Section
 from axon_nb.parallel.pipeline.stage import PipelineStage, device_of
@@ -114,6 +115,16 @@ class HeldStages(nn.Module):
         own = self.module.state_dict()
         part = {name: value for name, value in state_dict.items() if name in own}
         return self.module.load_state_dict(part, strict=strict, assign=assign)
+
+    def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip by the norm over the gradients of all stages; as `axon_nb.parallel.clip_grad_norm`, collective."""
+        return clip_grad_norm(
+            self.module,
+            max_norm,
+            norm_type=norm_type,
+            groups=self._group,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def _held(self, rank: int) -> list[int]:
         return stages_of(self.schedule, rank, num_ranks=self._group.size(), num_stages=self.num_stages)
