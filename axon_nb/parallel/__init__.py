@@ -1,8 +1,9 @@
-"""Parallel training on torch's own building blocks: data, sharded and tensor parallelism, meshes, the loop."""
+"""Parallel training on torch's own building blocks: data, sharded and tensor parallelism, meshes, the loop, checkpoints."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.batch_norm import SyncBatchNorm
+from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.fsdp import FSDP, CPUOffload, FullyShardedDataParallel
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
@@ -23,6 +24,7 @@ __all__ = [
     "FP16",
     "FSDP",
     "CPUOffload",
+    "Checkpoints",
     "ColumnParallelLinear",
     "CommHook",
     "DistributedDataParallel",
@@ -32,6 +34,8 @@ __all__ = [
     "HookStats",
     "ParallelMLP",
     "PowerSGD",
+    "ResumableSampler",
+    "Resumed",
     "RowParallelLinear",
     "ShardingStrategy",
     "SyncBatchNorm",
@@ -41,6 +45,7 @@ __all__ = [
     "accumulating",
     "axis_group",
     "coordinates",
+    "export_safetensors",
     "load_checkpoint",
     "make_mesh",
     "model_states",

@@ -78,6 +78,11 @@ class ColumnParallelLinear(nn.Module):
         bias: torch.Tensor | None = whole.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach()[rows].clone())
 
+    @property
+    def shard_dims(self) -> dict[str, int]:
+        """The dimension along which each parameter is cut, of those that are parts."""
+        return {"weight": 0} if self.bias is None else {"weight": 0, "bias": 0}
+
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, *, gather_output: bool = False, group: GroupLike = None
@@ -137,6 +142,11 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(whole.weight.detach()[:, columns].clone())
         bias: torch.Tensor | None = whole.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    @property
+    def shard_dims(self) -> dict[str, int]:
+        """The dimension along which each parameter is cut, of those that are parts."""
+        return {"weight": 1}
 
     @classmethod
     def from_linear(
