@@ -1,4 +1,4 @@
-"""Parallel training on torch's own building blocks: data, sharded and tensor parallelism, meshes, the loop, checkpoints."""
+"""Parallel training on torch's own blocks: data, sharded and tensor parallelism, meshes, the loop, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from axon_nb.parallel.tensor import (
     RowParallelLinear,
     TensorParallelAttention,
     TensorParallelBlock,
+    parallel_cross_entropy,
+    parallelize,
 )
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "load_checkpoint",
     "make_mesh",
     "model_states",
+    "parallel_cross_entropy",
+    "parallelize",
     "reduce_metrics",
     "save_on_main",
 ]
