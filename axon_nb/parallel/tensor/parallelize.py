@@ -45,8 +45,9 @@ def parallelize(
         model: Of plain tensors.
         plan: Patterns of module names, in which ``*`` stands for anything, dots too, to a style: ``column`` (output
             features are cut), ``row`` (input features, after a column layer), ``column+gather`` and ``split+row``
-            (whole on the side that is not cut), ``sequence`` (a norm), ``gather`` and ``split`` (of positions, at the
-            input or output of any module), or one of torch's own. ``auto``: what is known to stay right, see
+            (whole on the side that is not cut), ``sequence`` (a norm), ``share`` (on a
+            module whose column layers take one input: fewer sums), ``gather`` and ``split`` (of positions, at the input
+            or output of any module), or one of torch's own. ``auto``: what is known to stay right, see
             `axon_nb.parallel.tensor.recognise`; the rest stays whole.
         mesh: A mesh with one axis, or a group; None: all ranks.
         sequence: Between blocks each rank has its own positions of (batch, positions, hidden): norms, residuals and
@@ -71,7 +72,7 @@ def parallelize(
             raise CommError(f"plan={plan!r}: 'auto', or patterns of module names to styles.")
         named, why = automatic_plan(model, ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
         styles: dict[str, Style] = dict(named)
-        rest = "not recognised"
+        rest = "auto knows no way to cut it"
     else:
         styles, rest = _matched(model, plan), "no pattern matches"
     _check(model, styles, group.size())
@@ -81,7 +82,11 @@ def parallelize(
             broadcast(tensor, group=group)
     for name, style in styles.items():
         module = model.get_submodule(name)
-        made = style if isinstance(style, ParallelStyle) else style_of(style, module, sequence=sequence)
+        made = (
+            style
+            if isinstance(style, ParallelStyle)
+            else style_of(style, module, sequence=sequence, inside=_inside(name, styles))
+        )
         parallelize_module(module, axis, made, src_data_rank=None)
     return _report(model, styles, before, why=why, rest=rest, ranks=group.size())
 
@@ -108,6 +113,14 @@ def _matched(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
                 raise TensorError(f"{name} matches {found[name][0]!r} and {pattern!r}, with different styles.")
             found[name] = (pattern, style)
     return {name: style for name, (_, style) in found.items()}
+
+
+def _inside(name: str, styles: Mapping[str, Style]) -> bool:
+    above = name
+    while above := above.rpartition(".")[0]:
+        if styles.get(above) in ("gather", "share"):
+            return True
+    return False
 
 
 def _check(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> None:

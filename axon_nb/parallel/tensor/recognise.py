@@ -46,7 +46,7 @@ def automatic_plan(
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for unit in _units(module, parallel_loss=parallel_loss):
-            named = {f"{prefix}{name}": style for name, style in unit.items()}
+            named = {f"{prefix}{name}" if name else path: style for name, style in unit.items()}
             try:
                 for name, style in named.items():
                     inner = model.get_submodule(name)
@@ -66,7 +66,7 @@ def automatic_plan(
 
 def _units(module: nn.Module, *, parallel_loss: bool) -> list[dict[str, str]]:
     if isinstance(module, Attention):
-        return [{"query": "column", "key": "column", "value": "column", "out": "row"}]
+        return [{"": "share", "query": "column", "key": "column", "value": "column", "out": "row"}]
     if isinstance(module, Block):
         return [{"up": "column", "down": "row"}]
     if isinstance(module, Head):

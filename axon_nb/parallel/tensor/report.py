@@ -67,7 +67,10 @@ class ParallelReport:
         alike: dict[tuple[str, ...], list[ModuleReport]] = {}
         for module in self.modules:
             pattern = re.sub(r"\d+", "*", module.name)
-            why = re.sub(rf"^{re.escape(module.name)}\b", "", module.why).strip()
+            # A reason may name the module, or one beside it: block0.up and block1.up have the same.
+            why = re.sub(
+                r"\d+(?=\.\w)", "*", module.why.replace(f"{module.name}.", "").removeprefix(module.name)
+            ).strip()
             alike.setdefault((pattern, module.kind, module.style, module.shapes, why), []).append(module)
         for (pattern, kind, style, shapes, why), group in alike.items():
             name = f"{pattern} ({len(group)})" if len(group) > 1 else group[0].name or "(the model)"

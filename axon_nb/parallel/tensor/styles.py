@@ -27,7 +27,8 @@ STYLES = {
     "row": "input features are cut, as a column layer before gives them; outputs are summed",
     "split+row": "input features are cut, of an input that all ranks have; outputs are summed",
     "sequence": "a norm on this rank's positions",
-    "gather": "the positions of the input are gathered for all that is inside",
+    "share": "several column layers inside take the same input: one sum for them backward",
+    "gather": "as share, and the positions of the input are gathered",
     "split": "of the positions of the output each rank keeps its own",
 }
 """Names of styles, and what each does."""
@@ -51,24 +52,30 @@ class _SplitOutput(ParallelStyle):
         return module
 
 
-def style_of(name: str, module: nn.Module, *, sequence: bool) -> ParallelStyle:
+def style_of(name: str, module: nn.Module, *, sequence: bool, inside: bool) -> ParallelStyle:
     """Torch's style for a name.
 
     Args:
         name: One of `STYLES`.
         module: What it is for.
         sequence: Activations between blocks are cut along the sequence.
+        inside: It is within a module of the style `share` or `gather`, and gets its input as that leaves it.
     """
     whole, between = Replicate(), _POSITIONS if sequence else Replicate()
+    # Said to be cut, an input that is whole would be made whole anew: a sum backward for each layer that takes it.
+    given = whole if inside or isinstance(module, nn.Embedding) else between
     embedding = isinstance(module, nn.Embedding)
     made: dict[str, Any] = {
-        "column": lambda: ColwiseParallel(input_layouts=whole if embedding else between),
-        "column+gather": lambda: ColwiseParallel(input_layouts=whole if embedding else between, output_layouts=whole),
+        "column": lambda: ColwiseParallel(input_layouts=given),
+        "column+gather": lambda: ColwiseParallel(input_layouts=given, output_layouts=whole),
         "row": lambda: RowwiseParallel(input_layouts=whole if embedding else Shard(-1), output_layouts=between),
         "split+row": lambda: RowwiseParallel(input_layouts=whole, output_layouts=between),
         "sequence": lambda: SequenceParallel(use_local_output=True),
         "gather": lambda: PrepareModuleInput(
             input_layouts=(_POSITIONS,), desired_input_layouts=(whole,), use_local_output=False
+        ),
+        "share": lambda: PrepareModuleInput(
+            input_layouts=(whole,), desired_input_layouts=(whole,), use_local_output=False
         ),
         "split": _SplitOutput,
     }
