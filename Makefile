@@ -47,6 +47,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.main_job
 	$(VENV)/bin/python -m benchmarks.overhead
 	$(VENV)/bin/python -m benchmarks.collectives
+	$(VENV)/bin/python -m benchmarks.tensor
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,16 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
     assert list(found) == list(expected)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     assert [item.name for item in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from axon_nb.parallel.checkpoint import Checkpoints
+Checkpoints(sys.argv[1]).async_save(4, model=torch.nn.Linear(500, 500))
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert Checkpoints(tmp_path).steps() == [4]
 
 
 def test_torch_reads_what_is_saved(tmp_path: Path) -> None:

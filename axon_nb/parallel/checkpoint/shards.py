@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from axon_nb.parallel.fsdp import FSDP
+
 __all__ = ["Shards", "plain_model"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -18,11 +20,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 def plain_model(model: nn.Module) -> nn.Module:
     """The model within the wrappers of data parallelism, whose names are those of a single process."""
-    while isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("axon_nb.parallel."):
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
+    while isinstance(model, DistributedDataParallel | FSDP):
+        model = model.module
     return model
 
 
