@@ -221,3 +221,52 @@ def test_a_sampler_goes_on_within_its_epoch_on_another_number_of_ranks() -> None
     over.load_state_dict(two[0].state_dict())
     assert len(over) == len(list(over)) == 0
     assert len(over) == len(list(over)) == 12
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam, amsgrad", "Adagrad", "LBFGS", "two", "Adam, tensor lr"])
+def test_optimizers_of_all_kinds_go_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model: Any = blocks()
+        model[3].up.weight = model[0].up.weight  # one parameter under two names
+        model[1].down.weight.requires_grad_(False)
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, {
+            "SGD": lambda: torch.optim.SGD(own, lr=0.1, momentum=0.9, dampening=0.5),
+            "Adam, amsgrad": lambda: torch.optim.Adam(own, lr=0.01, amsgrad=True),
+            "Adagrad": lambda: torch.optim.Adagrad(own, lr=0.1),
+            "LBFGS": lambda: torch.optim.LBFGS(own, lr=0.1, max_iter=3),
+            "two": lambda: (
+                torch.optim.AdamW([{"params": own[:2]}, {"params": own[2:4], "lr": 0.5}], lr=0.01),
+                torch.optim.SGD(own[4:], lr=0.1, momentum=0.9),
+            ),
+            "Adam, tensor lr": lambda: torch.optim.Adam(own, lr=torch.tensor(0.01)),
+        }[kind]()
+
+    def steps(model: nn.Module, optimizers: Any) -> list[float]:
+        x, losses = next(iter(DataLoader(DATA, batch_size=8, generator=torch.Generator())))[0], []
+        for _ in range(3):
+            for optimizer in optimizers if isinstance(optimizers, tuple) else (optimizers,):
+
+                def closure(optimizer: Any = optimizer) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = loss_of(model(x), x.flip(0))
+                    loss.backward()
+                    losses.append(loss.item())
+                    return loss
+
+                optimizer.step(closure)
+        return losses
+
+    checkpoints = Checkpoints(tmp_path, keep=None)
+    model, optimizers = build()
+    checkpoints.save(0, model=model, optimizer=optimizers)
+    first = steps(model, optimizers)
+    checkpoints.save(3, model=model, optimizer=optimizers)
+    second = steps(model, optimizers)
+    for step, expected in ((3, second), (0, first)):
+        model, optimizers = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        checkpoints.load(step, model=model, optimizer=optimizers)
+        assert steps(model, optimizers) == expected
