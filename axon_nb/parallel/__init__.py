@@ -1,9 +1,10 @@
-"""Parallel training on torch's own building blocks: data, sharded and tensor parallelism, meshes, the loop."""
+"""Parallel training on torch's own blocks: data, sharded and tensor parallelism, meshes, the loop, checkpoints."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
+from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
 from axon_nb.parallel.clip import clip_grad_norm, grad_norm
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.fsdp import FSDP, FullyShardedDataParallel
@@ -27,6 +28,8 @@ from axon_nb.parallel.tensor import (
     RowParallelLinear,
     TensorParallelAttention,
     TensorParallelBlock,
+    parallel_cross_entropy,
+    parallelize,
 )
 from axon_nb.parallel.three_d import Parallel3D
 from axon_nb.parallel.zero import ZeRO1
@@ -37,6 +40,7 @@ __all__ = [
     "FP16",
     "FSDP",
     "CPUOffload",
+    "Checkpoints",
     "ColumnParallelLinear",
     "CommHook",
     "DistributedDataParallel",
@@ -52,6 +56,8 @@ __all__ = [
     "PipelineSchedule",
     "PipelineStage",
     "PowerSGD",
+    "ResumableSampler",
+    "Resumed",
     "RowParallelLinear",
     "ShardingStrategy",
     "SyncBatchNorm",
@@ -65,11 +71,14 @@ __all__ = [
     "checkpoint_blocks",
     "clip_grad_norm",
     "coordinates",
+    "export_safetensors",
     "grad_norm",
     "ideal_timeline",
     "load_checkpoint",
     "make_mesh",
     "model_states",
+    "parallel_cross_entropy",
+    "parallelize",
     "reduce_metrics",
     "save_on_main",
 ]

@@ -18,6 +18,7 @@ from axon_nb.parallel import (
     axis_group,
     make_mesh,
 )
+from axon_nb.parallel.tensor import gather_sequence, split_sequence
 
 SHAPES = [(12,), (5, 12), (2, 3, 12)]
 F64: dict[str, Any] = {"dtype": torch.float64}
@@ -96,15 +97,17 @@ def test_parts_come_from_one_initialisation(two: Any) -> None:
     assert shown == "ColumnParallelLinear(in_features=4, out_features=3 of 6, bias=True)"
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_and_block_train_as_in_one_process(four: Any, causal: bool) -> None:
-    def train(model: nn.Module) -> list[float]:
+@pytest.mark.parametrize(("causal", "sequence"), [(False, False), (True, False), (True, True)])
+def test_attention_and_block_train_as_in_one_process(four: Any, causal: bool, sequence: bool) -> None:
+    def train(model: nn.Module, pg: Any = None) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        x = _input((2, 5, 16)).detach()
+        x = _input((2, 8, 16)).detach()
         losses = []
         for _ in range(4):
             optimizer.zero_grad()
-            loss = (model(x) - x.flip(0)).square().mean()
+            cut = sequence and pg
+            out = gather_sequence(model(split_sequence(x, pg)), pg, replicated=True) if cut else model(x)
+            loss = (out - x.flip(0)).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -112,10 +115,10 @@ def test_attention_and_block_train_as_in_one_process(four: Any, causal: bool) ->
 
     def build(group: Any) -> nn.Module:
         torch.manual_seed(3)
-        return TensorParallelBlock(16, 4, causal=causal, group=group, **F64)
+        return TensorParallelBlock(16, 4, causal=causal, sequence=sequence, group=group, **F64)
 
     def work(world: World) -> list[float]:
-        return train(build(None))
+        return train(build(None), world.default_group() if world.world_size() > 1 else None)
 
     (alone,) = World.mock(1).run(work)
     for losses in four.run(work):

@@ -1,15 +1,27 @@
-"""Tensor parallelism by hand: layers whose weights are cut over a group, with the gradients of the whole layer."""
+"""Tensor parallelism: layers by hand whose weights are cut over a group, and plans that cut an ordinary model."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.tensor.attention import TensorParallelAttention
 from axon_nb.parallel.tensor.block import ParallelMLP, TensorParallelBlock
+from axon_nb.parallel.tensor.functions import gather_sequence, split_sequence
 from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from axon_nb.parallel.tensor.loss import parallel_cross_entropy
+from axon_nb.parallel.tensor.norm import SequenceParallelNorm
+from axon_nb.parallel.tensor.parallelize import parallelize
+from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
 
 __all__ = [
     "ColumnParallelLinear",
+    "ModuleReport",
     "ParallelMLP",
+    "ParallelReport",
     "RowParallelLinear",
+    "SequenceParallelNorm",
     "TensorParallelAttention",
     "TensorParallelBlock",
+    "gather_sequence",
+    "parallel_cross_entropy",
+    "parallelize",
+    "split_sequence",
 ]

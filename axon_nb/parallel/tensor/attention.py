@@ -9,6 +9,7 @@ from torch import nn
 
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, resolve
+from axon_nb.parallel.tensor.functions import copy_to_ranks, gather_sequence
 from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["TensorParallelAttention"]
@@ -22,6 +23,7 @@ class TensorParallelAttention(nn.Module):
         heads: Number of heads; a multiple of the group's size, and a divisor of `hidden`.
         causal: Whether a position sees only those up to itself.
         bias: Whether the projections have one.
+        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden).
         group: The ranks that share it; None: all.
         **kwargs: `device` and `dtype`.
 
@@ -36,6 +38,7 @@ class TensorParallelAttention(nn.Module):
         *,
         causal: bool = False,
         bias: bool = True,
+        sequence: bool = False,
         group: GroupLike = None,
         **kwargs: Any,
     ) -> None:
@@ -48,19 +51,25 @@ class TensorParallelAttention(nn.Module):
                 f"{heads} heads over {pg.size()} ranks: each rank has as many, so it is a multiple of that."
             )
         self.heads, self.causal = heads // pg.size(), causal
+        self.group, self.sequence = pg, sequence
         self.query, self.key, self.value = (
             ColumnParallelLinear(hidden, hidden, bias=bias, group=pg, **kwargs) for _ in range(3)
         )
-        self.out = RowParallelLinear(hidden, hidden, bias=bias, group=pg, **kwargs)
+        self.out = RowParallelLinear(hidden, hidden, bias=bias, sequence=sequence, group=pg, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, positions, hidden), the same on all ranks, to the same shape."""
+        # Once for the three: one collective backward.
+        x = gather_sequence(x, self.group) if self.sequence else copy_to_ranks(x, self.group)
 
         def split(part: torch.Tensor) -> torch.Tensor:
             return part.reshape(*part.shape[:-1], self.heads, -1).transpose(-3, -2)
 
         attended = nn.functional.scaled_dot_product_attention(
-            split(self.query(x)), split(self.key(x)), split(self.value(x)), is_causal=self.causal
+            split(self.query.own_features(x)),
+            split(self.key.own_features(x)),
+            split(self.value.own_features(x)),
+            is_causal=self.causal,
         )
         result: torch.Tensor = self.out(attended.transpose(-3, -2).flatten(-2))
         return result

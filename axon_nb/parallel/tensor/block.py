@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.parallel.tensor.attention import TensorParallelAttention
 from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from axon_nb.parallel.tensor.norm import SequenceParallelNorm
 
 __all__ = ["ParallelMLP", "TensorParallelBlock"]
 
@@ -20,15 +22,24 @@ class ParallelMLP(nn.Module):
     Args:
         hidden: Features of the input and the output.
         inner: Features between the layers; a multiple of the group's size; None: 4 * hidden.
+        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden).
         group: The ranks that share it; None: all.
         **kwargs: `device` and `dtype`.
     """
 
-    def __init__(self, hidden: int, inner: int | None = None, *, group: GroupLike = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        inner: int | None = None,
+        *,
+        sequence: bool = False,
+        group: GroupLike = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         pg = resolve(group)
-        self.up = ColumnParallelLinear(hidden, inner or 4 * hidden, group=pg, **kwargs)
-        self.down = RowParallelLinear(inner or 4 * hidden, hidden, group=pg, **kwargs)
+        self.up = ColumnParallelLinear(hidden, inner or 4 * hidden, sequence=sequence, group=pg, **kwargs)
+        self.down = RowParallelLinear(inner or 4 * hidden, hidden, sequence=sequence, group=pg, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, hidden) to the same shape."""
@@ -44,6 +55,8 @@ class TensorParallelBlock(nn.Module):
         heads: Number of heads.
         inner: Features within the MLP; None: 4 * hidden.
         causal: Whether a position sees only those up to itself.
+        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden), and so is all that the
+            norms and residuals keep for backward.
         group: The ranks that share it; None: all.
         **kwargs: `device` and `dtype`.
     """
@@ -55,14 +68,17 @@ class TensorParallelBlock(nn.Module):
         *,
         inner: int | None = None,
         causal: bool = False,
+        sequence: bool = False,
         group: GroupLike = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         pg = resolve(group)
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden, **kwargs), nn.LayerNorm(hidden, **kwargs)
-        self.attention = TensorParallelAttention(hidden, heads, causal=causal, group=pg, **kwargs)
-        self.mlp = ParallelMLP(hidden, inner, group=pg, **kwargs)
+        norm = functools.partial(SequenceParallelNorm, group=pg) if sequence else nn.LayerNorm
+        self.norm_1, self.norm_2 = norm(hidden, **kwargs), norm(hidden, **kwargs)
+        kwargs |= {"sequence": sequence, "group": pg}
+        self.attention = TensorParallelAttention(hidden, heads, causal=causal, **kwargs)
+        self.mlp = ParallelMLP(hidden, inner, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, positions, hidden) to the same shape."""

@@ -1,0 +1,99 @@
+"""The ranks that save and load together, or a process alone: small objects and outcomes change hands."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.parallel.checkpoint.errors import CheckpointError
+
+__all__ = ["Peers", "describe"]
+
+
+class Peers:
+    """Ranks of a group that all make the same calls.
+
+    Args:
+        group: Which; None: all, or this process alone where there is no world.
+    """
+
+    def __init__(self, group: GroupLike | Any = None) -> None:
+        alone = group is None and not dist.is_initialized()
+        self._group: ProcessGroup | None = None if alone else resolve(group)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among them."""
+        return 0 if self._group is None else self._group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return 1 if self._group is None else self._group.size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank brings, on all of them; collective."""
+        if self._group is None:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self._group.torch_group)
+        return everyone
+
+    def on_first(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> Any:
+        """What the function returns on rank 0, on all ranks; collective.
+
+        Raises:
+            CheckpointError: it failed there; of the kind `error` unless it is one already, and on all ranks.
+        """
+        outcome = [_attempt(function) if self.rank == 0 else None]
+        if self._group is not None:
+            dist.broadcast_object_list(outcome, self._group.ranks[0], group=self._group.torch_group)
+        assert outcome[0] is not None
+        value, failure = outcome[0]
+        _raise_first([failure], error, what)
+        return value
+
+    def on_all(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> list[Any]:
+        """What the function returns on every rank, on all of them; collective.
+
+        Raises:
+            CheckpointError: it failed on a rank; of the kind `error` unless it is one already, and on all ranks.
+        """
+        outcomes = self.gather(_attempt(function))
+        _raise_first([failure for _, failure in outcomes], error, what)
+        return [value for value, _ in outcomes]
+
+
+Failure = tuple[CheckpointError | None, str] | None
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, Failure]:
+    try:
+        return function(), None
+    except CheckpointError as error:
+        return None, (error, "")
+    except Exception as error:
+        return None, (None, describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong: the system's error where there is one, of which torch may show a consequence alone."""
+    shown: BaseException | None = error
+    while shown is not None and not isinstance(shown, OSError):
+        shown = shown.__cause__ or shown.__context__
+    shown = shown or error
+    where = traceback.extract_tb(shown.__traceback__)[-1:]
+    place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
+    return f"{type(shown).__name__}: {shown}{place}"
+
+
+def _raise_first(failures: list[Failure], kind: type[CheckpointError], what: str) -> None:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            own, text = failure
+            raise own if own is not None else kind(f"{what} on rank {rank}: {text}")

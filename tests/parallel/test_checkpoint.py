@@ -1,0 +1,272 @@
+"""Checkpoints on real ranks: what was saved comes back, on any number of them and in any layout."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from axon_nb.comm import ProcessGroup, World
+from axon_nb.parallel import DDP, FSDP, TensorParallelBlock
+from axon_nb.parallel.checkpoint import (
+    Checkpoints,
+    CheckpointWarning,
+    NoCheckpoint,
+    ResumableSampler,
+)
+from tests.comm.models import blocks, loss_of
+from tests.parallel.conftest import make
+
+DATA = TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+@pytest.fixture
+def real_two(gloo_worlds: Any) -> Any:
+    """Two processes."""
+    return make("gloo-2", gloo_worlds)
+
+
+@pytest.fixture
+def real_four(gloo_worlds: Any) -> Any:
+    """Four processes."""
+    return make("gloo-4", gloo_worlds)
+
+
+def whole(value: Any) -> torch.Tensor:
+    """A copy of a tensor with all of its parts."""
+    tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach().clone()
+
+
+def wrapped(kind: str) -> nn.Module:
+    """The model of the tests, as plain, ddp or fsdp."""
+    model = blocks()
+    return {"plain": lambda: model, "ddp": lambda: DDP(model), "fsdp": lambda: FSDP(model)}[kind]()
+
+
+def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and states of the optimizer, whole."""
+    plain = getattr(model, "module", model)
+    found = {}
+    for name, parameter in plain.named_parameters():
+        found[name] = whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}: {key}"] = whole(value)
+    return found
+
+
+def train(world: Any, folder: str, kind: str, *, until: int, save_at: int | None = None, resume: bool = False) -> Any:
+    """Train with a sampler, a schedule and noise of all kinds; returns losses, states and what was resumed."""
+    rank = world.rank() if world else 0
+    torch.manual_seed(10 + rank)
+    random.seed(20 + rank)
+    np.random.seed(30 + rank)
+    model = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    sampler = ResumableSampler(DATA) if world else None
+    objects: dict[str, Any] = {"schedule": schedule, "sampler": sampler} if world else {"schedule": schedule}
+    checkpoints = Checkpoints(folder)
+    resumed = checkpoints.load_latest(model=model, optimizer=optimizer, **objects) if resume else None
+    losses: list[float] = []
+    step = resumed.step + 1 if resumed else 0
+    epoch = sampler.epoch if sampler else 0
+    while sampler and step < until:
+        sampler.set_epoch(epoch)
+        for (x,) in DataLoader(DATA, batch_size=8, sampler=sampler, generator=torch.Generator()):
+            if step == until:
+                break
+            noise = torch.randn_like(x) + random.random() + float(np.random.rand())
+            optimizer.zero_grad()
+            loss = loss_of(model(x + 0.1 * noise), x)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            if step == save_at:
+                checkpoints.save(step, model=model, optimizer=optimizer, extra={"rank": rank}, **objects)
+            step += 1
+        epoch += 1
+    return losses, states(model, optimizer), resumed and (resumed.step, resumed.extra)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_resumed_run_goes_on_to_the_last_bit(real_two: Any, tmp_path: Path, kind: str) -> None:
+    # Three batches an epoch and rank: step 4 is in the middle of the second one.
+    full = real_two.run(train, str(tmp_path), kind, until=9, save_at=4)
+    again = real_two.run(train, str(tmp_path), kind, until=9, resume=True)
+    for rank, ((losses, after, _), (resumed_losses, resumed_after, resumed)) in enumerate(
+        zip(full, again, strict=True)
+    ):
+        assert resumed == (4, {"rank": rank})
+        assert resumed_losses == losses[5:]
+        assert after.keys() == resumed_after.keys()
+        assert all(torch.equal(value, resumed_after[name]) for name, value in after.items())
+
+
+def test_saved_by_four_loaded_by_two_and_by_one_in_another_layout(
+    real_four: Any, real_two: Any, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    saved = real_four.run(train, folder, "fsdp", until=3, save_at=2)[0][1]
+
+    def load(world: Any, kind: str) -> Any:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            _, found, resumed = train(world, folder, kind, until=0, resume=True)
+        return found, resumed, [str(warning.message) for warning in told]
+
+    for world, kinds in ((real_two, ("ddp", "fsdp")), (None, ("plain",))):
+        for kind in kinds:
+            for rank, (found, resumed, told) in enumerate(world.run(load, kind) if world else [load(None, kind)]):
+                assert resumed == (2, {"rank": 0})
+                assert found.keys() == saved.keys()
+                assert all(torch.equal(value, saved[name]) for name, value in found.items())
+                assert bool(told) == (rank == 0)
+                assert all("saved by 4 ranks and is resumed by" in text for text in told)
+
+
+def test_parts_of_tensor_parallel_layers_are_saved_as_parts(four: Any, tmp_path: Path) -> None:
+    f64: dict[str, Any] = {"dtype": torch.float64}
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2), **f64)
+
+    def step(block: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (block(x) - x.flip(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def work(world: World, folder: str) -> Any:
+        torch.manual_seed(world.rank())
+        block = TensorParallelBlock(16, 4, **f64)
+        optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
+        step(block, optimizer)
+        Checkpoints(folder).save(0, model=block, optimizer=optimizer)
+        return step(block, optimizer), step(block, optimizer)
+
+    def again(world: World, folder: str) -> Any:
+        block = TensorParallelBlock(16, 4, **f64)
+        optimizer = torch.optim.AdamW(block.parameters(), lr=1.0)
+        Checkpoints(folder).load(0, model=block, optimizer=optimizer)
+        return step(block, optimizer), step(block, optimizer)
+
+    losses = four.run(work, str(tmp_path))
+    for (first, second), (first_again, second_again) in zip(losses, four.run(again, str(tmp_path)), strict=True):
+        assert torch.equal(first, first_again)
+        assert torch.equal(second, second_again)
+    block = TensorParallelBlock(16, 4, group=ProcessGroup.mock(), **f64)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1.0)
+    with pytest.warns(CheckpointWarning, match="saved by 4 ranks and is resumed by 1"):
+        Checkpoints(tmp_path).load(0, model=block, optimizer=optimizer)
+    torch.testing.assert_close((step(block, optimizer), step(block, optimizer)), losses[0], rtol=1e-12, atol=0)
+
+
+def test_the_last_ones_are_kept_whatever_their_steps(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest is None
+    assert checkpoints.load_latest(model=model) is None
+    left = tmp_path / ".saving_by_a_run_that_was_killed"
+    left.mkdir()
+    for step in (10, 20, 30, 15, 15):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        made = checkpoints.save(step, model=model)
+        assert made.is_dir()
+    assert not left.exists()
+    assert checkpoints.steps() == [30, 15]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["step_00000015.1", "step_00000030"]
+    assert checkpoints.latest == 15
+    resumed = checkpoints.load_latest(model=model)
+    assert resumed is not None
+    assert resumed.step == 15
+    assert checkpoints.path(15) == resumed.path == made
+    assert float(model.weight.detach().mean()) == 15
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 20: there are 15, 30\."):
+        checkpoints.load(20, model=model)
+    assert repr(checkpoints) == f"Checkpoints('{tmp_path}', steps=[30, 15])"
+
+
+def test_a_sampler_goes_on_within_its_epoch_on_another_number_of_ranks() -> None:
+    data = TensorDataset(torch.arange(24))
+
+    def samplers(ranks: int) -> list[ResumableSampler]:
+        return [ResumableSampler(data, num_replicas=ranks, rank=rank, seed=3) for rank in range(ranks)]
+
+    four, seen = samplers(4), []
+    for sampler in four:
+        sampler.set_epoch(2)
+    streams = [iter(sampler) for sampler in four]
+    seen = [next(stream) for _ in range(3) for stream in streams]
+    assert four[0].state_dict() == {"epoch": 2, "position": 12}
+    for sampler in (two := samplers(2)):
+        sampler.load_state_dict(four[0].state_dict())
+        assert len(sampler) == 6
+        sampler.set_epoch(2)
+    rest = [index for pair in zip(*two, strict=True) for index in pair]
+    assert sorted(seen + rest) == list(range(24))
+    (alone,) = samplers(1)
+    alone.set_epoch(2)
+    assert seen + rest == list(alone)
+    over = samplers(2)[0]
+    over.load_state_dict(two[0].state_dict())
+    assert len(over) == len(list(over)) == 0
+    assert len(over) == len(list(over)) == 12
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam, amsgrad", "Adagrad", "LBFGS", "two", "Adam, tensor lr"])
+def test_optimizers_of_all_kinds_go_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model: Any = blocks()
+        model[3].up.weight = model[0].up.weight  # one parameter under two names
+        model[1].down.weight.requires_grad_(False)
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, {
+            "SGD": lambda: torch.optim.SGD(own, lr=0.1, momentum=0.9, dampening=0.5),
+            "Adam, amsgrad": lambda: torch.optim.Adam(own, lr=0.01, amsgrad=True),
+            "Adagrad": lambda: torch.optim.Adagrad(own, lr=0.1),
+            "LBFGS": lambda: torch.optim.LBFGS(own, lr=0.1, max_iter=3),
+            "two": lambda: (
+                torch.optim.AdamW([{"params": own[:2]}, {"params": own[2:4], "lr": 0.5}], lr=0.01),
+                torch.optim.SGD(own[4:], lr=0.1, momentum=0.9),
+            ),
+            "Adam, tensor lr": lambda: torch.optim.Adam(own, lr=torch.tensor(0.01)),
+        }[kind]()
+
+    def steps(model: nn.Module, optimizers: Any) -> list[float]:
+        x, losses = next(iter(DataLoader(DATA, batch_size=8, generator=torch.Generator())))[0], []
+        for _ in range(3):
+            for optimizer in optimizers if isinstance(optimizers, tuple) else (optimizers,):
+
+                def closure(optimizer: Any = optimizer) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = loss_of(model(x), x.flip(0))
+                    loss.backward()
+                    losses.append(loss.item())
+                    return loss
+
+                optimizer.step(closure)
+        return losses
+
+    checkpoints = Checkpoints(tmp_path, keep=None)
+    model, optimizers = build()
+    checkpoints.save(0, model=model, optimizer=optimizers)
+    first = steps(model, optimizers)
+    checkpoints.save(3, model=model, optimizer=optimizers)
+    second = steps(model, optimizers)
+    for step, expected in ((3, second), (0, first)):
+        model, optimizers = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        checkpoints.load(step, model=model, optimizer=optimizers)
+        assert steps(model, optimizers) == expected

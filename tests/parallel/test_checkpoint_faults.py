@@ -1,0 +1,240 @@
+"""Checkpoints that cannot be written or read: told on all ranks, with the last good one still there."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_nb.comm import CommError, World
+from axon_nb.parallel.checkpoint import (
+    BrokenCheckpoint,
+    CheckpointError,
+    CheckpointMismatch,
+    Checkpoints,
+    CheckpointWarning,
+    NoCheckpoint,
+    SaveFailed,
+    export_safetensors,
+)
+from tests.parallel.conftest import make
+
+
+@pytest.fixture
+def real_two(gloo_worlds: Any) -> Any:
+    """Two processes."""
+    return make("gloo-2", gloo_worlds)
+
+
+def filled(value: float, width: int = 128) -> nn.Linear:
+    """A layer of one number, 64 KiB large."""
+    layer = nn.Linear(width, width, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(value)
+    return layer
+
+
+def limit_files(size: int) -> None:
+    """Let no file of this process grow beyond so many bytes; -1: let it."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any, tmp_path: Path) -> None:
+    def work(world: World, folder: str) -> Any:
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(1, model=filled(1))
+        told = []
+        # What several ranks have is written by one of them: here rank 0.
+        limit_files(40_000 if world.rank() == 0 else -1)
+        for save in (checkpoints.save, checkpoints.async_save):
+            try:
+                save(2, model=filled(2))
+                checkpoints.wait()
+            except SaveFailed as error:
+                told.append(str(error))
+        limit_files(-1)
+        checkpoints.wait()
+        left = sorted(item.name for item in Path(folder).iterdir())
+        model = filled(0)
+        resumed = checkpoints.load_latest(model=model)
+        with checkpoints:
+            checkpoints.async_save(3, model=filled(3))
+        return told, left, resumed and resumed.step, model.weight[0, 0].item(), checkpoints.steps()
+
+    for told, left, step, value, steps in real_two.run(work, str(tmp_path)):
+        assert len(told) == 2
+        assert "could not be written on rank 0: " in told[0]
+        assert "File too large" in told[0]
+        assert told[1].startswith("step 2 was not saved in the background: rank 0: ")
+        assert left == ["step_00000001"]
+        assert (step, value, steps) == (1, 1.0, [1, 3])
+
+
+def test_a_save_in_the_background_is_of_the_moment_it_began(two: Any, tmp_path: Path) -> None:
+    def work(world: World, folder: str) -> Any:
+        checkpoints, model = Checkpoints(folder), filled(1)
+        pending = checkpoints.async_save(5, model=model, extra=[1, 2])
+        with torch.no_grad():
+            model.weight.fill_(2)
+        pending.wait()
+        resumed = checkpoints.load_latest(model=model)
+        assert pending.done
+        return pending.progress, pending.failure, repr(pending), resumed and resumed.extra, model.weight[0, 0].item()
+
+    for outcome in two.run(work, str(tmp_path)):
+        assert outcome == (1.0, None, "PendingSave(step=5, done)", [1, 2], 1.0)
+
+
+def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
+    def work(world: World, folder: str) -> list[str]:
+        checkpoints = Checkpoints(folder)
+        saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        checkpoints.save(1, model=saved)
+        told = []
+        wider = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2, bias=False))
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        other = torch.optim.SGD(saved.parameters())
+        for call in (
+            lambda: checkpoints.load(1, model=wider),
+            lambda: checkpoints.load(1, model=nn.Linear(2, 3)),
+            lambda: checkpoints.load(1, model=saved, optimizer=other),
+            lambda: checkpoints.load(1, model=saved, scaler=torch.amp.GradScaler("cpu", enabled=False)),
+            lambda: checkpoints.save(2, model=saved, optimizer=optimizer),
+            lambda: checkpoints.save(2, model=saved, extra={"f": Path}),
+            lambda: checkpoints.save(2, model=saved, sampler=3),
+            lambda: checkpoints.save(2 + world.rank(), model=saved),
+            lambda: checkpoints.save(-1, model=saved),
+        ):
+            try:
+                call()
+            except CheckpointError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        assert Checkpoints(folder).load(1, model=nn.Sequential(nn.Linear(2, 3)), strict=False).step == 1
+        assert sorted(item.name for item in Path(folder).iterdir()) == ["step_00000001"]
+        return told
+
+    for told in two.run(work, str(tmp_path)):
+        assert told[0].startswith(
+            "CheckpointMismatch: step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
+        )
+        assert "1.bias is not in the model" in told[0]
+        assert "weight is not in the checkpoint" in told[1]
+        assert told[2] == "CheckpointMismatch: step 1 was saved without an optimizer: load it without one."
+        assert told[3] == "CheckpointMismatch: scaler: not in the checkpoint, which has none."
+        assert told[4].startswith("CheckpointMismatch: SGD has a parameter of shape (2, 2) that is not in the model")
+        assert told[5].startswith("CheckpointError: extra or an object's state cannot be saved: tensors, numbers")
+        assert told[6].startswith("CheckpointError: sampler=int: it has neither state_dict() nor set_epoch()")
+        assert told[7] == "CheckpointError: rank 1 saves step 3 and rank 0 step 2: all save the same."
+        assert told[8] == "CheckpointError: step=-1: a number from 0."
+        assert len(told) == 9
+
+
+def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None:
+    def work(world: World, folder: str) -> list[str]:
+        common, own = Checkpoints(f"{folder}/0"), Checkpoints(f"{folder}/{world.rank()}")
+        common.save(1, model=filled(1))
+        told = []
+        for call in (lambda: own.save(2, model=filled(2)), lambda: own.load_latest(model=filled(0))):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            told.append(str(caught.value))
+        return told
+
+    for saving, loading in two.run(work, str(tmp_path)):
+        assert f"of rank 1 does not see in {tmp_path}/1 what rank 0 has made there" in saving
+        assert f"of rank 1 does not see {tmp_path}/1/step_00000001, which rank 0 has: all ranks need" in loading
+    assert [item.name for item in tmp_path.rglob("*") if item.is_dir()] == ["0", "step_00000001"]
+
+
+def test_half_a_checkpoint_is_told_and_the_one_before_it_resumed(tmp_path: Path) -> None:
+    checkpoints, model = Checkpoints(tmp_path), filled(0)
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 1: there is none at all\."):
+        checkpoints.load(1, model=model)
+    for step in (1, 2):
+        checkpoints.save(step, model=filled(step))
+    part = checkpoints.path(2) / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-10])
+    with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp has \d+ bytes, and was written with \d+"):
+        checkpoints.load(2, model=model)
+    with pytest.warns(CheckpointWarning, match=r"__0_0.distcp has .* Resuming from step 1\."):
+        assert checkpoints.load_latest(model=model)
+    assert model.weight[0, 0] == 1
+    (tmp_path / "step_00000001" / "manifest.json").write_text("{")
+    with pytest.raises(BrokenCheckpoint, match="it is half of one; remove it"):
+        checkpoints.load(1, model=model)
+    with pytest.raises(BrokenCheckpoint, match=r"no checkpoint in .* is whole: .*__0_0.distcp has"):
+        checkpoints.load_latest(model=model)
+    with pytest.raises(CheckpointError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file, by the format's definition."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+    for name, entry in header.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        flat = torch.frombuffer(bytearray(content[start:end]), dtype=kinds[entry["dtype"]])
+        yield name, flat.reshape(entry["shape"])
+
+
+def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16())
+
+    def work(world: World, path: str) -> list[str]:
+        from torch.distributed.fsdp import fully_shard
+
+        model = build()
+        fully_shard(model[0])
+        told = [str(export_safetensors(model, path))]
+        for other in (nn.Linear(2, 2).to(torch.complex128), model):
+            try:
+                export_safetensors(other, path if other is not model else "/proc/none/model.safetensors")
+            except CommError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told
+
+    path = tmp_path / "models" / "model.safetensors"
+    for name, dtype, folder in real_two.run(work, str(path)):
+        assert name == str(path)
+        assert dtype == "CheckpointError: weight is of complex128, which safetensors does not know: convert it first."
+        assert "SaveFailed: /proc/none/model.safetensors could not be written on rank 0" in folder
+    expected = build().state_dict()
+    found = dict(read_safetensors(path))
+    assert list(found) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert [item.name for item in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from axon_nb.parallel.checkpoint import Checkpoints
+Checkpoints(sys.argv[1]).async_save(4, model=torch.nn.Linear(500, 500))
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert Checkpoints(tmp_path).steps() == [4]
+
+
+def test_torch_reads_what_is_saved(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    Checkpoints(tmp_path).save(7, model=filled(7))
+    dcp_to_torch_save(tmp_path / "step_00000007", tmp_path / "whole.pt")
+    assert torch.equal(torch.load(tmp_path / "whole.pt")["model.weight"], filled(7).weight)
+    assert issubclass(CheckpointMismatch, CheckpointError)

@@ -1,0 +1,124 @@
+"""Checkpoints where ranks hold different things: parts of an optimizer, stages, FSDP over tensor parallelism."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from axon_nb.comm import World
+from axon_nb.parallel import DDP, make_mesh, parallelize
+from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
+from tests.comm.models import batch, blocks, loss_of
+from tests.parallel.conftest import make
+
+PLAN = {"*.up": "column", "*.down": "row"}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """Train on the same batch; returns losses."""
+    x, y = batch()
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(folder: Path) -> list[float]:
+    """Two more steps of what was saved, in this process."""
+    model = blocks()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    with pytest.warns(CheckpointWarning, match="is resumed by 1"):
+        Checkpoints(folder).load(2, model=model, optimizer=optimizer)
+    return steps(model, optimizer, 2)
+
+
+@pytest.fixture
+def expected() -> list[float]:
+    """The losses of four steps in one process."""
+    model = blocks()
+    return steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), 4)
+
+
+def test_the_parts_of_a_zero_redundancy_optimizer(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
+    def work(world: World, folder: str, resume: bool) -> list[float]:
+        with warnings.catch_warnings(action="ignore"):
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            model = DDP(blocks())
+            made: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0 if resume else 0.01)
+            checkpoints = Checkpoints(folder)
+            if resume:
+                checkpoints.load(2, model=model, optimizer=made)
+                assert made.param_groups[0]["lr"] == 0.01
+                return steps(model, made, 2)
+            losses = steps(model, made, 2)
+            checkpoints.save(2, model=model, optimizer=made)
+            return losses
+
+    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
+        assert losses == pytest.approx(expected[:2], rel=1e-12)
+    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
+        assert losses == pytest.approx(expected[2:], rel=1e-12)
+    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-12)
+
+
+def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
+    def work(world: World, folder: str, resume: bool) -> list[float]:
+        mesh = make_mesh(dp=1, tp=2, device="cpu") if world.world_size() == 2 else make_mesh(dp=2, tp=2, device="cpu")
+        model = blocks()
+        parallelize(model, PLAN, mesh["tp"])
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        checkpoints = Checkpoints(folder)
+        if resume:
+            with warnings.catch_warnings(action="ignore"):
+                checkpoints.load(2, model=model, optimizer=optimizer)
+            return steps(model, optimizer, 2)
+        losses = steps(model, optimizer, 2)
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        return losses
+
+    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
+        assert losses == pytest.approx(expected[:2], rel=1e-10)
+    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
+        assert losses == pytest.approx(expected[2:], rel=1e-10)
+    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-10)
+
+
+def test_ranks_that_hold_other_parts_of_a_model(two: Any, tmp_path: Path, expected: list[float]) -> None:
+    def work(world: World, folder: str) -> Any:
+        mine = [str(2 * world.rank()), str(2 * world.rank() + 1)]
+        model, trained = blocks(), blocks()
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+        steps(trained, optimizer, 2)
+
+        def stage(whole: Any) -> nn.ModuleDict:
+            return nn.ModuleDict({name: whole[int(name)] for name in mine})
+
+        own = torch.optim.AdamW(stage(trained).parameters(), lr=0.01)
+        for parameter in stage(trained).parameters():
+            own.state[parameter] = optimizer.state[parameter]
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(2, model=stage(trained), optimizer=own)
+        other = torch.optim.AdamW(stage(model).parameters(), lr=1.0)
+        checkpoints.load(2, model=stage(model), optimizer=other)
+        pairs = zip(stage(model).parameters(), stage(trained).parameters(), strict=True)
+        return other.param_groups[0]["lr"], all(torch.equal(a, b) for a, b in pairs)
+
+    assert two.run(work, str(tmp_path)) == [(0.01, True)] * 2
+    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-12)
