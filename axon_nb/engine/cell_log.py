@@ -88,6 +88,25 @@ class _Entry:
             self.messages.popleft()
             self.size -= oldest.size
             self._count(oldest, oldest.content)
+            self._drop_rest_of_line(oldest)
+
+    def _drop_rest_of_line(self, dropped: _Message) -> None:
+        # One `print` may come as several messages: what is left of a line whose beginning is gone says nothing.
+        first = self.messages[0] if self.messages else None
+        if first is None or not isinstance(first.content, dict) or not isinstance(dropped.content, dict):
+            return
+        text, before = first.content["text"], dropped.content
+        end = text.find("\n") + 1
+        if before.get("name") == first.content.get("name") and before["text"][-1:] != "\n" and 0 < end < len(text):
+            self._cut_front(first, end)
+
+    def _cut_front(self, message: _Message, at: int) -> None:
+        assert isinstance(message.content, dict)
+        text = message.content["text"]
+        self._count(message, {"text": text[:at]})
+        message.content = {**message.content, "text": text[at:]}
+        self.size -= at
+        message.size -= at
 
     def _shorten(self, message: _Message, room: int) -> None:
         assert isinstance(message.content, dict)
@@ -96,10 +115,7 @@ class _Entry:
         line_end = text.find("\n", at - 1)
         if -1 < line_end < len(text) - 1:
             at = line_end + 1
-        self._count(message, {"text": text[:at]})
-        message.content = {**message.content, "text": text[at:]}
-        self.size -= at
-        message.size -= at
+        self._cut_front(message, at)
 
     def _count(self, message: _Message, content: dict[str, Any] | bytes) -> None:
         for cut in (self.cut, self.missed) if message.number > self.fetched else (self.cut,):

@@ -208,6 +208,7 @@ def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
 def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> None:
     wait_until_later(page, 1)
     grid = "(c) => getComputedStyle(c.closest('.axon-strip')).color"
+    page.set_theme(dark=False)
     light = page.page.locator(CANVAS).evaluate(grid)
     page.set_theme(dark=True)
     assert page.page.locator(CANVAS).evaluate(grid) != light

@@ -24,8 +24,8 @@ __all__ = [
     "sum_over_ranks",
 ]
 
-_SEQUENCE = -2
-"""The dimension of positions in (…, positions, features)."""
+_SEQUENCE, _FEATURES = -2, -1
+"""The dimensions of (…, positions, features)."""
 
 
 class _Copy(torch.autograd.Function):
@@ -54,32 +54,30 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
-    """Forward all features, backward each rank's own."""
+class _Join(torch.autograd.Function):
+    """Forward the parts of all ranks, joined along a dimension; backward each rank's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        joined: torch.Tensor = all_gather(x, dim=-1, group=group)
-        return joined.contiguous()
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _joined(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own(gradient, ctx.group, ctx.dim), None, None
 
 
 class _Split(torch.autograd.Function):
-    """Forward each rank's own features, backward all."""
+    """Forward each rank's own part along a dimension; backward those of all."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        joined: torch.Tensor = all_gather(gradient, dim=-1, group=ctx.group)
-        return joined.contiguous(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _joined(gradient, ctx.group, ctx.dim), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -88,7 +86,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _joined(x, group)
+        return _joined(x, group, _SEQUENCE)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -105,39 +103,16 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradient, ctx.group), None
+        return _joined(gradient, ctx.group, _SEQUENCE), None
 
 
-class _SplitSequence(torch.autograd.Function):
-    """Forward each rank's own positions; backward all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        _check_positions(x, group)
-        return x.chunk(group.size(), dim=_SEQUENCE)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradient, ctx.group), None
-
-
-class _JoinSequence(torch.autograd.Function):
-    """Forward all positions; backward each rank's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _joined(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(ctx.group.size(), dim=_SEQUENCE)[ctx.group.rank()].contiguous(), None
-
-
-def _joined(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    whole: torch.Tensor = all_gather(x, dim=_SEQUENCE, group=group)
+def _joined(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    whole: torch.Tensor = all_gather(x, dim=dim, group=group)
     return whole.contiguous()
+
+
+def _own(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 
 def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -154,6 +129,11 @@ def _check_positions(x: torch.Tensor, group: ProcessGroup) -> None:
         )
 
 
+def _apply(function: Any, *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*arguments)
+    return result
+
+
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:
     """(…, positions / ranks, features) of each rank to (…, positions, features).
 
@@ -163,15 +143,14 @@ def gather_sequence(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = 
         replicated: What follows is the same on all ranks, such as a loss, so that each takes its part of the gradient;
             otherwise each computes something of its own, such as some of the heads, and gradients are summed.
     """
-    function: Any = _JoinSequence if replicated else _GatherSequence
-    result: torch.Tensor = function.apply(x, group)
-    return result
+    if replicated:
+        return _apply(_Join, x, group, _SEQUENCE)
+    return _apply(_GatherSequence, x, group)
 
 
 def scatter_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum over ranks of (…, positions, features), of which each gets (…, positions / ranks, features)."""
-    result: torch.Tensor = _ScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_ScatterSequence, x, group)
 
 
 def split_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -180,29 +159,25 @@ def split_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     Raises:
         TensorError: the positions cannot be divided equally.
     """
-    result: torch.Tensor = _SplitSequence.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    _check_positions(x, group)
+    return _apply(_Split, x, group, _SEQUENCE)
 
 
 def copy_to_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """`x`, which all ranks have; its gradient is the sum of theirs."""
-    result: torch.Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_Copy, x, group)
 
 
 def sum_over_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum over ranks; each rank's part gets the whole gradient."""
-    result: torch.Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_Sum, x, group)
 
 
 def gather_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(…, features / ranks) of each rank to (…, features)."""
-    result: torch.Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_Join, x, group, _FEATURES)
 
 
 def split_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(…, features), which all ranks have, to this rank's (…, features / ranks)."""
-    result: torch.Tensor = _Split.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
+    return _apply(_Split, x, group, _FEATURES)

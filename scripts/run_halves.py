@@ -1,0 +1,32 @@
+"""Run the tests as two pytest processes side by side: they wait more than they compute. Used by `scripts/test`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+
+KERNEL = ("tests/kernel", "tests/fuzz")
+
+
+def main(options: list[str]) -> int:
+    """Show the one half as it goes and the other when it is through; the worse exit status of both."""
+    pytest = [sys.executable, "-m", "pytest", *options]
+    rest = [f"--ignore={folder}" for folder in KERNEL]
+    with tempfile.TemporaryFile("w+") as log:
+        halves = [
+            subprocess.Popen([*pytest, *KERNEL, "-p", "no:cacheprovider"], stdout=log, stderr=subprocess.STDOUT),
+            subprocess.Popen([*pytest, *rest]),
+        ]
+        try:
+            statuses = [half.wait() for half in halves]
+        except KeyboardInterrupt:  # the terminal has interrupted both as well
+            statuses = [half.wait() for half in halves] + [128 + signal.SIGINT]
+        log.seek(0)
+        print(log.read(), end="", flush=True)
+    return max(map(abs, statuses))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
