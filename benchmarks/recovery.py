@@ -129,7 +129,7 @@ class Faults:
 
     def attached(self) -> float:
         """Seconds of `%distributed attach` after a restart of the kernel while a cell ran."""
-        request = self.kernel.submit("%%distributed\nif rank == 0: print('go', flush=True)\ntime.sleep(3)")
+        request = self.kernel.submit("%%distributed\nif rank == 0: print('go', flush=True)\ntime.sleep(8)")
         self.kernel.wait_for_output(request, "go")
         self.kernel.come_back()
         self.kernel.ok("%load_ext axon_nb")
@@ -178,13 +178,14 @@ def main() -> None:
     """Measure, print the table, write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few faults: to see that it works")
+    parser.add_argument("--times", type=int, default=20, help="faults of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Kernel() as kernel:
         clock = Path(folder) / "clock"
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4 --devices cpu", timeout=_LIMIT_S)
         kernel.ok(SETUP.replace("import os, time", f"import os, time\nCLOCK = {str(clock)!r}"))
-        rows = measure(Faults(kernel, clock), times=2 if options.quick else 20)
+        rows = measure(Faults(kernel, clock), times=2 if options.quick else options.times)
         kernel.ok("%distributed stop")
     print(write("recovery", rows, options.out))
 
