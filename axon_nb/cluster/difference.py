@@ -42,7 +42,7 @@ def difference_frame(cluster: Cluster, name: str, reference: int = 0) -> pd.Data
         raise UsageError(f"Rank {format_ranks(cluster.busy)} runs a cell: compare when that is over.")
     if reference not in cluster.ranks or reference in cluster.health.dead:
         raise UsageError(
-            f"rank {reference} cannot be compared with: it is dead, or no rank of 0 to {cluster.ranks[-1]}."
+            f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {cluster.ranks[-1]}."
         )
     living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
     futures = {rank: remote.call(cluster.connection.client, rank, _PARTS, name=name) for rank in living}

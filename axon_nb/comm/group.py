@@ -93,12 +93,15 @@ class ProcessGroup:
         Raises:
             NotInGroup: this rank is no member.
         """
+        self._check_member()
+        return self._torch
+
+    def _check_member(self) -> None:
         if self._torch is None:
             raise NotInGroup(
                 f"Rank {dist.get_rank()} is no member of the group of ranks {list(self.ranks)}: guard the call with "
                 "`if group.contains(rank)`, or make it on the default group."
             )
-        return self._torch
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -116,8 +119,7 @@ class ProcessGroup:
         Raises:
             NotInGroup: it is no member.
         """
-        if self._torch is None:
-            self.torch_group  # noqa: B018 - raises
+        self._check_member()
         return self.facts.rank
 
     def size(self) -> int:

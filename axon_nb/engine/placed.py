@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from axon_nb.engine.sharded import placement_in_words
+
 __all__ = ["Place", "missing", "place_of", "placed_local"]
 
 _utils: Any = importlib.import_module("torch.distributed.tensor._utils")
@@ -71,7 +73,7 @@ def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> Place:
     return Place(
         shape,
         offset,
-        tuple(_in_words(placement) for placement in placements),
+        tuple(placement_in_words(placement) for placement in placements),
         tuple(names),
         tuple(mesh.shape),
         tuple(mesh.get_coordinate() or ()),
@@ -105,11 +107,3 @@ def _padding(tensor: Any, placements: Any) -> int:
         shape[dim] = math.ceil(shape[dim] / tensor.device_mesh.size(axis))
         padding = math.prod(shape) * local.element_size() - used
     return padding if padding > 0 and local.untyped_storage().nbytes() == used + padding else 0
-
-
-def _in_words(placement: Any) -> str:
-    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard is one for the reader
-        return f"Shard({dim})"
-    if placement.is_partial():
-        return f"Partial({placement.reduce_op})"
-    return "Replicate()" if placement.is_replicate() else str(placement)

@@ -22,6 +22,7 @@ __all__ = [
     "is_stage",
     "local_part",
     "mesh_type",
+    "placement_in_words",
     "why_apart",
 ]
 
@@ -70,6 +71,15 @@ def is_sharded(obj: Any) -> bool:
 def is_stage(obj: Any) -> bool:
     """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
     return issubclass(type(obj), (_loaded(*_STAGE), _loaded(*_PIPELINE), _loaded(*_THREE_D)))
+
+
+def placement_in_words(placement: Any) -> str:
+    """Such as ``Shard(0)``, ``Partial(sum)``, ``Replicate()``."""
+    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard is one for the reader
+        return f"Shard({dim})"
+    if placement.is_partial():
+        return f"Partial({placement.reduce_op})"
+    return "Replicate()" if placement.is_replicate() else str(placement)
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.sharded import is_dtensor
+from axon_nb.engine.sharded import is_dtensor, placement_in_words
 
 __all__ = ["variable_facts"]
 
@@ -72,7 +72,7 @@ def _of_tensors(tensors: list[Any], *, shape: str) -> dict[str, Any]:
     local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
     size = sum(tensor.numel() * tensor.element_size() for tensor in local)
     copies = all(placement.is_replicate() for tensor in placed for placement in tensor.placements)
-    where = dict.fromkeys(", ".join(map(_in_words, tensor.placements)) for tensor in placed)
+    where = dict.fromkeys(", ".join(map(placement_in_words, tensor.placements)) for tensor in placed)
     return _record(
         shape=shape,
         dtype=", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
@@ -81,13 +81,6 @@ def _of_tensors(tensors: list[Any], *, shape: str) -> dict[str, Any]:
         size=size,
         digest=_digest(map(_content, local)) if copies and local and size <= _MAX_DIGEST else "",
     )
-
-
-def _in_words(placement: Any) -> str:
-    if placement.is_replicate():
-        return "Replicate()"
-    dim = getattr(placement, "dim", None)
-    return f"Shard({dim})" if dim is not None else f"Partial({placement.reduce_op})"
 
 
 def _content(tensor: torch.Tensor) -> bytes:

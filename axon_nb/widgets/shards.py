@@ -15,8 +15,8 @@ import anywidget
 import traitlets
 
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.ranks import format_ranks
 from axon_nb.records.shard import Shard
+from axon_nb.records.waits import named
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
@@ -136,7 +136,7 @@ def _totals(tensors: Sequence[PlacedTensor]) -> list[dict[str, Any]]:
         groups.setdefault(size, []).append(rank)
     return [
         {
-            "ranks": f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}",
+            "ranks": named(ranks),
             "size": f"{format_bytes(size)}{' each' if len(ranks) > 1 else ''}",
             "part": size / most,
         }
