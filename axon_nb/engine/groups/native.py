@@ -24,7 +24,7 @@ from axon_nb.engine.groups.threads import run_in_helper
 __all__ = ["Kind", "NativeGroups", "connect_in_helper", "meet"]
 
 _PIECE_S = 0.02
-_MEET_LIMIT_S = 3.0
+_MEET_LIMIT_S = 30.0
 
 c10d = dist.distributed_c10d
 
