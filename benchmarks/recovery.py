@@ -129,7 +129,7 @@ class Faults:
 
     def attached(self) -> float:
         """Seconds of `%distributed attach` after a restart of the kernel while a cell ran."""
-        request = self.kernel.submit("%%distributed\nif rank == 0: print('go', flush=True)\ntime.sleep(8)")
+        request = self.kernel.submit("%%distributed\nimport time\nif rank == 0: print('go', flush=True)\ntime.sleep(8)")
         self.kernel.wait_for_output(request, "go")
         self.kernel.come_back()
         self.kernel.ok("%load_ext axon_nb")

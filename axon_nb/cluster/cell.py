@@ -215,6 +215,7 @@ class CellRun:
             now,
             self.unfinished,
             failed_at=self._first_failure,
+            died=any(error.kind == "died" for error in self.errors.values()),
             interrupted=self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
             timed_out=self.timed_out,
         )

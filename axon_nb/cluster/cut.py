@@ -16,7 +16,7 @@ _AHEAD_S = 0.04
 """How far ahead the cut is set, at the pace of the fastest rank: all must hear of it before they come there."""
 _MOVE_S = 0.12
 """Ranks that have not all begun a collective for this long are stuck, or do not communicate."""
-_LIMIT_S = 0.6
+_LIMIT_S = 0.4
 """Ranks that have not stopped at the cut after this long will not."""
 
 

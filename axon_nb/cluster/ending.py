@@ -13,6 +13,8 @@ __all__ = ["Ending"]
 
 _ABORT_AFTER_S = 0.3
 """When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
+_DEAD_AFTER_S = 0.05
+"""When a rank has died: nobody can go on for long, and its last words may still come."""
 _ASK_EVERY_S = 0.03
 _ANSWER_S = 2.0
 """An abort that has not been answered after this long will not be: the rank is dead."""
@@ -72,7 +74,14 @@ class Ending:
         self._last_abort = 0.0
 
     def step(
-        self, now: float, unfinished: Sequence[int], *, failed_at: float | None, interrupted: bool, timed_out: bool
+        self,
+        now: float,
+        unfinished: Sequence[int],
+        *,
+        failed_at: float | None,
+        died: bool,
+        interrupted: bool,
+        timed_out: bool,
     ) -> None:
         """Do what is due.
 
@@ -80,10 +89,11 @@ class Ending:
             now: The time.
             unfinished: The ranks that still run the cell.
             failed_at: When the first rank failed; None while none has.
+            died: Whether a rank has died.
             interrupted: Whether the user wants the cell to end.
             timed_out: Whether its time is over.
         """
-        if self.aborted_at is None and not self._due(now, unfinished, failed_at, interrupted, timed_out):
+        if self.aborted_at is None and not self._due(now, unfinished, failed_at, interrupted, timed_out, died=died):
             return
         if self.aborted_at is None:
             self.aborted_at = now
@@ -120,12 +130,20 @@ class Ending:
         return "is still busy and does not react to interrupts"
 
     def _due(
-        self, now: float, unfinished: Sequence[int], failed_at: float | None, interrupted: bool, timed_out: bool
+        self,
+        now: float,
+        unfinished: Sequence[int],
+        failed_at: float | None,
+        interrupted: bool,
+        timed_out: bool,
+        *,
+        died: bool,
     ) -> bool:
         if timed_out or (interrupted and self._cut_failed(now)):
             return True
         if failed_at is not None:
-            return now - failed_at > _ABORT_AFTER_S or self._all_wait(now, unfinished)
+            limit_s = _DEAD_AFTER_S if died else _ABORT_AFTER_S
+            return now - failed_at > limit_s or self._all_wait(now, unfinished)
         if self._watch is not None and not interrupted:
             self.explanation = self._watch.step(now)
         return bool(self.explanation)

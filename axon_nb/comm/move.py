@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axon_nb.comm import direct
 from axon_nb.comm.arrays import Array, as_tensor, like_given
 from axon_nb.comm.carry import check_device, check_in_place, to_move
 from axon_nb.comm.checks import check_agreement
@@ -16,7 +17,6 @@ from axon_nb.comm.handle import Handle
 from axon_nb.comm.headers import pack, unpack
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.spans import now, record
-from axon_nb.comm.torch_names import all_gather_single
 
 __all__ = ["all_gather", "barrier", "broadcast", "broadcast_from", "gather_tensor", "scatter_tensor"]
 
@@ -41,11 +41,11 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
     given = as_tensor(tensor)
     check_device(given, pg, "broadcast")
     check_in_place(given, "broadcast")
-    root = pg.ranks[pg.check_rank(src, "src")]
+    root = pg.check_rank(src, "src")
     check_agreement(pg, "broadcast", given, root=src)
     cargo = to_move(given)
     start, size = now(), given.nbytes
-    work = dist.broadcast(cargo.buffer, root, group=pg.torch_group, async_op=async_op)
+    work = direct.broadcast(cargo.buffer, root, group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
         cargo.unload()
@@ -88,20 +88,29 @@ def all_gather(
         raise TensorError(f"all_gather with dim={dim}: the tensor has {block.ndim} dimensions.")
     if uneven and async_op:
         raise TensorError("all_gather with uneven=True waits for the sizes first: leave async_op out.")
-    rows = block.movedim(dim, 0)
+    rows = block.movedim(dim, 0) if dim else block
     sizes = _sizes(rows, pg) if uneven else [int(rows.shape[0])] * pg.size()
     if not uneven:
         check_agreement(pg, "all_gather", given)
     start, size, longest = now(), given.nbytes, max(sizes)
     cargo = to_move(_padded(rows, longest))
-    everyone = cargo.buffer.new_empty(pg.size() * cargo.buffer.numel())
-    work = all_gather_single(everyone, cargo.buffer.reshape(-1), group=pg.torch_group, async_op=async_op)
+    if cargo.buffer is given and not uneven:  # what arrives is the result
+        whole = given.new_empty((longest * pg.size(), *given.shape[1:]))
+        work = direct.all_gather(whole, given, group=pg.torch_group, async_op=async_op)
+    else:
+        whole = None
+        everyone = cargo.buffer.new_empty(pg.size() * cargo.buffer.numel())
+        work = direct.all_gather(everyone, cargo.buffer.reshape(-1), group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
-        parts = everyone.view(given.dtype).view(pg.size(), longest, *rows.shape[1:])
-        joined = torch.cat([parts[rank, :n] for rank, n in enumerate(sizes)]) if uneven else parts.flatten(0, 1)
+        if whole is not None:
+            joined = whole
+        else:
+            parts = everyone.view(given.dtype).view(pg.size(), longest, *rows.shape[1:])
+            joined = torch.cat([parts[rank, :n] for rank, n in enumerate(sizes)]) if uneven else parts.flatten(0, 1)
+            joined = joined.movedim(0, dim)
         record(pg, "all_gather", start, size)
-        return like_given(joined.movedim(0, dim), tensor)
+        return like_given(joined, tensor)
 
     return Handle(work, finish) if async_op else finish()
 
@@ -109,7 +118,7 @@ def all_gather(
 def _sizes(rows: torch.Tensor, pg: ProcessGroup) -> list[int]:
     own = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_small_device(rows, pg))
     everyone = own.new_empty(pg.size())
-    all_gather_single(everyone, own, group=pg.torch_group)
+    direct.all_gather(everyone, own, group=pg.torch_group, async_op=False)
     return [int(size) for size in everyone.tolist()]
 
 

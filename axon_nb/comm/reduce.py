@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from axon_nb.comm import direct
 from axon_nb.comm.arrays import Array, as_tensor, like_given
 from axon_nb.comm.carry import Cargo, check_device, check_in_place, to_reduce
 from axon_nb.comm.checks import check_agreement
@@ -15,7 +15,6 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.handle import Handle
 from axon_nb.comm.kinds import ReduceOp, as_op
 from axon_nb.comm.spans import now, record
-from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "all_reduce",
@@ -59,7 +58,7 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     if op is ReduceOp.PRODUCT and cargo.gathered_product:
         work = _multiply_all(cargo, pg, async_op)
     else:
-        work = dist.all_reduce(cargo.buffer, cargo.op.torch_op, group=torch_group, async_op=async_op)
+        work = direct.all_reduce(cargo.buffer, cargo.op.torch_op, group=torch_group, async_op=async_op)
 
     def finish() -> Any:
         cargo.unload(pg.size())
@@ -73,7 +72,7 @@ def _multiply_all(cargo: Cargo, pg: ProcessGroup, async_op: bool) -> Any:
     """No backend multiplies complex numbers: gather them, and multiply here in the order of ranks."""
     real = torch.view_as_real(cargo.buffer)
     everyone = real.new_empty((pg.size(), *real.shape))
-    work = all_gather_single(everyone.view(-1), real.reshape(-1), group=pg.torch_group, async_op=async_op)
+    work = direct.all_gather(everyone.view(-1), real.reshape(-1), group=pg.torch_group, async_op=async_op)
     target = cargo.buffer
 
     def multiply() -> None:
@@ -142,7 +141,7 @@ def reduce_scatter(
         part = whole[own : own + num_rows]
     else:
         part = cargo.buffer.new_empty((num_rows, *cargo.buffer.shape[1:]))
-        work = reduce_scatter_single(part, cargo.buffer, op=cargo.op.torch_op, group=torch_group, async_op=async_op)
+        work = direct.reduce_scatter(part, cargo.buffer, cargo.op.torch_op, group=torch_group, async_op=async_op)
 
     def finish() -> Any:
         result = part / pg.size() if cargo.op is ReduceOp.AVERAGE else part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
-from axon_nb.engine.groups import form_default_group, nccl, recovery
+from axon_nb.engine.groups import form_default_group, nccl, recovery, wrappers
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
@@ -104,6 +105,9 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
+    # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
+    gc.freeze()
+    wrappers.follow_wrappers()
     return {**describe(), "device": str(device), "hooks_missing": missing}
 
 

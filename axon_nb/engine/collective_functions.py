@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch.distributed as dist
 
 from axon_nb.records.advice import COLLECTIVE_FUNCTIONS
 
-__all__ = ["C10D_FILE", "PUBLIC_CALLS", "PUBLIC_NAMES", "find_function"]
+__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "find_function", "is_public_call"]
 
-C10D_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_CALL_FILES = tuple(
+    os.path.join(*place)
+    for place in (("torch", "distributed", "distributed_c10d.py"), ("axon_nb", "comm", "direct.py"))
+)
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
 """The functions of torch.distributed by which users know what a rank waits in."""
 
@@ -34,6 +37,11 @@ _LIBRARIES = tuple(
 )
 _FORWARD = "the forward pass of an FSDP model"
 _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
+
+
+def is_public_call(code: CodeType) -> bool:
+    """Whether it is the code of a function by which users know communication."""
+    return code.co_name in PUBLIC_CALLS and code.co_filename.endswith(_CALL_FILES)
 
 
 def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str:

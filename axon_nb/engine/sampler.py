@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
+from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function, is_public_call
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
@@ -75,7 +75,7 @@ class Sampler:
         pending = activity.pending()
         while frame is not None and frame is not user:
             code = frame.f_code
-            if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
+            if is_public_call(code):
                 call, serial = code.co_name, id(frame)  # the outermost counts: it is what the user called
             elif pending and not call and code.co_name == "_engine_run_backward" and _sleeps():
                 # DDP waits for its reductions in C++, at the end of backward.

@@ -9,11 +9,11 @@ import asyncio
 from types import TracebackType
 from typing import Any
 
-from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS
+from axon_nb.engine.collective_functions import is_public_call
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
-__all__ = ["PUBLIC_CALLS", "find_place", "install", "take_place"]
+__all__ = ["find_place", "install", "take_place"]
 
 _place: dict[str, Any] = {}
 
@@ -46,7 +46,7 @@ def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
         if frame.f_back is not None and frame.f_back.f_code is RUN_CODE:
             line = trace.tb_lineno
         code = frame.f_code
-        if not call and code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
+        if not call and is_public_call(code):
             call = code.co_name
         trace = trace.tb_next
     return line, call

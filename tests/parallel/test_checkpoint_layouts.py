@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from axon_nb.comm import World
-from axon_nb.parallel import DDP, make_mesh, parallelize
+from axon_nb.parallel import DDP, Parallel3D, Pipeline, ZeRO1, make_mesh, parallelize
 from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
 from tests.comm.models import batch, blocks, loss_of
 from tests.parallel.conftest import make
@@ -122,3 +122,62 @@ def test_ranks_that_hold_other_parts_of_a_model(two: Any, tmp_path: Path, expect
 
     assert two.run(work, str(tmp_path)) == [(0.01, True)] * 2
     assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-12)
+
+
+def zero(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
+    """ZeRO-1, its optimizer, and a step on the whole batch that gives the loss."""
+    model = ZeRO1(blocks())
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.01 if train else 1.0)
+
+    def step() -> float:
+        x, y = batch()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        return float(loss)
+
+    return model, optimizer, step
+
+
+def pipeline(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
+    """A pipeline over all ranks."""
+    model = Pipeline.split(blocks(), num_microbatches=4, loss=loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if train else 1.0)
+    return model, optimizer, lambda: model.mean_loss(model.step(*batch()))
+
+
+def three_d(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
+    """Two stages, and FSDP over what ranks there are for each."""
+    model = Parallel3D(
+        blocks(), make_mesh(pp=2, dp=world.world_size() // 2, device="cpu"), num_microbatches=2, loss=loss_of
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if train else 1.0)
+
+    def step() -> float:
+        x, y = map(model.own_samples, batch())
+        return model.mean_loss(model.step(x, y))
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("make_parts", [zero, pipeline, three_d])
+def test_models_of_ours_go_from_four_ranks_to_two_and_to_one_process(
+    gloo_worlds: Any, tmp_path: Path, expected: list[float], make_parts: Any
+) -> None:
+    def work(world: World, folder: str, resume: bool) -> list[float]:
+        model, optimizer, step = make_parts(world, not resume)
+        checkpoints, losses = Checkpoints(folder), []
+        if resume:
+            checkpoints.load(2, model=model, optimizer=optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(step())
+            optimizer.step()
+        if not resume:
+            checkpoints.save(2, model=model, optimizer=optimizer)
+        return losses
+
+    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
+        assert losses == pytest.approx(expected[:2], rel=1e-10)
+    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
+        assert losses == pytest.approx(expected[2:], rel=1e-10)
+    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from axon_nb.engine.collective_functions import C10D_FILE, PUBLIC_CALLS, PUBLIC_NAMES, find_function
+from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function, is_public_call
 from axon_nb.engine.interrupts import user_frame
 
 __all__ = ["call_in_words", "public_call"]
@@ -18,7 +18,7 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
     call, waits = "", False
     while frame is not None:
         code = frame.f_code
-        if code.co_name in PUBLIC_CALLS and code.co_filename.endswith(C10D_FILE):
+        if is_public_call(code):
             call = code.co_name
             waits = call not in _BEGUN_ONLY and not frame.f_locals.get("async_op", False)
         frame = frame.f_back

@@ -13,12 +13,17 @@ from typing import Any
 from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
 from axon_nb.engine.living import living
 
-__all__ = ["rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
+__all__ = ["follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
+
+
+def follow_wrappers() -> None:
+    """Before any is made: those made from now on are known, and need not be looked for."""
+    living(_DDP, _FSDP, _SCHEDULES)
 
 
 def reset_wrappers() -> int:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.parallel.fsdp import FSDP
+from axon_nb.parallel.pipeline.held import HeldStages
+from axon_nb.parallel.three_d import Parallel3D
 
 __all__ = ["Shards", "plain_model"]
 
@@ -19,9 +21,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model within the wrappers of data parallelism, whose names are those of a single process."""
-    while isinstance(model, DistributedDataParallel | FSDP):
-        model = model.module
+    """The model within wrappers, or this rank's part of it, whose names are those of a single process."""
+    while isinstance(model, DistributedDataParallel | FSDP | HeldStages | Parallel3D):
+        model = model.pipeline if isinstance(model, Parallel3D) else model.module
     return model
 
 

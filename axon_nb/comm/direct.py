@@ -1,0 +1,99 @@
+"""Collectives straight on torch's groups: `dist.all_reduce` and its like take some 5 us a call for checks and set-up.
+
+What they check is known here already. Where they do more than that (in a coalescing block, under `torch.compile`, with
+subclasses and modes of tensors, on a torch whose groups lack the methods) torch's own functions are called.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.overrides import has_torch_function
+
+from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "missing", "reduce_scatter"]
+
+
+def _first_of(*names: str) -> Any:
+    """The first of these methods that torch's groups have; None: they have none."""
+    return next((name for name in names if hasattr(dist.ProcessGroup, name)), None)
+
+
+_GATHER = _first_of("all_gather_single", "_allgather_base")
+_SCATTER = _first_of("reduce_scatter_single", "_reduce_scatter_base")
+
+
+def missing() -> list[str]:
+    """Names of what is used here that this torch does not have."""
+    wanted = {
+        "ProcessGroup.all_gather_single": _GATHER,
+        "ProcessGroup.allreduce": _first_of("allreduce"),
+        "ProcessGroup.broadcast": _first_of("broadcast"),
+        "ProcessGroup.reduce_scatter_single": _SCATTER,
+        "_world.pg_coalesce_state": getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None,
+    }
+    options = ("AllgatherOptions", "AllreduceOptions", "BroadcastOptions", "ReduceScatterOptions")
+    gone = [name for name, there in wanted.items() if not there]
+    return gone + [name for name in options if not hasattr(c10d, name)]
+
+
+_MISSING = bool(missing())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if _MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
+        return False
+    return not c10d._world.pg_coalesce_state
+
+
+@functools.cache
+def _options(kind: str, async_op: bool, /, **values: Any) -> Any:
+    """Options of one kind: read by the groups, never changed, and so shared by all calls."""
+    options: Any = getattr(c10d, kind)()
+    for name, value in values.items():
+        setattr(options, name, value)
+    options.asyncOp = async_op
+    return options
+
+
+def _waited(work: Any, async_op: bool) -> Any:
+    if async_op:
+        return work
+    if work is not None:  # else the backend has waited itself
+        work.wait()
+    return None
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, *, group: Any, async_op: bool) -> Any:
+    """As torch's: the work when `async_op`, else None, when the result is there."""
+    if not _is_plain(tensor) or tensor.is_complex():
+        return dist.all_reduce(tensor, op, group=group, async_op=async_op)
+    return _waited(group.allreduce([tensor], _options("AllreduceOptions", async_op, reduceOp=op)), async_op)
+
+
+def broadcast(tensor: torch.Tensor, root: int, *, group: Any, async_op: bool) -> Any:
+    """As torch's, but `root` is a rank of the group."""
+    if not _is_plain(tensor) or tensor.is_complex():
+        return dist.broadcast(tensor, group=group, async_op=async_op, group_src=root)
+    options = _options("BroadcastOptions", async_op, rootRank=root, rootTensor=0)
+    return _waited(group.broadcast([tensor], options), async_op)
+
+
+def all_gather(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    """As torch's `all_gather_single`."""
+    if not _is_plain(tensor) or tensor.is_complex():
+        return all_gather_single(out, tensor, group=group, async_op=async_op)
+    return _waited(getattr(group, _GATHER)(out, tensor, _options("AllgatherOptions", async_op)), async_op)
+
+
+def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, op: Any, *, group: Any, async_op: bool) -> Any:
+    """As torch's `reduce_scatter_single`."""
+    if not _is_plain(tensor) or tensor.is_complex():
+        return reduce_scatter_single(out, tensor, op=op, group=group, async_op=async_op)
+    options = _options("ReduceScatterOptions", async_op, reduceOp=op)
+    return _waited(getattr(group, _SCATTER)(out, tensor, options), async_op)

@@ -1,0 +1,68 @@
+"""Wrappers of models are known from when they are made, in a process of its own: classes of torch are changed in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import copy, gc, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from axon_nb.engine import living as searched
+from axon_nb.engine.groups import wrappers
+
+kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}
+passes = []
+look = searched._look_through_all
+searched._look_through_all = lambda classes: passes.append(len(classes)) or look(classes)
+
+def found():
+    return dict(zip(kinds, searched.living(*kinds.values())))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+early = DistributedDataParallel(nn.Linear(2, 2))
+assert found()["ddp"] == [early] and len(passes) == 1
+
+class Mine(DistributedDataParallel):
+    __hash__ = None  # as a class with its own __eq__ has it
+    def __eq__(self, other):
+        raise AssertionError("compared")
+
+mine = Mine(nn.Linear(2, 2))
+assert {id(module) for module in found()["ddp"]} == {id(early), id(mine)}
+copied = copy.deepcopy(early)
+assert any(module is copied for module in found()["ddp"])
+del mine, copied
+gc.collect()
+assert found()["ddp"] == [early] and len(passes) == 1
+
+from torch.distributed.fsdp import fully_shard
+model = fully_shard(nn.Linear(4, 4))
+there = found()
+assert there["fsdp"] == [model] and len(passes) == 1, "torch's own table tells"
+
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+first = ScheduleGPipe(stage, 1)
+assert found()["schedules"] == [first] and len(passes) == 2
+second = ScheduleGPipe(stage, 1)
+assert found()["schedules"] == [first, second] and len(passes) == 2
+assert searched.missing() == []
+
+searched._STATES = ("torch.distributed._composable_state", "gone")
+assert searched.missing() == ["torch.distributed._composable_state.gone"]
+assert found()["fsdp"] == [model] and len(passes) == 3, "without the table all objects are looked through"
+print("all held")
+"""
+
+
+def test_wrappers_are_known_from_when_they_are_made(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150, check=False)
+    assert done.stdout == "all held\n", done.stderr
