@@ -45,6 +45,15 @@ def alone(folder: Path) -> list[float]:
     return steps(model, optimizer, 2)
 
 
+def check_moves(gloo_worlds: Any, work: Any, folder: Path, expected: list[float], *, rel: float) -> None:
+    """Two steps on 4 ranks, which save; two more on 2 ranks, and in one process, from what was saved."""
+    for losses in make("gloo-4", gloo_worlds).run(work, str(folder), False):
+        assert losses == pytest.approx(expected[:2], rel=rel)
+    for losses in make("gloo-2", gloo_worlds).run(work, str(folder), True):
+        assert losses == pytest.approx(expected[2:], rel=rel)
+    assert alone(folder) == pytest.approx(expected[2:], rel=rel)
+
+
 @pytest.fixture
 def expected() -> list[float]:
     """The losses of four steps in one process."""
@@ -68,11 +77,7 @@ def test_the_parts_of_a_zero_redundancy_optimizer(gloo_worlds: Any, tmp_path: Pa
             checkpoints.save(2, model=model, optimizer=made)
             return losses
 
-    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
-        assert losses == pytest.approx(expected[:2], rel=1e-12)
-    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
-        assert losses == pytest.approx(expected[2:], rel=1e-12)
-    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-12)
+    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-12)
 
 
 def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
@@ -93,11 +98,7 @@ def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected
         checkpoints.save(2, model=model, optimizer=optimizer)
         return losses
 
-    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
-        assert losses == pytest.approx(expected[:2], rel=1e-10)
-    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
-        assert losses == pytest.approx(expected[2:], rel=1e-10)
-    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-10)
+    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-10)
 
 
 def test_ranks_that_hold_other_parts_of_a_model(two: Any, tmp_path: Path, expected: list[float]) -> None:
@@ -176,8 +177,4 @@ def test_models_of_ours_go_from_four_ranks_to_two_and_to_one_process(
             checkpoints.save(2, model=model, optimizer=optimizer)
         return losses
 
-    for losses in make("gloo-4", gloo_worlds).run(work, str(tmp_path), False):
-        assert losses == pytest.approx(expected[:2], rel=1e-10)
-    for losses in make("gloo-2", gloo_worlds).run(work, str(tmp_path), True):
-        assert losses == pytest.approx(expected[2:], rel=1e-10)
-    assert alone(tmp_path) == pytest.approx(expected[2:], rel=1e-10)
+    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-10)

@@ -60,8 +60,8 @@ class Checkpoints:
                 checkpoints.save(step, model=model, optimizer=optimizer, sampler=sampler, extra={"loss": loss})
 
     Models may be plain, in DDP, FSDP (ours or torch's), ZeRO-1, a `Pipeline` or `Parallel3D`, sharded by
-    `fully_shard` or `parallelize`, or made of the layers of `axon_nb.parallel.tensor`; what was saved in one way on some
-    ranks can be loaded in another on others.
+    `fully_shard` or `parallelize`, or made of the layers of `axon_nb.parallel.tensor`; what was saved in one way on
+    some ranks can be loaded in another on others.
     Every method but `steps`, `latest` and `path` is a collective: all ranks call it.
 
     Args:
