@@ -89,7 +89,7 @@ if rank == 0:
 # %%
 # %%distributed
 weight = model.module.block0.up.weight
-print(f"rank {rank} keeps {tuple(weight.to_local().shape)} of {tuple(weight.shape)}")
+print(f"keeps {tuple(weight.to_local().shape)} of {tuple(weight.shape)}")
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ plan = {
     "block*.down": "row",
 }
 report = parallelize(GPT(config), plan)
-print(f"rank {rank}: {report.bytes_here:,} of {report.bytes_whole:,} bytes of parameters")
+print(f"{report.bytes_here:,} of {report.bytes_whole:,} bytes of parameters")
 
 try:
     parallelize(GPT(config), {"layer*.up": "column"})

@@ -260,9 +260,9 @@ draw("ZBVZeroBubble")
 # %% [markdown]
 # ## More microbatches, smaller bubble
 #
-# With $P$ ranks, $M$ microbatches and $v$ stages a rank the bubble of GPipe, 1F1B and Interleaved1F1B is $(P - 1) / (vM
-# + P - 1)$ of the time. More microbatches cost GPipe memory, and 1F1B none; but each is a smaller piece of work, which
-# real devices do less well.
+# With P ranks, M microbatches and v stages a rank the bubble of GPipe, 1F1B and Interleaved1F1B is
+# **(P - 1) / (v M + P - 1)** of the time. More microbatches cost GPipe memory, and 1F1B none; but each is a smaller
+# piece of work, which real devices do less well.
 
 # %%
 # %%distributed --ranks 0

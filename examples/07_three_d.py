@@ -42,7 +42,7 @@ torch.set_num_threads(1)
 mesh = make_mesh(pp=2, dp=2, tp=2)
 place = ", ".join(f"{axis}={index}" for axis, index in coordinates(mesh).items())
 groups = ", ".join(f"{axis} {list(axis_group(mesh, axis).ranks)}" for axis in mesh.mesh_dim_names)
-print(f"rank {rank}: {place}; its groups: {groups}")
+print(f"{place}; its groups: {groups}")
 
 # %% [markdown]
 # ## The model
@@ -70,7 +70,7 @@ model = Parallel3D(whole, mesh, tp_plan=plan, num_microbatches=4, loss=next_byte
 weight = next(value for name, value in model.named_parameters() if name.endswith("up.weight"))
 held = sum(value.to_local().numel() for value in model.parameters())
 print(
-    f"rank {rank} holds {held:,} of {sum(p.numel() for p in whole.parameters()):,} parameters; "
+    f"holds {held:,} of {sum(p.numel() for p in whole.parameters()):,} parameters; "
     f"of a matrix of {tuple(weight.shape)} it has {tuple(weight.to_local().shape)}"
 )
 
