@@ -30,8 +30,8 @@ _VALUES = {
 _RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
 """Magics and sub-commands that take names of variables of ranks."""
 
-Found = tuple[str, list[str]]
-"""(text before the cursor that is replaced, what by)"""
+Found = tuple[str, list[str], str]
+"""(text before the cursor that is replaced, what by, what a front end shows beside each)"""
 
 
 def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
@@ -39,8 +39,8 @@ def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
     found = _find(context.full_text, context.cursor_line, context.cursor_position)
     if found is None:
         return {"completions": [], "suppress": False}
-    fragment, texts = found
-    completions = [SimpleCompletion(text=text) for text in texts]
+    fragment, texts, kind = found
+    completions = [SimpleCompletion(text=text, type=kind) for text in texts]
     return {"completions": completions, "matched_fragment": fragment, "suppress": bool(texts)}
 
 
@@ -62,7 +62,9 @@ def _find(text: str, line_number: int, column: int) -> Found | None:
     if cluster is None or rank is None:
         return None
     fragment, texts = assist.of(cluster).complete(rank, line, column)
-    return (fragment, texts) if before.endswith(fragment) else None
+    if fragment.startswith(".") and all(text.startswith(".") for text in texts):
+        fragment, texts = fragment[1:], [text[1:] for text in texts]
+    return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
 
 
 def _of_magic(percents: str, name: str, rest: str) -> Found | None:
@@ -73,21 +75,22 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     elif name == "distributed":
         commands = _commands()
         if not words:
-            return partial, _beginning(commands, partial)
+            return partial, _beginning(commands, partial), "command"
         name = words.pop(0)
         options = _options(commands.get(name), [])
     else:
         options = _options(_own_line_magics().get(name), "")
     if partial.startswith("-"):
-        return partial, _beginning(options, partial)
+        return partial, _beginning(options, partial), "option"
     if words and words[-1] in _VALUES:
-        return partial, _beginning(_VALUES[words[-1]], partial)
+        return partial, _beginning(_VALUES[words[-1]], partial), "value"
     if name == "config":
-        return partial, _beginning((line.replace(" = ", "=") for line in settings.lines()), partial)
+        lines = (line.replace(" = ", "=") for line in settings.lines())
+        return partial, _beginning(lines, partial), "setting"
     if name == "auto":
-        return partial, _beginning(("on", "off"), partial)
+        return partial, _beginning(("on", "off"), partial), "value"
     if name in _RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _beginning(assist.of(cluster).names(), partial)
+        return partial, _beginning(assist.of(cluster).names(), partial), "rank 0"
     return None
 
 

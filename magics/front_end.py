@@ -52,7 +52,7 @@ class FrontEnd:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._inspect = getattr(kernel, "do_inspect", None)
+        self._inspect: Any = getattr(kernel, "do_inspect", None)
         self._lets_through = False
 
     def install(self) -> None:

@@ -53,7 +53,13 @@ class CellRunner:
         # IPython looks here for the semicolon that keeps a value from being shown.
         shell.history_manager.input_hist_parsed[-1:] = [code]
         if facts.get("run") in self._interrupts.refused:
-            reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], **_NEVER_BEGAN}
+            reply: dict[str, Any] = {
+                "status": "error",
+                "ename": "KeyboardInterrupt",
+                "evalue": "",
+                "traceback": [],
+                **_NEVER_BEGAN,
+            }
             self._log.end(message_id, reply)
             return reply
         if not facts.get("debugs"):
@@ -86,13 +92,14 @@ class CellRunner:
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
         ended_in = take_place()
+        told: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
             "ended_in": ended_in,
             "has_value": has_value,
             "draws": draws.report(shell) if activity.started() > calls else None,
-            **reply.pop("measured", {}),
+            **told,
         }
         tell_exit(reply, shell)
         if reply["status"] == "error":

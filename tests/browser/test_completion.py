@@ -35,13 +35,13 @@ def test_the_ranks_names_are_completed_and_explained(lab: LabServer, page: LabPa
     page.run_and_wait(1)
     _type_at_end(page, 2, "recipe.steps_of")
     page.page.keyboard.press("Tab")
-    page.page.wait_for_function(
-        "() => document.querySelector('.jp-Notebook').innerText.includes('recipe.steps_of_training')", timeout=60_000
-    )
+    offered = page.page.locator(".jp-Completer").get_by_text("steps_of_training")
+    offered.first.wait_for(timeout=60_000)
+    page.page.keyboard.press("Enter")
+    page.cell(2).locator(".cm-content").get_by_text("recipe.steps_of_training").wait_for(timeout=60_000)
     page.page.keyboard.press("Control+End")
     page.page.keyboard.press("Enter")
     page.page.keyboard.type("Recipe")
-    page.page.keyboard.press("Escape")
     page.command("tooltip:launch-notebook")
     page.page.locator(".jp-Tooltip").get_by_text("How to train.").first.wait_for(timeout=60_000)
     page.run_and_wait(3)
