@@ -25,13 +25,23 @@ from axon_nb.magics.heads import target_rank
 
 __all__ = ["install", "missing", "uninstall"]
 
+_NEEDED = (
+    "_get_shell_context_var",
+    "_main_asyncio_lock",
+    "_publish_status",
+    "_shell_parent_ident",
+    "dispatch_shell",
+    "do_inspect",
+    "get_parent",
+    "set_parent",
+    "shell_main",
+)
 _SIDE_REQUESTS = ("complete_request", "inspect_request")
 
 
 def missing(kernel: Any) -> list[str]:
     """Names of the hooks that this kernel does not have."""
-    needed = ("_main_asyncio_lock", "_publish_status", "dispatch_shell", "do_inspect", "get_parent", "shell_main")
-    absent = [name for name in needed if not hasattr(kernel, name)]
+    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
     if not hasattr(getattr(_thread(kernel), "manager", None), "set_on_recv_callback"):
         absent.append("shell_channel_thread.manager.set_on_recv_callback")
     if "concurrent" not in inspect.signature(getattr(kernel, "dispatch_shell", missing)).parameters:

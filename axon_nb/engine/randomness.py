@@ -62,9 +62,9 @@ def _is_copy(model: nn.Module) -> bool:
 
 
 def _drops(model: nn.Module) -> bool:
-    kind = nn.modules.dropout._DropoutNd
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     parts = (module for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
-    return any(isinstance(part, kind) and part.training and part.p > 0 for part in parts)
+    return any(isinstance(part, kinds) and part.training and part.p > 0 for part in parts)
 
 
 def _shuffles(value: Any) -> bool:

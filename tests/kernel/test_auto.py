@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.magics.auto import Piece, split_cell
+from tests.kernel.asking import completed, inspected
 from tests.kernel.driver import Kernel
 
 HEAD = "On ranks 0-3 (`%distributed auto on`; a `%%local` cell runs in the notebook):"
@@ -56,6 +57,13 @@ def test_scripts_that_the_notebook_runs_stay_there(auto: Kernel, tmp_path: Path)
     script.write_text("t_ran = 'in the notebook'\n", encoding="utf-8")
     auto.ok(f"%%local\n%run {script}")
     assert auto.ok("%%local\nt_ran").result == "'in the notebook'"
+
+
+def test_completions_and_help_are_those_of_ranks(auto: Kernel) -> None:
+    auto.ok("t_of_ranks = {'deep': 1}")
+    assert completed(auto, "x = 1\nt_of_r") == ["t_of_ranks"]
+    assert "dict" in inspected(auto, "t_of_ranks")
+    assert completed(auto, "%%local\nt_of_r") == []
 
 
 def test_some_ranks_and_off_again(kernel: Kernel) -> None:
