@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.magics.auto import Piece, split_cell
-from tests.kernel.asking import completed, inspected
+from tests.kernel.asking import completed, expect_completed, expect_help
 from tests.kernel.driver import Kernel
 
 HEAD = "On ranks 0-3 (`%distributed auto on`; a `%%local` cell runs in the notebook):"
@@ -61,8 +61,8 @@ def test_scripts_that_the_notebook_runs_stay_there(auto: Kernel, tmp_path: Path)
 
 def test_completions_and_help_are_those_of_ranks(auto: Kernel) -> None:
     auto.ok("t_of_ranks = {'deep': 1}")
-    assert completed(auto, "x = 1\nt_of_r") == ["t_of_ranks"]
-    assert "dict" in inspected(auto, "t_of_ranks")
+    expect_completed(auto, "x = 1\nt_of_r", "t_of_ranks")
+    expect_help(auto, "t_of_ranks", "dict")
     assert completed(auto, "%%local\nt_of_r") == []
 
 
