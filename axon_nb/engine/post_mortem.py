@@ -13,6 +13,7 @@ import io
 from types import TracebackType
 from typing import Any
 
+from axon_nb.engine import pager
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
 __all__ = ["command", "describe", "forget", "keep", "start"]
@@ -72,9 +73,10 @@ def command(line: str) -> tuple[str, bool]:
         return "", True
     debugger = _debugger[0]
     try:
-        over = bool(debugger.onecmd(debugger.precmd(line)))
-        while debugger.cmdqueue and not over:  # `u;; p x`
-            over = bool(debugger.onecmd(debugger.precmd(debugger.cmdqueue.pop(0))))
+        with pager.written_to(debugger.stdout):
+            over = bool(debugger.onecmd(debugger.precmd(line)))
+            while debugger.cmdqueue and not over:  # `u;; p x`
+                over = bool(debugger.onecmd(debugger.precmd(debugger.cmdqueue.pop(0))))
     except BaseException:
         debugger.stdout = io.StringIO()
         raise

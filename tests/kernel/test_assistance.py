@@ -131,6 +131,7 @@ def test_help_is_on_the_ranks_object(typed: Kernel) -> None:
 def test_a_question_mark_in_a_cell_shows_help(typed: Kernel) -> None:
     reply = typed.ok("%%rank 1\nt_scale?")
     assert reply.stdout.startswith("[rank 1] ")
+    assert "ipykernel" not in reply.stdout
     assert "Multiply the values." in reply.stdout
     assert "return values * factor" in plain(typed.ok("%%rank 0\nt_scale??").stdout)
 

@@ -51,10 +51,19 @@ def test_expressions_statements_and_mistakes(kernel: Kernel) -> None:
     reply = _debug(
         kernel,
         "%distributed debug",
-        ["secret + 1", "new = secret * 3", "new", "print('said on the rank')", "p nothing_there", "w", "c"],
+        [
+            "secret + 1",
+            "new = secret * 3",
+            "new",
+            "print('said on the rank')",
+            "p nothing_there",
+            "outer?",
+            "w;; p 7 * 11",
+            "c",
+        ],
     )
     assert reply.ok
-    for text in ("201", "600", "said on the rank", "NameError", "outer()"):
+    for text in ("201", "600", "said on the rank", "NameError", "outer()", "Signature:", "77"):
         assert text in reply.stdout
 
 
