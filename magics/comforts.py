@@ -17,7 +17,9 @@ __all__ = ["COMFORTS"]
 
 def _auto(words: list[str]) -> None:
     """`%distributed auto on [--ranks R]`: plain cells run on ranks; `auto off` ends that."""
-    parser = LineParser("%distributed auto", "Run plain cells on ranks; a %%local cell runs in the notebook.")
+    parser = LineParser(
+        "%distributed auto", "Run plain cells on ranks, started if there are none; a %%local cell runs in the notebook."
+    )
     parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="without: tell what is set")
     parser.add_argument("--ranks", metavar="RANKS", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     options = parse(parser, words)
@@ -48,7 +50,9 @@ def _seed(words: list[str]) -> None:
 
 def _debug(words: list[str]) -> None:
     """`%distributed debug [--ranks 2]`: IPython's debugger on the last failure of one rank; `q` ends it."""
-    parser = LineParser("%distributed debug", "Look at the last failed cell of a rank, in IPython's debugger.")
+    parser = LineParser(
+        "%distributed debug", "Look at a rank's last failed cell in IPython's debugger, until its next cell."
+    )
     parser.add_argument("--ranks", metavar="RANK", default=None, help="which rank (default: the first that has failed)")
     options = parse(parser, words)
     debugger = PostMortem(current.require("%distributed debug"), options.ranks)

@@ -63,7 +63,8 @@ class FrontEnd:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._inspect: Any = getattr(kernel, "do_inspect", None)
-        self._lets_through = False
+        self.lets_through = False
+        """Whether it answers during a cell, too."""
 
     def install(self) -> None:
         """Take over what can be; call it on the main thread."""
@@ -72,13 +73,13 @@ class FrontEnd:
             self._kernel.do_inspect = self._do_inspect
         here = threading.current_thread() is threading.main_thread()
         if here and not [name for name in absent if name != "do_inspect"]:
-            self._lets_through = True
+            self.lets_through = True
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
 
     def uninstall(self) -> None:
         """Leave it to ipykernel again."""
         vars(self._kernel).pop("do_inspect", None)
-        if self._lets_through:
+        if self.lets_through:
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
 
     def _do_inspect(

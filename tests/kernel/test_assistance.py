@@ -146,6 +146,19 @@ def test_the_private_hooks_are_there(typed: Kernel) -> None:
     assert typed.value("__import__('axon_nb.magics.front_end', fromlist=['x']).missing(get_ipython().kernel)") == []
 
 
+def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
+    change = "from axon_nb.magics import front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
+    typed.ok(change.format("front_end._NEEDED += ('no_such_hook',)"))
+    assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].lets_through") == (
+        ["no_such_hook"],
+        False,
+    )
+    expect_help(typed, "%%distributed\nt_net", "Sequential")
+    expect_completed(typed, "%%distributed\nt_sca", "t_scale")
+    typed.ok(change.format("front_end._NEEDED = front_end._NEEDED[:-1]"))
+    assert typed.value("front_end._installed[0].lets_through") is True
+
+
 def test_unloading_leaves_jupyters_own_ways(typed: Kernel) -> None:
     typed.ok("%unload_ext axon_nb")
     assert completed(typed, "%%distributed\nt_sca") == []
