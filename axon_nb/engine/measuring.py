@@ -33,6 +33,16 @@ async def measured(
         facts: What the notebook says of the cell.
         execute: Runs it; gives the reply.
     """
+    try:
+        return await _measured(session, facts, execute)
+    except Exception as error:  # the cell's own failures are in its reply: without one the notebook would wait for ever
+        told = f"the cell has run, and measuring it failed: {type(error).__name__}: {error}"
+        return {"status": "error", "ename": type(error).__name__, "evalue": told, "traceback": [told]}
+
+
+async def _measured(
+    session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     profile = facts.get("profile") or {"ranks": []}
     with contextlib.ExitStack() as stack:

@@ -37,6 +37,12 @@ class Draws:
             ``states`` before and after, equal on ranks that have drawn the same; ``dropout`` (name of such a model that
             is being trained with dropout) and ``loader`` (name of a DataLoader that shuffles by the shared generator).
         """
+        try:
+            return self._look(shell)
+        except Exception:  # odd objects of the user: a hint is not worth a cell
+            return None
+
+    def _look(self, shell: Any) -> dict[str, Any] | None:
         after = self._state()
         if after == self._before:
             return None
@@ -49,10 +55,13 @@ class Draws:
         return {"states": [self._before, after], "dropout": dropout, "loader": loader} if dropout or loader else None
 
     def _state(self) -> str:
-        digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
-        if self._device.type == "cuda" and torch.cuda.is_initialized():
-            digest.update(torch.cuda.get_rng_state(self._device).numpy().tobytes())
-        return digest.hexdigest()
+        try:
+            states = [torch.get_rng_state()]
+            if self._device.type == "cuda" and torch.cuda.is_initialized():
+                states.append(torch.cuda.get_rng_state(self._device))
+            return hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).hexdigest()
+        except Exception:  # a mode of torch that is on between cells, such as one of fake tensors
+            return ""
 
 
 def _is_copy(model: nn.Module) -> bool:

@@ -67,6 +67,15 @@ def test_profile_gives_a_table_and_a_trace_of_each_chosen_rank(kernel: Kernel, t
     assert "slowest: rank" in reply.stdout
 
 
+def test_a_profile_that_cannot_be_written_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "axon_profiles").touch()  # no folder
+    kernel.ok(f"import os\nt_folder = os.getcwd()\nos.chdir({str(tmp_path)!r})")
+    reply = kernel.run("%%distributed --profile 2\nt_done = 1")
+    kernel.ok("os.chdir(t_folder)")
+    assert "the cell has run, and measuring it failed" in reply.traceback
+    assert kernel.ok("%%distributed\nt_done").lines() == ["[ranks 0-3] 1"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
