@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
 
-__all__ = ["LineParser", "parse"]
+__all__ = ["HelpAsked", "LineParser", "parse", "unknown_command"]
+
+_HELP = ("--help", "?", "??")
 
 
 class LineParser(argparse.ArgumentParser):
@@ -28,16 +30,30 @@ class LineParser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
 
+class HelpAsked(UsageError):
+    """Help was asked for instead of anything being done; shows it."""
+
+    def __init__(self, parser: LineParser) -> None:
+        super().__init__(parser.format_help().rstrip())
+        self.parser = parser
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
 def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
     """Parse a magic's line.
 
     Raises:
+        HelpAsked: the line ends with ``--help`` or ``?``.
         UsageError: an unknown option, a missing or a wrong value; names the nearest option.
     """
     try:
         words = shlex.split(line) if isinstance(line, str) else list(line)
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error} in {line!r}.") from None
+    if words and words[-1] in _HELP:
+        raise HelpAsked(parser)
     try:
         values, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -45,6 +61,16 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
     if unknown:
         raise UsageError(f"{parser.prog} has no {unknown[0]!r}{_nearest(unknown[0], parser.options())}.")
     return values
+
+
+def unknown_command(magic: str, word: str, commands: Iterable[str]) -> UsageError:
+    """The error of a sub-command that is not there: names the nearest, or all."""
+    names = list(commands)
+    if not word:
+        return UsageError(f"{magic} takes a command: it is one of {', '.join(names)}.")
+    close = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean `{magic} {close[0]}`?" if close else f"it is one of {', '.join(names)}."
+    return UsageError(f"{magic} has no command {word!r}: {hint}")
 
 
 def _lower(name: Any) -> str:

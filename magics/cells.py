@@ -16,9 +16,11 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.watch import Watch
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.arguments import HelpAsked, LineParser, parse
+from axon_nb.magics.measures import Measures, add_measures, read_measures
+from axon_nb.records.ranks import format_ranks
 
-__all__ = ["CellMagics"]
+__all__ = ["CellMagics", "cell_parser"]
 
 
 def _seconds(text: str) -> float:
@@ -28,7 +30,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _parser(name: str) -> LineParser:
+def cell_parser(name: str) -> LineParser:
+    """The options of `%%distributed` or `%%rank`."""
     parser = LineParser(f"%%{name}", "Run the cell on the ranks.")
     if name == "rank":
         parser.add_argument("ranks", metavar="RANKS", help="which ranks: 0 or 0,2-3")
@@ -42,6 +45,7 @@ def _parser(name: str) -> LineParser:
     )
     parser.add_argument("--quiet", action="store_true", help="show nothing of what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank does")
+    add_measures(parser)
     return parser
 
 
@@ -53,6 +57,7 @@ class _Request:
     out: str | None
     local: bool
     watch: bool
+    measures: Measures
     options: dict[str, Any]
     """What goes to `Cluster.run` and its kin."""
 
@@ -66,6 +71,7 @@ class CellMagics(Magics):
         """Run the cell on the ranks.
 
         %%distributed [--ranks 0,2-3] [--noblock] [--out NAME] [--local] [--timeout S] [--quiet] [--watch]
+                      [--time] [--repeat N] [--profile [RANKS]]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --noblock       return at once, with a handle: .result(), .done(), .cancel()
@@ -74,23 +80,39 @@ class CellMagics(Magics):
         --timeout S     end the cell after S seconds
         --quiet         show nothing of what ranks print
         --watch         show live what each rank does
+        --time          tell how long each rank took, and name the slowest
+        --repeat N      run the cell N times, ranks in step, and tell best, mean and spread of each rank
+        --profile [R]   profile the cell with torch.profiler on all ranks, or on ranks R: a table and a trace for each
+
+        Example: `%%distributed --ranks 0-1 --time`, and below it `dist.all_reduce(torch.ones(8))`.
         """
-        return self._run_blocking("distributed", line, cell)
+        return self.run_blocking("distributed", line, cell)
 
     @cell_magic
     def rank(self, line: str, cell: str) -> Any:
-        """Run the cell on one or a few ranks: %%rank 0, with the options of %%distributed."""
-        return self._run_blocking("rank", line, cell)
+        """Run the cell on one or a few ranks, with the options of %%distributed.
 
-    async def run(self, name: str, line: str, cell: str) -> Any:
-        """Run one cell; the awaited form of both magics, which leaves the event loop free."""
-        request = self._prepare(name, line, cell)
+        Example: `%%rank 0`, and below it `print(model)`.
+        """
+        return self.run_blocking("rank", line, cell)
+
+    async def run(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
+        """Run one cell; the awaited form of both magics, which leaves the event loop free.
+
+        Args:
+            name: Of the magic.
+            line: What stands behind it.
+            cell: The lines below it.
+            plain: Whether there is no magic: the cell is one that auto mode sends to ranks.
+        """
+        request = self._prepare(name, line, cell, plain=plain)
         if request is None:
             return None
         if request.noblock:
             return self._start_noblock(request)
         with _watching(request) as view:
             result = await request.cluster.run_async(request.code, view=view, **request.options)
+        request.measures.show(result)
         if request.out:
             self.shell.user_ns[request.out] = result
         if request.local:
@@ -98,32 +120,43 @@ class CellMagics(Magics):
             (await self.shell.run_cell_async(cell, store_history=False, transformed_cell=python)).raise_error()
         return None
 
-    def _run_blocking(self, name: str, line: str, cell: str) -> Any:
-        request = self._prepare(name, line, cell)
+    def run_blocking(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
+        """As `run`, where nothing is awaited."""
+        request = self._prepare(name, line, cell, plain=plain)
         if request is None:
             return None
         if request.noblock:
             return self._start_noblock(request)
         with _watching(request) as view:
             result = request.cluster.run(request.code, view=view, **request.options)
+        request.measures.show(result)
         if request.out:
             self.shell.user_ns[request.out] = result
         if request.local:
             self.shell.run_cell(cell, store_history=False).raise_error()
         return None
 
-    def _prepare(self, name: str, line: str, cell: str) -> _Request | None:
-        options = parse(_parser(name), line)
+    def _prepare(self, name: str, line: str, cell: str, *, plain: bool) -> _Request | None:
+        try:
+            options = parse(cell_parser(name), line)
+        except HelpAsked as asked:
+            print(asked)
+            return None
         if cell_code.is_empty(cell):
             print(f"Nothing to run: put code for the ranks below the %%{name} line.")
             return None
         if options.out is not None and not options.out.isidentifier():
             raise UsageError(f"--out {options.out}: it is no variable name.")
-        code = cell_code.with_head(cell, f"%%{name} {line}")
+        code = cell if plain else cell_code.with_head(cell, f"%%{name} {line}")
         number = _prompt(self.shell)
         if current.get() is None:
             cell_code.check(code, name=f"Cell In[{number}]")  # before ranks are started for it
         cluster = _cluster()
+        ranks = resolve_ranks(options.ranks, cluster.world_size)
+        measures = read_measures(options, ranks, number)
+        if plain:
+            where = f"On ranks {format_ranks(ranks)}"
+            print(f"{where} (`%distributed auto on`; a `%%local` cell runs in the notebook):", flush=True)
         return _Request(
             cluster=cluster,
             code=code,
@@ -131,14 +164,16 @@ class CellMagics(Magics):
             out=options.out,
             local=options.local,
             watch=options.watch,
+            measures=measures,
             options={
-                "ranks": resolve_ranks(options.ranks, cluster.world_size),
+                "ranks": ranks,
                 "quiet": options.quiet,
                 "timeout": options.timeout,
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
                 "alone": not options.noblock,
+                "facts": measures.facts(),
             },
         )
 

@@ -12,8 +12,9 @@ from IPython.display import display
 from axon_nb.cluster import current, startup
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
-from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
+from axon_nb.magics.comforts import COMFORTS
+from axon_nb.magics.examples import help_text
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
@@ -55,15 +56,30 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff`.
+        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff|auto|seed|debug`.
+
+        Example: `%distributed start -n 4`. `%distributed start?` tells of one command.
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
+        auto on|off: plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         """
-        commands: dict[str, Callable[[list[str]], Any]] = {
+        commands = self.commands()
+        word, *rest = line.split() or [""]
+        if word not in commands:
+            raise unknown_command("%distributed", word, commands)
+        try:
+            return commands[word](rest)
+        except HelpAsked as asked:
+            print(help_text(asked, word))
+            return None
+
+    def commands(self) -> dict[str, Callable[[list[str]], Any]]:
+        """What each command does, by its name; each takes the words behind it."""
+        return {
             "start": self._start,
             "status": self._status,
             "stacks": self._stacks,
@@ -76,12 +92,8 @@ class DistributedMagics(Magics):
             "vars": self._vars,
             "diff": self._diff,
             "config": self._config,
+            **COMFORTS,
         }
-        word, *rest = line.split() or [""]
-        if word not in commands:
-            got = f"has no command {word!r}" if word else "takes a command"
-            raise UsageError(f"%distributed {got}: it is one of {', '.join(commands)}.")
-        return commands[word](rest)
 
     def _start(self, words: list[str]) -> None:
         options = parse(_start_parser(), words)

@@ -7,23 +7,30 @@ from IPython.core.interactiveshell import InteractiveShell
 from axon_nb.cluster import current, kept, lifecycle, stop_button, warmup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
+from axon_nb.magics import front_end, rank_names
+from axon_nb.magics.auto import AutoMagics, auto_cells
 from axon_nb.magics.cells import CellMagics
+from axon_nb.magics.completion import rank_matcher
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
-from axon_nb.magics.transform import awaited_cells
+from axon_nb.magics.heads import auto_mode
+from axon_nb.magics.transform import asked_help, awaited_cells
 from axon_nb.magics.views import ViewMagics
 
 __all__ = ["load", "unload"]
 
-_CLASSES = (CellMagics, DataMagics, DistributedMagics, ViewMagics)
+_CLASSES = (AutoMagics, CellMagics, DataMagics, DistributedMagics, ViewMagics)
+_TRANSFORMERS = (awaited_cells, asked_help, auto_cells)
 
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics; say in one line if a cluster waits for this notebook, else warm up."""
     for cls in _CLASSES:
         shell.register_magics(cls)
-    if awaited_cells not in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.append(awaited_cells)
+    for transformer in _TRANSFORMERS:
+        if transformer not in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.append(transformer)
+    _assist(shell)
     lifecycle.install()
     stop_button.install()
     if current.get() is not None:
@@ -45,8 +52,11 @@ def load(shell: InteractiveShell) -> None:
 
 def unload(shell: InteractiveShell) -> None:
     """Take back what `load` registered."""
-    if awaited_cells in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.remove(awaited_cells)
+    for transformer in _TRANSFORMERS:
+        if transformer in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.remove(transformer)
+    auto_mode.on = False
+    _stop_assisting(shell)
     stop_button.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:
@@ -54,3 +64,18 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in cls.magics.items():
             for name in names:
                 manager.magics[kind].pop(name, None)
+
+
+def _assist(shell: InteractiveShell) -> None:
+    if rank_matcher not in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.append(rank_matcher)
+        shell.events.register("post_run_cell", rank_names.after_cell)
+    front_end.install()
+
+
+def _stop_assisting(shell: InteractiveShell) -> None:
+    if rank_matcher in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.remove(rank_matcher)
+        shell.events.unregister("post_run_cell", rank_names.after_cell)
+    rank_names.forget()
+    front_end.uninstall()

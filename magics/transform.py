@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from IPython.core.getipython import get_ipython
 
-__all__ = ["awaited_cells"]
+from axon_nb.magics.heads import RANK_MAGICS
 
-_MAGICS = ("distributed", "rank")
+__all__ = ["asked_help", "awaited_cells"]
+
+_HELP_LINE = re.compile(r"^(%distributed\s+[^\s?].*?)\s*\?{1,2}\s*$")
 
 
 def awaited_cells(lines: list[str]) -> list[str]:
@@ -15,8 +19,15 @@ def awaited_cells(lines: list[str]) -> list[str]:
         return lines
     name, _, arguments = lines[0][2:].strip().partition(" ")
     shell = get_ipython()
-    if name not in _MAGICS or shell is None or not shell.autoawait or arguments.strip() in ("?", "??"):
+    if name not in RANK_MAGICS or shell is None or not shell.autoawait or arguments.strip() in ("?", "??"):
         return lines
     body = "".join(lines[1:])
     call = f"get_ipython().magics_manager.registry['CellMagics'].run({name!r}, {arguments.strip()!r}, {body!r})"
     return [f"await {call}\n"]
+
+
+def asked_help(lines: list[str]) -> list[str]:
+    """An input transformer: `%distributed start?` asks our command for help, where IPython would look for a `start`."""
+    if not lines or lines[0].startswith("%%"):
+        return lines
+    return [f"{match.group(1)} --help\n" if (match := _HELP_LINE.match(line)) else line for line in lines]

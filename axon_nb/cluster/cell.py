@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
@@ -64,6 +64,8 @@ class CellRun:
         """Called from the IO thread when a rank ends the cell after it was given up."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
+        self.told: dict[int, Mapping[str, Any]] = {}
+        """What each rank has told of the cell at its end, such as what was measured."""
         self.harmed = False
         """Whether the groups need forming anew at the end, whatever becomes of the cell."""
         self._fetch: Callable[[float], None] = lambda now: None
@@ -91,8 +93,8 @@ class CellRun:
         self.token, self._fetch = run, fetch
         self._started = time.monotonic() - seconds
 
-    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False) -> None:
-        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`: as in `CellOptions`."""
+    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False, more: Mapping[str, Any]) -> None:
+        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`, `more`: `CellOptions`."""
         content = {
             "code": code,
             "silent": False,
@@ -102,6 +104,7 @@ class CellRun:
             "stop_on_error": False,
         }
         facts = {
+            **more,
             "cell": cell,
             "token": self.token if keep_value else None,
             "run": self.token,
@@ -141,7 +144,7 @@ class CellRun:
             self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
 
     def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
-        ours = content.get("axon_nb", {})
+        ours = self.told[rank] = content.get("axon_nb", {})
         part.seconds = float(ours.get("seconds", 0.0))
         part.has_value = bool(ours.get("has_value"))
         self._communicated = self._communicated or bool(ours.get("calls"))

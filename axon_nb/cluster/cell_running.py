@@ -17,6 +17,7 @@ from axon_nb.cluster.cuda_errors import lost_contexts
 from axon_nb.cluster.deadlock import DeadlockWatch
 from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.health import Health
+from axon_nb.cluster.hints import shared_draws
 from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.outcome import failure_of
@@ -24,7 +25,7 @@ from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.recovery import Recovery
 from axon_nb.cluster.repair import auto_repair, replace_stuck
-from axon_nb.cluster.result import CellResult
+from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.errors import ClusterGone, UsageError
@@ -86,7 +87,8 @@ class CellRunning:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
         alone = options.get("alone", False) and nobody_else(self._whole, run, list(self._runs))
         number = cell if cell is not None else next(self._numbers)
-        run.send(code, number, keep_value=options.get("values", True), alone=alone)
+        facts = {"keep_failure": process_settings.debug, **options.get("facts", {})}
+        run.send(code, number, keep_value=options.get("values", True), alone=alone, more=facts)
         self.health.tell(run)  # what has happened while we were sending
         return run
 
@@ -144,4 +146,7 @@ class CellRunning:
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = transfer.last_values(self.connection.client, with_value, run.token)
-        return CellResult(fetched, run.errors, run.seconds, {rank: run.output.text(rank) for rank in run.ranks})
+        if not options.get("quiet", False):
+            self.health.hint("draws", shared_draws(run.told, run.ranks))
+        text = {rank: run.output.text(rank) for rank in run.ranks}
+        return CellResult(fetched, run.errors, run.seconds, text, **measured(run.told))

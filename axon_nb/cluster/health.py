@@ -36,8 +36,15 @@ class Health:
         """How often the user was told of threads that cannot be freed."""
         self.unproven_told = False
         """Whether the user knows what has not been tried on NCCL."""
+        self._hinted: set[str] = set()
         self.gone = ""
         """Why there is no cluster any more; reads after its name. Empty while there is."""
+
+    def hint(self, kind: str, text: str) -> None:
+        """Tell the user something that may help; one of a kind."""
+        if text and kind not in self._hinted:
+            self._hinted.add(kind)
+            print(text)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take in one event of the host agent."""

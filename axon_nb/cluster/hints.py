@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from axon_nb.cluster.failures import REPAIR
 from axon_nb.cluster.result import RankError
 from axon_nb.records.quantity import format_bytes
+from axon_nb.records.ranks import format_ranks
 
-__all__ = ["hint_for"]
+__all__ = ["hint_for", "shared_draws"]
 
 _NO_SHARED_MEMORY = re.compile(r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error")
 
@@ -36,3 +38,27 @@ def _size(folder: str) -> str:
     except OSError:
         return "nothing"
     return format_bytes(facts.f_blocks * facts.f_frsize)
+
+
+def shared_draws(told: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """That ranks have drawn the same random numbers where copies of a model should not; empty where they have not.
+
+    Args:
+        told: What each rank has told at the end of the cell; ``draws`` as `axon_nb.engine.randomness` has it.
+        ranks: The ranks of the cell.
+    """
+    draws = [told.get(rank, {}).get("draws") for rank in ranks]
+    first = draws[0] if draws else None
+    if len(draws) < 2 or not first or any(not other or other["states"] != first["states"] for other in draws):
+        return ""
+    reasons = []
+    if name := first["dropout"]:
+        reasons.append(f"the dropout masks of `{name}` are the same on all of them")
+    if name := first["loader"]:
+        reasons.append(f"`{name}` shuffles alike, and all get the same batches without a `DistributedSampler`")
+    if not reasons:
+        return ""
+    return (
+        f"Hint: ranks {format_ranks(ranks)} have drawn the same random numbers: {', and '.join(reasons)}. "
+        "`%distributed seed 0 --per-rank` gives each rank its own."
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
 
 from axon_nb.cluster.part import LiveView
 
@@ -32,3 +32,5 @@ class CellOptions(TypedDict, total=False):
     """Whether to fetch the values of the last expression; the default."""
     show_value: bool
     """Whether to show them as well; not the default."""
+    facts: Mapping[str, Any]
+    """What else the ranks are to know of the cell, such as what to measure."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["CellResult", "RankError"]
+__all__ = ["CellResult", "RankError", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ class CellResult:
     """How long the cell ran on each rank, in seconds."""
     text: Mapping[int, str] = field(default_factory=dict)
     """What each rank printed (bounded)."""
+    cpu_seconds: Mapping[int, float] = field(default_factory=dict)
+    """Processor time that all threads of each rank used meanwhile, in seconds."""
+    repetitions: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """With `--repeat`: how long each run took on each rank, in seconds."""
+    profiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """With `--profile`: ``rows`` of a table and the path of the ``trace``, by profiled rank."""
 
     @property
     def ok(self) -> bool:
@@ -63,3 +69,13 @@ class CellResult:
         ranks = format_ranks(self.seconds)
         longest = max(self.seconds.values(), default=0.0)
         return "\n".join([f"CellResult of ranks {ranks}, {longest:.3g} s", *lines])
+
+
+def measured(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[int, Any]]:
+    """The fields of `CellResult` that hold what ranks have measured.
+
+    Args:
+        told: What each rank has told at the end of the cell.
+    """
+    names = {"cpu_seconds": "cpu", "repetitions": "repetitions", "profiles": "profile"}
+    return {field: {rank: ours[name] for rank, ours in told.items() if name in ours} for field, name in names.items()}

@@ -30,6 +30,8 @@ class Settings:
     """Intra-op threads of torch on each rank; 0: usable cores / ranks of the host, at least 1."""
     auto_repair: bool = False
     """Whether the next cell replaces dead ranks by fresh, empty ones before it runs; acts at once."""
+    debug: bool = True
+    """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell; acts at once."""
     start_timeout: float = 120.0
     """Seconds that a start may take."""
 

@@ -19,9 +19,12 @@ from axon_nb.engine import (
     leaving,
     namespace,
     native_output,
+    pager,
+    post_mortem,
     shell_commands,
     short_traceback,
 )
+from axon_nb.engine.assist import Assistant
 from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
@@ -129,9 +132,12 @@ def _install(session: RankSession) -> None:
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
     exits.install(kernel.shell)
+    pager.install(kernel.shell)
     shell_commands.install(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
+    kernel_hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
+    kernel_hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
     session.extras["runner"] = runner
     note_own_threads()

@@ -6,12 +6,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from axon_nb.engine import native_output, subgroup
+from axon_nb.engine import native_output, post_mortem, subgroup
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.exits import tell_exit
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.sizes import cell_begins
 from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.measuring import measured
+from axon_nb.engine.randomness import Draws
 from axon_nb.engine.release import release_failure
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.short_traceback import take_place
@@ -51,18 +53,26 @@ class CellRunner:
         # IPython looks here for the semicolon that keeps a value from being shown.
         shell.history_manager.input_hist_parsed[-1:] = [code]
         if facts.get("run") in self._interrupts.refused:
-            reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], **_NEVER_BEGAN}
+            reply: dict[str, Any] = {
+                "status": "error",
+                "ename": "KeyboardInterrupt",
+                "evalue": "",
+                "traceback": [],
+                **_NEVER_BEGAN,
+            }
             self._log.end(message_id, reply)
             return reply
+        if not facts.get("debugs"):
+            post_mortem.forget()
         activity.begin_cell()
         session.extras["steps"].begin_cell()
         self._budget.begin()
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls = activity.started()
+        calls, draws = activity.started(), Draws(session.device)
         self._interrupts.begin_cell()
         try:
-            reply = self._prepare(facts) or await execute()
+            reply = self._prepare(facts) or await measured(session, facts, execute)
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -82,15 +92,18 @@ class CellRunner:
             while len(self._values) > _MAX_VALUES:
                 self._values.pop(next(iter(self._values)))
         ended_in = take_place()
+        told: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.started() - calls,
             "ended_in": ended_in,
             "has_value": has_value,
+            "draws": draws.report(shell) if activity.started() > calls else None,
+            **told,
         }
         tell_exit(reply, shell)
         if reply["status"] == "error":
-            release_failure(shell, from_outside=bool(ended_in))
+            release_failure(shell, from_outside=bool(ended_in), keep=bool(facts.get("keep_failure")))
         reply = _bounded(reply)
         self._log.end(message_id, reply)
         return reply

@@ -1,8 +1,8 @@
-"""After a failed cell: nothing keeps its frames, and with them its tensors and DataLoader workers, alive.
+"""After a failed cell: nothing keeps its frames, and with them its tensors and DataLoader workers, alive for long.
 
 Python and IPython each keep the last error for a debugger, and its frames hold all that the cell's functions had in
 local variables: after running out of GPU memory the next, smaller step would fail too. The text of the traceback has
-been made by then.
+been made by then. Only the debugger is left the last error, until the next cell begins; see `post_mortem`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import traceback
 from typing import Any
 
+from axon_nb.engine import post_mortem
 from axon_nb.engine.kernel_hooks import RUN_CODE
 
 __all__ = ["release_failure"]
@@ -21,7 +22,7 @@ __all__ = ["release_failure"]
 _NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 
 
-def release_failure(shell: Any, *, from_outside: bool) -> None:
+def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> None:
     """Drop what `shell` and `sys` hold of the last error; what the user's own names hold of it stays.
 
     Frames that refer to their own error, as after ``except E as e: errors.append(e)``, go with the next collection of
@@ -31,6 +32,7 @@ def release_failure(shell: Any, *, from_outside: bool) -> None:
         shell: The rank's IPython shell.
         from_outside: Whether the cell was ended by an interrupt or an abort: its frames are emptied then, in a thread,
             as a DataLoader waits seconds for busy workers.
+        keep: Whether the error is left to the debugger until the next cell; never after memory ran out.
     """
     result = getattr(shell, "last_execution_result", None)
     error = getattr(result, "error_in_exec", None)
@@ -44,6 +46,8 @@ def release_failure(shell: Any, *, from_outside: bool) -> None:
     for name in ("InteractiveTB", "SyntaxTB"):
         if getattr(getattr(shell, name, None), "tb", None) is not None:
             getattr(shell, name).tb = None
+    if keep and error is not None and not from_outside and not short:
+        post_mortem.keep(error)
     if from_outside and error is not None:
         threading.Thread(target=_clear_all, args=(error,), name="axon_nb-release", daemon=True).start()
     del error

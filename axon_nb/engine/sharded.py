@@ -20,6 +20,7 @@ __all__ = [
     "is_dtensor",
     "is_sharded",
     "is_stage",
+    "loaded",
     "local_part",
     "mesh_type",
     "placement_in_words",
@@ -38,7 +39,7 @@ class _Absent:
     """No object is an instance of it."""
 
 
-def _loaded(module: str, name: str) -> type:
+def loaded(module: str, name: str) -> type:
     """A class of a module that need not be imported."""
     found: type = getattr(sys.modules.get(module), name, _Absent)
     return found
@@ -46,7 +47,7 @@ def _loaded(module: str, name: str) -> type:
 
 def mesh_type() -> type:
     """Torch's DeviceMesh."""
-    return _loaded("torch.distributed.device_mesh", "DeviceMesh")
+    return loaded("torch.distributed.device_mesh", "DeviceMesh")
 
 
 def is_dtensor(value: Any) -> bool:
@@ -55,22 +56,22 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _dtensor_type() -> Any:
-    return _loaded("torch.distributed.tensor", "DTensor")
+    return loaded("torch.distributed.tensor", "DTensor")
 
 
 def is_sharded(obj: Any) -> bool:
     """Whether the object is a distributed tensor, or a module that FSDP has taken apart."""
     kinds = (
         _dtensor_type(),
-        _loaded("torch.distributed.fsdp", "FSDPModule"),
-        _loaded(*_FSDP1),
+        loaded("torch.distributed.fsdp", "FSDPModule"),
+        loaded(*_FSDP1),
     )
     return issubclass(type(obj), kinds)
 
 
 def is_stage(obj: Any) -> bool:
     """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
-    return issubclass(type(obj), (_loaded(*_STAGE), _loaded(*_PIPELINE), _loaded(*_THREE_D)))
+    return issubclass(type(obj), (loaded(*_STAGE), loaded(*_PIPELINE), loaded(*_THREE_D)))
 
 
 def placement_in_words(placement: Any) -> str:
@@ -104,7 +105,7 @@ def why_apart(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = No
         in_wrappers: From `apart_in_wrappers`, for who asks several times; None: found here.
     """
     known = {id(tensor): tensor for tensor in tensors}
-    flat = _loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
+    flat = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
     for tensor in known.values():
         if isinstance(tensor, flat):
             return _SPLIT

@@ -1,0 +1,148 @@
+"""What the front end asks of the kernel while somebody types: help on names of ranks, and answers during a cell.
+
+Private hooks into ipykernel, all here, each guarded by `missing()`; where one is missing Jupyter's own ways are left:
+help is on the notebook's names, and completions wait for the end of the cell.
+
+- `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
+- ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
+  through in the same way while the cell is one of ours, which only waits for ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+from collections.abc import Iterable
+from contextvars import copy_context
+from typing import Any
+
+from IPython.utils.tokenutil import token_at_cursor
+
+from axon_nb.cluster import assist, current
+from axon_nb.magics.heads import target_rank
+
+__all__ = ["install", "missing", "uninstall"]
+
+_NEEDED = (
+    "_get_shell_context_var",
+    "_main_asyncio_lock",
+    "_publish_status",
+    "_shell_parent_ident",
+    "dispatch_shell",
+    "do_inspect",
+    "get_parent",
+    "set_parent",
+    "shell_main",
+)
+_SIDE_REQUESTS = ("complete_request", "inspect_request")
+
+
+def missing(kernel: Any) -> list[str]:
+    """Names of the hooks that this kernel does not have."""
+    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
+    if not hasattr(getattr(_thread(kernel), "manager", None), "set_on_recv_callback"):
+        absent.append("shell_channel_thread.manager.set_on_recv_callback")
+    if "concurrent" not in inspect.signature(getattr(kernel, "dispatch_shell", missing)).parameters:
+        absent.append("dispatch_shell(concurrent=)")
+    return absent
+
+
+def _thread(kernel: Any) -> Any:
+    return getattr(kernel, "shell_channel_thread", None)
+
+
+class FrontEnd:
+    """Answers for one kernel.
+
+    Args:
+        kernel: The kernel of this process.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._inspect: Any = getattr(kernel, "do_inspect", None)
+        self.lets_through = False
+        """Whether it answers during a cell, too."""
+
+    def install(self) -> None:
+        """Take over what can be; call it on the main thread."""
+        absent = missing(self._kernel)
+        if self._inspect is not None:
+            self._kernel.do_inspect = self._do_inspect
+        here = threading.current_thread() is threading.main_thread()
+        if here and not [name for name in absent if name != "do_inspect"]:
+            self.lets_through = True
+            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
+
+    def uninstall(self) -> None:
+        """Leave it to ipykernel again."""
+        vars(self._kernel).pop("do_inspect", None)
+        if self.lets_through:
+            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
+
+    def _do_inspect(
+        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        cluster = current.get()
+        rank = target_rank(code, cluster.world_size) if cluster is not None else None
+        name = token_at_cursor(code, cursor_pos)
+        if cluster is not None and rank is not None and name and not name.startswith("%"):
+            omit = tuple(omit_sections)
+            data = assist.of(cluster).inspect(rank, name, detail=detail_level, omit=omit)
+            if data:
+                return {"status": "ok", "found": True, "data": data, "metadata": {}}
+        reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)
+        return reply
+
+    async def _shell_main(self, subshell_id: str | None, msg: Any) -> None:
+        kernel = self._kernel
+        if subshell_id is not None or not kernel._main_asyncio_lock.locked() or not _waits_for_ranks():
+            await kernel.shell_main(subshell_id, msg)
+            return
+        header = self._header(msg)
+        if header.get("msg_type") not in _SIDE_REQUESTS:
+            await kernel.shell_main(subshell_id, msg)
+            return
+        # As `shell_main` does for widgets' messages. The front end waits for "idle", and is told that the cell runs on.
+        parent, ident = kernel.get_parent("shell"), kernel._get_shell_context_var(kernel._shell_parent_ident)
+        try:
+            side = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
+            await asyncio.create_task(side, context=copy_context())
+        finally:
+            kernel.set_parent(ident, parent, channel="shell")
+        kernel._publish_status("idle", "shell", parent={"header": header})
+        kernel._publish_status("busy", "shell", parent=parent)
+
+    def _header(self, msg: Any) -> dict[str, Any]:
+        session = self._kernel.session
+        try:
+            _, frames = session.feed_identities(msg, copy=False)
+            header: dict[str, Any] = session.deserialize(frames, content=False, copy=False)["header"]
+        except Exception:  # ipykernel tells of it
+            return {}
+        return header
+
+
+def _waits_for_ranks() -> bool:
+    cluster = current.get()
+    return cluster is not None and bool(cluster.busy)
+
+
+_installed: list[FrontEnd] = []
+
+
+def install() -> None:
+    """Answer for this process's kernel, if it runs in one; safe to call again."""
+    app = sys.modules.get("ipykernel.kernelapp")
+    if _installed or app is None or not app.IPKernelApp.initialized():
+        return
+    _installed.append(FrontEnd(app.IPKernelApp.instance().kernel))
+    _installed[0].install()
+
+
+def uninstall() -> None:
+    """Take back what `install` did."""
+    while _installed:
+        _installed.pop().uninstall()

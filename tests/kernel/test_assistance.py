@@ -1,0 +1,167 @@
+"""Completions and help in cells for ranks: from a rank, whether it is idle, busy or does not answer at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.asking import completed, expect_completed, expect_help, plain
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import until
+
+SETUP = """%%distributed
+import pandas
+from torch import nn
+t_net = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+t_net.head = nn.Linear(2, 2)
+t_table = pandas.DataFrame({"alpha": [1], "beta two": [2]})
+t_weights = {"first": 1, "second": 2, 7: 3}
+if rank == 2:
+    t_only_two = 1
+def t_scale(values, *, factor=2.0):
+    "Multiply the values."
+    return values * factor
+"""
+WAIT = "import os, time\nwhile not os.path.exists({path!r}):\n    {work}"
+KNOWN = """import asyncio
+from axon_nb.cluster import assist, current
+while "t_scale" not in assist.of(current.get()).names():
+    await asyncio.sleep(0.05)
+"""
+
+
+@pytest.fixture(scope="module")
+def typed(shared_kernel: Kernel) -> Kernel:
+    """The shared kernel with something to complete on its ranks, and something else in the notebook."""
+    shared_kernel.ok(SETUP)
+    shared_kernel.ok("t_notebook = 1\nt_net = 'of the notebook'")
+    return shared_kernel
+
+
+@pytest.mark.parametrize(
+    ("typed_so_far", "expected"),
+    {
+        "t_ne": "t_net",
+        "t_net.he": "t_net.head",
+        "t_net.head.wei": "t_net.head.weight",
+        "t_net[0].out_f": "t_net[0].out_features",
+        "t_table.alp": "t_table.alpha",
+        "y = 2 * t_sca": "y = 2 * t_scale",
+    }.items(),
+)
+def test_names_and_attributes_are_those_of_rank_0(typed: Kernel, typed_so_far: str, expected: str) -> None:
+    expect_completed(typed, f"%%distributed --quiet\nx = 1\n{typed_so_far}", expected)
+
+
+@pytest.mark.parametrize(("typed_so_far", "key"), [('t_weights["fi', "first"), ('t_table["bet', "beta two")])
+def test_keys_and_columns_are_those_of_rank_0(typed: Kernel, typed_so_far: str, key: str) -> None:
+    assert until(lambda: any(key in found for found in completed(typed, f"%%distributed\n{typed_so_far}")), timeout=60)
+
+
+def test_the_cell_says_which_rank(typed: Kernel) -> None:
+    assert completed(typed, "%%distributed\nt_only_t") == []
+    expect_completed(typed, "%%distributed --ranks 2-3\nt_only_t", "t_only_two")
+    expect_completed(typed, "%%rank 2\nt_only_t", "t_only_two")
+
+
+def test_a_plain_cell_has_the_notebooks_names(typed: Kernel) -> None:
+    expect_completed(typed, "x = 1\nt_noteb", "t_notebook")
+    assert completed(typed, "x = 1\nt_sca") == []
+
+
+@pytest.mark.parametrize(
+    ("typed_so_far", "expected"),
+    {
+        "%%distributed --ti": ["%%distributed --time", "%%distributed --timeout"],
+        "%%rank 0 --qu": ["%%rank 0 --quiet"],
+        "%distributed sta": ["%distributed stacks", "%distributed start", "%distributed status"],
+        "%distributed start --back": ["%distributed start --backend"],
+        "%distributed start --backend n": ["%distributed start --backend nccl"],
+        "%distributed seed 0 --": ["%distributed seed 0 --per-rank"],
+        "%distributed config warm": ["%distributed config warm_up=True"],
+        "%distributed auto o": ["%distributed auto off", "%distributed auto on"],
+        "%push t_notebook --r": ["%push t_notebook --ranks"],
+    }.items(),
+)
+def test_options_and_commands_of_the_magics(typed: Kernel, typed_so_far: str, expected: list[str]) -> None:
+    assert completed(typed, typed_so_far) == expected
+
+
+@pytest.mark.parametrize("work", ["time.sleep(0.01)", "sum(range(1000))"])
+def test_ranks_that_run_a_cell_answer(typed: Kernel, tmp_path: Path, work: str) -> None:
+    flag = tmp_path / "flag"
+    typed.ok(f"%%distributed --noblock --out t_job\n{WAIT.format(path=str(flag), work=work)}")
+    expect_completed(typed, "%%distributed\nt_net.he", "t_net.head")
+    flag.touch()
+    typed.ok("_ = t_job.result(60)")
+
+
+def test_the_kernel_answers_while_the_notebook_waits_for_the_ranks(typed: Kernel, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    request = typed.submit(f"%%distributed\nprint('on')\n{WAIT.format(path=str(flag), work='time.sleep(0.01)')}")
+    typed.wait_for_output(request, "on")
+    expect_completed(typed, "%%distributed\nt_net.he", "t_net.head")
+    expect_help(typed, "%%distributed\nt_scale", "Multiply the values.")
+    expect_completed(typed, "t_noteb", "t_notebook")
+    flag.touch()
+    assert typed.collect(request).ok
+    assert typed.ok("1 + 1").result == "2"
+
+
+def test_a_rank_that_cannot_answer_is_known_from_before(typed: Kernel) -> None:
+    typed.ok(KNOWN)
+    # C code that keeps Python's lock, for some seconds: whether it is over when the answer is due changes nothing.
+    typed.ok("%%distributed --noblock --out t_job\nimport ctypes\nctypes.PyDLL(None).usleep(3_000_000)")
+    expect_completed(typed, "%%distributed\nt_net.he", "t_net.head")
+    expect_completed(typed, "%%distributed\nt_sca", "t_scale")
+    assert until(
+        lambda: any("first" in found for found in completed(typed, '%%distributed\nt_weights["fi')), timeout=60
+    )
+    typed.ok("_ = t_job.result(60)")
+
+
+def test_help_is_on_the_ranks_object(typed: Kernel) -> None:
+    expect_help(typed, "%%distributed\nt_scale", "factor=2.0", "Multiply the values.")
+    expect_help(typed, "%%distributed\nt_scale", "return values * factor", detail=1)
+    expect_help(typed, "%%distributed\nt_net", "Sequential")
+    expect_help(typed, "t_net", "of the notebook")
+
+
+def test_a_question_mark_in_a_cell_shows_help(typed: Kernel) -> None:
+    reply = typed.ok("%%rank 1\nt_scale?")
+    assert reply.stdout.startswith("[rank 1] ")
+    assert "ipykernel" not in reply.stdout
+    assert "Multiply the values." in reply.stdout
+    assert "return values * factor" in plain(typed.ok("%%rank 0\nt_scale??").stdout)
+
+
+def test_names_of_ranks_behind_magics_that_take_them(typed: Kernel) -> None:
+    typed.ok(KNOWN)
+    expect_completed(typed, "%shards t_ne", "%shards t_net")
+    expect_completed(typed, "%distributed diff t_wei", "%distributed diff t_weights")
+
+
+def test_the_private_hooks_are_there(typed: Kernel) -> None:
+    assert typed.value("__import__('axon_nb.magics.front_end', fromlist=['x']).missing(get_ipython().kernel)") == []
+
+
+def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
+    change = "from axon_nb.magics import front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
+    typed.ok(change.format("front_end._NEEDED += ('no_such_hook',)"))
+    assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].lets_through") == (
+        ["no_such_hook"],
+        False,
+    )
+    expect_help(typed, "%%distributed\nt_net", "Sequential")
+    expect_completed(typed, "%%distributed\nt_sca", "t_scale")
+    typed.ok(change.format("front_end._NEEDED = front_end._NEEDED[:-1]"))
+    assert typed.value("front_end._installed[0].lets_through") is True
+
+
+def test_unloading_leaves_jupyters_own_ways(typed: Kernel) -> None:
+    typed.ok("%unload_ext axon_nb")
+    assert completed(typed, "%%distributed\nt_sca") == []
+    expect_help(typed, "%%distributed\nt_net", "of the notebook")
+    typed.ok("%load_ext axon_nb")
+    expect_completed(typed, "%%distributed\nt_sca", "t_scale")

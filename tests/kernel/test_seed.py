@@ -1,0 +1,78 @@
+"""`%distributed seed`, and the hint that ranks draw the same numbers where they should not."""
+
+from __future__ import annotations
+
+import pytest
+
+from axon_nb.cluster.hints import shared_draws
+from tests.kernel.driver import Kernel
+
+DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"
+TRAIN = """%%distributed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+t_model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+t_loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4, shuffle=True)
+"""
+STEP = "%%distributed\nfor (x,) in t_loader:\n    t_model(x).sum().backward()"
+FORGET = "__import__('axon_nb').cluster.current.get().health._hinted.clear()"
+
+
+def _draws(kernel: Kernel) -> list[object]:
+    kernel.ok(f"%%distributed --quiet --out t_draws\n{DRAW}")
+    return list(kernel.value("list(t_draws.values.values())"))
+
+
+def test_a_seed_is_the_same_on_all_ranks(kernel: Kernel) -> None:
+    reply = kernel.ok("%distributed seed 5")
+    assert reply.lines() == ["random, numpy and torch are seeded on ranks 0-3, all with 5."]
+    first = _draws(kernel)
+    assert first == [first[0]] * 4
+    kernel.ok("%distributed seed 5")
+    assert _draws(kernel) == first
+
+
+def test_each_rank_has_its_own(kernel: Kernel) -> None:
+    kernel.ok("%distributed seed 5")
+    shared = _draws(kernel)
+    kernel.ok("%distributed seed 5 --per-rank")
+    own = _draws(kernel)
+    assert own[0] == shared[0]
+    assert len(set(map(str, own))) == 4
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1.5", "99999999999999999999"])
+def test_a_seed_is_a_whole_number(kernel: Kernel, value: str) -> None:
+    assert kernel.run(f"%distributed seed {value}").ename == "UsageError"
+
+
+def test_a_hint_tells_of_equal_dropout_and_batches_once(kernel: Kernel) -> None:
+    kernel.ok(TRAIN)
+    kernel.ok(FORGET)
+    kernel.ok("%distributed seed 0")
+    text = kernel.ok(STEP).stdout
+    assert "Hint: ranks 0-3 have drawn the same random numbers" in text
+    assert "dropout masks of `t_model`" in text
+    assert "`t_loader` shuffles alike" in text
+    assert "`%distributed seed 0 --per-rank`" in text
+    assert "Hint" not in kernel.ok(STEP).stdout
+
+
+@pytest.mark.parametrize(
+    "prepare", ["%distributed seed 0 --per-rank", "%%distributed\nt_model.eval()\nt_loader = [(torch.zeros(4, 4),)];"]
+)
+def test_no_hint_without_a_reason(kernel: Kernel, prepare: str) -> None:
+    kernel.ok(TRAIN)
+    kernel.ok(FORGET)
+    kernel.ok("%distributed seed 0")
+    kernel.ok(prepare)
+    assert "Hint" not in kernel.ok(STEP).stdout
+
+
+def test_draws_that_differ_or_are_not_known_are_no_hint() -> None:
+    same = {"draws": {"states": ["a", "b"], "dropout": "m", "loader": ""}}
+    other = {"draws": {"states": ["a", "c"], "dropout": "m", "loader": ""}}
+    assert "masks of `m`" in shared_draws({0: same, 1: same}, [0, 1])
+    assert shared_draws({0: same, 1: other}, [0, 1]) == ""
+    assert shared_draws({0: same}, [0]) == ""
+    assert shared_draws({0: same, 1: {}}, [0, 1]) == ""

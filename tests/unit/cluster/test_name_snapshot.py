@@ -1,0 +1,47 @@
+"""Completions from what was known of a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from axon_nb.cluster.name_snapshot import NameSnapshot
+
+
+@pytest.fixture
+def snapshot() -> NameSnapshot:
+    known = NameSnapshot()
+    known.update(
+        {
+            "model": {"type": "Net", "own": ["head", "_hidden"], "keys": []},
+            "table": {"type": "dict", "own": [], "keys": ["'alpha'", '"it\'s"', "7"]},
+            "modes": {"type": "", "own": [], "keys": []},
+        },
+        {"Net": ["forward", "half"], "dict": ["items"]},
+    )
+    return known
+
+
+@pytest.mark.parametrize(
+    ("before", "fragment", "found"),
+    [
+        ("mod", "mod", ["model", "modes"]),
+        ("y = mode", "mode", ["model", "modes"]),
+        ("model.h", "h", ["half", "head"]),
+        ("f(model.f", "f", ["forward"]),
+        ("model._h", "_h", ["_hidden"]),
+        ("table['a", "a", ["alpha"]),
+        ("table[", "", ["'alpha'", '"it\'s"', "7"]),
+        ("table.it", "it", ["items"]),
+        ("other.x", "x", []),
+        ("model.head.x", "", []),
+        ("print('mod", "", []),
+        ("whil", "whil", ["while"]),
+    ],
+)
+def test_what_may_stand_there(snapshot: NameSnapshot, before: str, fragment: str, found: list[str]) -> None:
+    assert snapshot.complete(before) == (fragment, found)
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert not NameSnapshot()
+    assert NameSnapshot().complete("zzz") == ("zzz", [])
