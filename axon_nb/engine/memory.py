@@ -93,6 +93,7 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
         sizes[role] = sum(size for place, size in found.items() if place not in seen)
         seen |= found.keys()
     resident = resident_bytes()
+    highest = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     limit, occupied = capacity(session.device, resident)
     peak, source = None, "storages"
     if kind == "cuda" and torch.cuda.is_initialized():
@@ -107,7 +108,7 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
         peak=peak,
         resident=resident,
         capacity=limit,
-        resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        resident_peak=highest,
         occupied=occupied,
     )
 

@@ -154,7 +154,9 @@ def _draw(row: str, end: str) -> None:
     # The rest of a longer row before it is blanked out.
     pad = " " * max(0, int(_drawn[1]) - len(row))
     _drawn[1] = 0 if end else len(row)
-    sys.stderr.write(f"\r{row}{pad}{end}")
+    sys.stderr.write(f"\r{row}{pad}")
+    if end:
+        sys.stderr.write(end)
     sys.stderr.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from typing import Any
@@ -10,11 +11,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.errors import AxonError
 
 __all__ = ["FollowingPanel"]
 
 _SUMMARY = "the same as a picture, which stays in the saved notebook"
+_log = logging.getLogger("axon_nb.panels")
 
 
 class FollowingPanel(ABC):
@@ -34,6 +35,7 @@ class FollowingPanel(ABC):
         self._asking = threading.Lock()
         self._closed = threading.Event()
         self._saved: DisplayHandle | None = None
+        self._saved_html = ""
         self._shell: InteractiveShell | None = None
 
     @abstractmethod
@@ -44,6 +46,9 @@ class FollowingPanel(ABC):
             AxonError: they cannot be asked.
         """
 
+    def cluster_is_gone(self) -> None:
+        """On the notebook's thread: there is nobody to ask any more."""
+
     def open(self, shell: InteractiveShell) -> None:
         """Show it in the running cell, and follow the cluster from now on."""
         display(self.view)
@@ -52,6 +57,11 @@ class FollowingPanel(ABC):
         shell.events.register("post_run_cell", self._after_cell)
         threading.Thread(target=self._follow, name="axon_nb-panel", daemon=True).start()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it follows no more."""
+        return self._closed.is_set()
+
     def close(self) -> None:
         """Follow no more; what is shown stays."""
         self._closed.set()
@@ -59,21 +69,24 @@ class FollowingPanel(ABC):
             self._shell.events.unregister("post_run_cell", self._after_cell)
             self._shell = None
 
-    def update(self) -> bool:
-        """Ask the ranks and show what they say; False when they cannot be asked: what is shown stays as it is."""
+    def update(self) -> None:
+        """Ask the ranks and show what they say; when that goes wrong, what is shown stays as it is."""
         try:
             with self._asking:
                 self.ask()
-        except (AxonError, OSError, RuntimeError):
-            return False
-        return True
+        except Exception:  # a view must not disturb the cell that it shows
+            _log.debug("a panel could not be updated", exc_info=True)
 
     def _after_cell(self, result: Any) -> None:
-        if not self._cluster.running:
+        if self._cluster.running:
+            self.update()
+        else:
+            self.cluster_is_gone()
             self.close()
-            return
-        if self.update() and self._saved is not None:
-            self._saved.update(self._folded(), raw=True)
+        before = self._saved_html
+        bundle = self._folded()
+        if self._saved is not None and self._saved_html != before:
+            self._saved.update(bundle, raw=True)
 
     def _follow(self) -> None:
         while not self._closed.wait(self._every_s):
@@ -82,4 +95,5 @@ class FollowingPanel(ABC):
 
     def _folded(self) -> dict[str, str]:
         bundle = self.view.to_bundle()
-        return {**bundle, "text/html": f"<details><summary>{_SUMMARY}</summary>{bundle['text/html']}</details>"}
+        self._saved_html = bundle["text/html"]
+        return {**bundle, "text/html": f"<details><summary>{_SUMMARY}</summary>{self._saved_html}</details>"}

@@ -88,7 +88,7 @@ class MemoryRows:
         """One a rank."""
         uses, estimates = self._answers.measured, self._answers.estimated
         scale = _scale(
-            [*(self._peak(use) for use in uses.values()), *(use.total for use in estimates.values())],
+            [*(max(use.total, self._peak(use)) for use in uses.values()), *(use.total for use in estimates.values())],
             [use.capacity for use in uses.values() if use.source == "allocator"],
         )
         resident = _scale(

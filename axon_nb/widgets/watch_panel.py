@@ -32,6 +32,10 @@ class WatchPanel(FollowingPanel):
         """Ask until everything is read that was logged so far."""
         self.view.take(ask_all(self._cluster, self.view), time.monotonic())
 
+    def cluster_is_gone(self) -> None:
+        """No cell runs any more, whatever was told last."""
+        self.view.take([JobAnswers({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
+
 
 def ask_all(cluster: Cluster, view: WatchView) -> list[JobAnswers]:
     """What the ranks have logged since the view was fed last, in as many questions as it takes."""

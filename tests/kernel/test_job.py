@@ -132,7 +132,7 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert "data:image/svg+xml;base64," in told(ready, "t_panel.view.to_bundle()['text/html']")
     # Opened again, it moves: there is one that follows.
     ready.ok("%watch")
-    assert told(ready, "t_panel._closed.is_set()") is True
+    assert told(ready, "t_panel.closed") is True
     assert told(ready, "len([key for key in open_job._open if key == ('watch',)])") == 1
 
 
