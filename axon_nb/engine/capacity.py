@@ -27,8 +27,8 @@ def capacity(device: torch.device, resident: int) -> tuple[int | None, int | Non
             return None, None
         free, total = torch.cuda.mem_get_info(device)
         return total, total - free
-    free = free_on_host()
-    return (None, None) if free is None else (resident + free, resident)
+    room = free_on_host()
+    return (None, None) if room is None else (resident + room, resident)
 
 
 def free_on_host(info: Path = _INFO, group: Path = _GROUP) -> int | None:

@@ -15,6 +15,7 @@ from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import current
 from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.engine.view_requests import view_handlers
 from axon_nb.errors import UsageError
 
 __all__ = ["control_handlers"]
@@ -58,25 +59,6 @@ def control_handlers(
         except UsageError as error:
             return {"refused": str(error)}
 
-    def tell_job(content: dict[str, Any]) -> dict[str, Any]:
-        from axon_nb.engine.job import job_report
-
-        asked = {name: int(content.get(name, 0)) for name in ("pid", "position", "span_position", "since_ns")}
-        return {**tell_waits({}), **job_report(sampler.sample(), **asked)}
-
-    def tell_memory(content: dict[str, Any]) -> dict[str, Any]:
-        from axon_nb.engine.memory import memory_report
-
-        try:
-            return memory_report(content["names"])
-        except UsageError as error:
-            return {"refused": str(error)}
-
-    def tell_mesh(content: dict[str, Any]) -> dict[str, Any]:
-        from axon_nb.engine.meshes import mesh_fields
-
-        return {"mesh": mesh_fields()}
-
     def stop(content: dict[str, Any]) -> dict[str, Any]:
         stop_at(int(content["at"]), group=str(content["group"]))
         return {}
@@ -88,13 +70,11 @@ def control_handlers(
     return {
         "axon_abort": abort_cell,
         "axon_cells": tell_cells,
-        "axon_job": tell_job,
         "axon_layouts": tell_layouts,
-        "axon_memory": tell_memory,
-        "axon_mesh": tell_mesh,
         "axon_stacks": stacks,
         "axon_status": status,
         "axon_stop": stop,
         "axon_waits": tell_waits,
         "axon_watch": watch,
+        **view_handlers(sampler, tell_waits),
     }

@@ -24,9 +24,7 @@ _MIN_WINDOW_NS = 50_000_000
 _COMMUNICATION = ("collective", "p2p")
 
 
-def job_report(
-    state: RankState, *, pid: int, position: int, span_position: int, since_ns: int
-) -> dict[str, Any]:
+def job_report(state: RankState, *, pid: int, position: int, span_position: int, since_ns: int) -> dict[str, Any]:
     """The fields of `JobReport`, as JSON has them.
 
     Args:

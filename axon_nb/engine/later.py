@@ -1,4 +1,4 @@
-"""Modules that take seconds to import, for threads that have to answer at once: imported beside, there the next time."""
+"""Modules that take seconds to import, for threads that answer at once: imported beside, there the next time."""
 
 from __future__ import annotations
 

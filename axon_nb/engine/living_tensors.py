@@ -24,7 +24,7 @@ def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
             storage = local.untyped_storage()
             if storage.device.type == device_type and storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # sparse, fake or wrapped: it has none of its own
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # sparse, fake, wrapped: it has none
             continue
     return found
 

@@ -63,8 +63,9 @@ def _found(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module
         if not isinstance(value, torch.nn.Module | Optimizer):
             raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` takes modules and optimizers.")
     given = values or list(users_variables(session.kernel.shell).values())
-    modules = [value for value in given if isinstance(value, torch.nn.Module)]
-    optimizers = [value for value in given if isinstance(value, Optimizer)]
+    # type() and not isinstance: lazy proxies answer the latter with side effects.
+    modules = [value for value in given if issubclass(type(value), torch.nn.Module)]
+    optimizers = [value for value in given if issubclass(type(value), Optimizer)]
     if values and not optimizers:
         optimizers = _of_these(modules, session)
     return modules, optimizers

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.comm.errors import CommError
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharded import is_dtensor
 from axon_nb.parallel.memory import FSDPMemoryStats, model_states
@@ -39,8 +38,8 @@ def estimate(
     try:
         zero1 = next((own for own in optimizers if type(own).__name__ == "ZeroRedundancyOptimizer"), None)
         parts = [_of_module(module, kind, zero1) for module in modules]
-    except CommError as error:
-        return None, f"No estimate: {error}"
+    except Exception as error:  # an optimizer of the user's own, say, that cannot be tried
+        return None, f"No estimate: {type(error).__name__}: {error}"
     if not parts or None in parts:
         return None, _NO_FORMULA
     found = [part for part in parts if part is not None]
@@ -66,7 +65,7 @@ def _options(optimizer: Optimizer) -> dict[str, object]:
 def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) -> FSDPMemoryStats | None:
     if isinstance(module, ShardedModel):  # it knows its shapes from before it was sharded
         return module.memory_estimate(optimizer=kind)
-    parameters = list(module.parameters())
+    parameters: list[Any] = list(module.parameters())
     shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in parameters]
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:
@@ -89,9 +88,9 @@ def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) 
     )
 
 
-def _is_fsdp(parameter: torch.Tensor) -> bool:
+def _is_fsdp(parameter: Any) -> bool:
     """Whether a parameter is split along its first dim over the last axis of its mesh alone, as FSDP2 does."""
     if not is_dtensor(parameter):
         return False
-    *copies, shard = parameter.placements  # type: ignore[attr-defined]
+    *copies, shard = parameter.placements
     return all(place.is_replicate() for place in copies) and bool(shard.is_shard(0))

@@ -15,12 +15,10 @@ def mesh_fields() -> dict[str, Any] | None:
 
     Of several, the one that is called ``mesh``, else the one with most ranks, else with most axes.
     """
-    kind = mesh_type()
+    kind: Any = mesh_type()
     space = list(current().kernel.shell.user_ns.items())  # a cell may be adding to it
-    found = {
-        name: value
-        for name, value in space
-        if isinstance(value, kind) and value.ndim and not name.startswith("_")
+    found: dict[str, Any] = {
+        name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
     }
     if not found:
         return None

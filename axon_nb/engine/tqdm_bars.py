@@ -38,8 +38,9 @@ def tqdm_bars() -> list[Bar]:
     if kind not in _hooked:
         _hook(kind)
     cell = running_cell()
-    newest = cell or max((number for number, _ in _closed), default=0)
-    found = {(bar.depth, bar.desc): bar for number, bar in list(_closed) if number == newest}
+    closed = list(_closed)
+    last = cell or (closed[-1][0] if closed else 0)
+    found = {(bar.depth, bar.desc): bar for number, bar in closed if number == last}
     for bar in sorted(_living(kind), key=lambda bar: getattr(bar, "start_t", 0.0)):
         look = _look(bar, is_over=False)
         found[look.depth, look.desc] = look

@@ -11,8 +11,8 @@ def covered_ns(stretches: Iterable[tuple[int, int]], begin: int, end: int) -> in
     """Nanoseconds between `begin` and `end` that at least one of the stretches (begin, end) covers."""
     total, reached = 0, begin
     for first, last in sorted(stretches):
-        first, last = max(first, reached), min(last, end)
-        if last > first:
-            total += last - first
-            reached = last
+        left, right = max(first, reached), min(last, end)
+        if right > left:
+            total += right - left
+            reached = right
     return total

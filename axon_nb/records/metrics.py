@@ -60,7 +60,8 @@ class MetricRing:
 
     def _begin_again(self) -> None:
         cell = running_cell()
-        self._run = (cell, self._run[1] + 1 if self._run[0] == cell else 0)
+        # Not below the one before: the numbers of cells begin anew with the kernel, ranks live on.
+        self._run = (cell, 0) if cell > self._run[0] else (self._run[0], self._run[1] + 1)
         self._is_first = False
         self._last.clear()
         self._ahead.clear()

@@ -81,9 +81,7 @@ class Progress(Generic[Item]):
         return Bar(self.desc, self.depth, self.done, self.total, end - self._began, over, self.unit)
 
 
-def progress(
-    iterable: Iterable[Item], *, total: int | None = None, desc: str = "", unit: str = "it"
-) -> Progress[Item]:
+def progress(iterable: Iterable[Item], *, total: int | None = None, desc: str = "", unit: str = "it") -> Progress[Item]:
     """Count the items of a loop as they are worked off: `for batch in axon_nb.progress(loader):`.
 
     In a cell each rank draws a row, equal ones are one, and `%watch` draws one bar over all ranks that tells the
@@ -105,7 +103,8 @@ def progress(
 
 _lock = threading.RLock()
 _open: list[Progress[Any]] = []
-_ended: deque[Progress[Any]] = deque(maxlen=_KEPT)
+_ended: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
+"""The cell of each loop that is over, and how far it came; what it was over is not kept."""
 _drawn = [0.0, 0.0]
 """When a row was drawn last, and how long it was."""
 
@@ -113,9 +112,9 @@ _drawn = [0.0, 0.0]
 def bars() -> list[Bar]:
     """The loops of the cell that runs, or ran last, in this process: the last one of each name and depth."""
     with _lock:
-        known = [*_ended, *_open]
-    newest = max((bar.cell for bar in known), default=0)
-    found = {(bar.depth, bar.desc): bar.look() for bar in known if bar.cell == newest}
+        known = [*_ended, *((loop.cell, loop.look()) for loop in _open)]
+    last = running_cell() or (known[-1][0] if known else 0)
+    found = {(bar.depth, bar.desc): bar for cell, bar in known if cell == last}
     return [found[key] for key in sorted(found)]
 
 
@@ -130,7 +129,7 @@ def _end(bar: Progress[Any]) -> None:
     with _lock:
         if bar in _open:
             _open.remove(bar)
-        _ended.append(bar)
+        _ended.append((bar.cell, bar.look()))
         if not _open and _draws():
             _draw(_row([bar]), "\n")
 

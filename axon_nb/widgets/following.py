@@ -46,7 +46,7 @@ class FollowingPanel(ABC):
             AxonError: they cannot be asked.
         """
 
-    def cluster_is_gone(self) -> None:
+    def cluster_is_gone(self) -> None:  # noqa: B027 -- most have nothing to say then
         """On the notebook's thread: there is nobody to ask any more."""
 
     def open(self, shell: InteractiveShell) -> None:

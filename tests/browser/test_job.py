@@ -1,4 +1,4 @@
-"""`%watch` and `%memory` in JupyterLab, on a real cluster: live while a cell runs, stopped by the button, reloaded, saved."""
+"""`%watch` and `%memory` in JupyterLab on a real cluster: live, stopped by the button, reloaded, saved."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     page.run_cell(4)
     loss = page.page.locator(f"{PANEL} svg[aria-label^='loss:']")
     loss.wait_for()
-    page.page.wait_for_function(f"() => Number(document.querySelector(\"{PANEL} svg[aria-label^='loss:']\").dataset.points) > 20")
+    page.page.wait_for_function(
+        f"() => Number(document.querySelector(\"{PANEL} svg[aria-label^='loss:']\").dataset.points) > 20"
+    )
     before = _updates(page)
     _wait_updates(page, before + 2)
     assert page.is_running(4)
@@ -82,7 +84,9 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     loss.focus()
     page.page.keyboard.press("End")
     page.page.keyboard.press("ArrowLeft")
-    page.page.wait_for_function(f"() => /^loss, step \\d+: .* over ranks/.test(document.querySelector('{PANEL} [aria-live]').textContent)")
+    page.page.wait_for_function(
+        f"() => /^loss, step \\d+: .* over ranks/.test(document.querySelector('{PANEL} [aria-live]').textContent)"
+    )
     _picture(page, "watch")
     _picture(page, "memory", ".axon-memory")
     # The button ends the cell, while it runs.
@@ -98,7 +102,9 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     page.page.wait_for_selector(f"{PANEL} tr[data-rank='3']", timeout=60_000)
     _wait_updates(page, _updates(page) + 2)
     page.page.locator(".axon-watch-stop").click()
-    page.page.wait_for_function("() => document.querySelector('.axon-watch-heading').textContent.includes('no cell is running')")
+    page.page.wait_for_function(
+        "() => document.querySelector('.axon-watch-heading').textContent.includes('no cell is running')"
+    )
     page.page.wait_for_function("() => document.querySelector('.axon-watch-stop').disabled")
     page.run_and_wait(6)
     assert "dp 2 × tp 2" in page.output_text(6)

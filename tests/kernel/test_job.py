@@ -1,4 +1,4 @@
-"""What ranks tell of a running job, asked of real ones: numbers, loops, pace, waits, memory, the mesh; and the panels."""
+"""What ranks tell of a running job, asked of real ones: numbers, loops, pace, waits, memory, the mesh; the panels."""
 
 from __future__ import annotations
 
@@ -107,8 +107,12 @@ def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
 
 def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
     pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
-    ready.ok("%%distributed --quiet\nfrom tqdm import tqdm\nt_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)")
-    bars = told(ready, "[[bar.desc, bar.done, bar.total] for report in t_ask().reports.values() for bar in report.bars]")
+    ready.ok(
+        "%%distributed --quiet\nfrom tqdm import tqdm\nt_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)"
+    )
+    bars = told(
+        ready, "[[bar.desc, bar.done, bar.total] for report in t_ask().reports.values() for bar in report.bars]"
+    )
     assert [bar for bar in bars if bar[0] == "t_plain_bar"] == [["t_plain_bar", rank, 7] for rank in range(4)]
     ready.ok("%%distributed --quiet\nt_bar.close()")
 
@@ -140,7 +144,8 @@ def test_the_button_ends_the_cell_from_another_thread(ready: Kernel) -> None:
     ready.ok("%watch")
     ready.ok(
         "import threading\nfrom axon_nb.widgets import open_job\nt_view = open_job._open['watch',].view\n"
-        "def t_press():\n    t_until(lambda found: found.cell is not None)\n    t_view._handle_custom_msg({'op': 'stop'}, [])\n"
+        "def t_press():\n    t_until(lambda found: found.cell is not None)\n"
+        "    t_view._handle_custom_msg({'op': 'stop'}, [])\n"
         "threading.Thread(target=t_press).start()"
     )
     reply = ready.run("%%distributed\nwhile True:\n    dist.all_reduce(torch.ones(1))")
@@ -161,7 +166,10 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
     for sizes in told(ready, "t_sizes(t_memory.measured)").values():
         assert [sizes[role] for role in ("parameters", "gradients", "optimizer")] == [own] * 3
         assert sizes["other"] > 0
-    assert told(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(("parameters", "gradients", "optimizer"), own)
+    states = ("parameters", "gradients", "optimizer")
+    assert told(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(states, own)
+        ("parameters", "gradients", "optimizer"), own
+    )
     ready.ok("t_memory = t_of('t_sharded', 't_steps')")
     shard = 4 * 2 * (64 * 64 + 64) // 4
     measured, estimated = told(ready, "t_sizes(t_memory.measured)"), told(ready, "t_sizes(t_memory.estimated)")

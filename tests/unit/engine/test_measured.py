@@ -87,4 +87,4 @@ def test_bars_of_tqdm_are_seen_open_and_closed(monkeypatch: pytest.MonkeyPatch) 
                 ("epochs", 3, False),
                 ("batches", 4, True),
             ]
-        assert [(bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()][0] == ("epochs", 3, True)
+        assert next((bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()) == ("epochs", 3, True)

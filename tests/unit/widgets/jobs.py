@@ -20,7 +20,9 @@ def row(step: int, run: tuple[int, int] = (1, 0), *, is_first: bool = True, **va
     return MetricRow(step, run, is_first, values)
 
 
-def report(rank: int, rows: Sequence[MetricRow] = (), *, bars: Sequence[Bar] = (), cell: int | None = 1, **more: Any) -> JobReport:
+def report(
+    rank: int, rows: Sequence[MetricRow] = (), *, bars: Sequence[Bar] = (), cell: int | None = 1, **more: Any
+) -> JobReport:
     """One rank, a moment after the report before."""
     _CLOCK[0] += 1000
     state = RankState(rank, Activity.RUNNING, _CLOCK[0], cell=cell, line=4, rss_bytes=300 * 2**20)

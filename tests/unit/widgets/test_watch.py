@@ -53,9 +53,7 @@ def test_one_bar_over_ranks_names_the_slowest() -> None:
     bars = {rank: [Bar("epochs", 0, 30 + 5 * (rank % 3), 100, 10.0, False)] for rank in range(4)}
     (merged,) = merge_bars(bars)
     assert (merged.low, merged.high, merged.is_over) == (0.3, 0.4, False)
-    assert merged.words == (
-        "30/100 on ranks 0,3, the slowest; 40/100 on rank 2, the fastest, 3 it/s, 23.3 s left"
-    )
+    assert merged.words == ("30/100 on ranks 0,3, the slowest; 40/100 on rank 2, the fastest, 3 it/s, 23.3 s left")
     same = merge_bars({0: [Bar("", 0, 7, None, 2.0, False)], 1: [Bar("", 0, 7, None, 2.0, False)]})
     assert same[0].words == "7 it on ranks 0-1, 3.5 it/s"
     over = merge_bars({0: [Bar("x", 0, 4, 10, 2.0, True)], 1: [Bar("x", 0, 4, 10, 2.0, True)]})
@@ -78,7 +76,7 @@ def full(num_ranks: int, names: int = 8, steps: int = 300) -> WatchView:
             report(rank, rows, bars=bars, steps_per_s=12.3 + rank, items_per_s=32.0, communication=0.31)
             for rank in range(num_ranks)
         ]
-        view.take([answers(*told, words={rank: words for rank in range(num_ranks)})], float(second))
+        view.take([answers(*told, words=dict.fromkeys(range(num_ranks), words))], float(second))
     view.refresh(unseen=True)
     return view
 
@@ -138,12 +136,11 @@ def test_words_say_what_the_pictures_show() -> None:
     ]  # fmt: skip
     store.take(answers(*reports, words={1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}), 0.0)
     lines = watch_bundle(store)["text/plain"].splitlines()
-    assert lines[0] == (
-        "3 ranks, In [1] is running: 2 steps/s, 64 items/s, 38 % of the time in communication"
-    )
+    assert lines[0] == ("3 ranks, In [1] is running: 2 steps/s, 64 items/s, 38 % of the time in communication")
     assert "  loss: 2.5 at step 10 (2 on rank 0 to 3 on rank 1)" in lines
     assert "  communication: 38 % (25 % on rank 0 to 50 % on rank 1)" in lines
-    assert "  rank 1: waiting in all_reduce at line 4 for rank 0, for 2.1 s; step 11; 3 steps/s; communication 50 %; 300 MiB" in lines
+    waits = "waiting in all_reduce at line 4 for rank 0, for 2.1 s"
+    assert f"  rank 1: {waits}; step 11; 3 steps/s; communication 50 %; 300 MiB" in lines
     assert "  rank 2: is dead" in lines
     assert "accuracy is not finite on ranks 0-1, since step 11." in lines
     assert "Nothing is known of rank 2." in lines
