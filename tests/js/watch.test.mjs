@@ -26,7 +26,7 @@ test("a range holds all values, and a curve without height is in its middle", ()
   assert.deepEqual(watch.range(points, false), { low: 1, high: 10, logarithmic: false });
   const flat = { steps: [0], lows: [5], means: [5], highs: [5] };
   assert.equal(watch.place(5, watch.range(flat, false)), 0.5);
-  assert.equal(watch.place(5, watch.range(flat, true)), 0.5);
+  assert.ok(Math.abs(watch.place(5, watch.range(flat, true)) - 0.5) < 1e-9);
   const zero = { steps: [0], lows: [0], means: [0], highs: [0] };
   assert.equal(watch.place(0, watch.range(zero, false)), 0.5);
 });

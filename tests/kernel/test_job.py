@@ -108,7 +108,8 @@ def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
 def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
     pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     ready.ok(
-        "%%distributed --quiet\nfrom tqdm import tqdm\nt_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)"
+        "%%distributed --quiet\nfrom tqdm import tqdm\n"
+        "t_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)"
     )
     bars = told(
         ready, "[[bar.desc, bar.done, bar.total] for report in t_ask().reports.values() for bar in report.bars]"
@@ -168,8 +169,6 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
         assert sizes["other"] > 0
     states = ("parameters", "gradients", "optimizer")
     assert told(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(states, own)
-        ("parameters", "gradients", "optimizer"), own
-    )
     ready.ok("t_memory = t_of('t_sharded', 't_steps')")
     shard = 4 * 2 * (64 * 64 + 64) // 4
     measured, estimated = told(ready, "t_sizes(t_memory.measured)"), told(ready, "t_sizes(t_memory.estimated)")

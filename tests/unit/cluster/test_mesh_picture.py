@@ -11,17 +11,11 @@ from axon_nb.records.mesh import MeshInfo
 RANKS = tuple(RankInfo(rank, "h", 100 + rank, "cpu", "gloo", "idle", 2**20, 0, None) for rank in range(4))
 MESH = MeshInfo("mesh", ("dp", "<tp>"), (2, 2), (0, 1, 2, 3))
 INFO = ClusterInfo("default", "gloo", "h", 4, True, "axon", RANKS, MESH)
-    "default", "gloo", "h", 4, True, "axon", RANKS, MeshInfo("mesh", ("dp", "<tp>"), (2, 2), (0, 1, 2, 3))
-)
 
 
 def test_words_have_a_line_for_each_row() -> None:
     lines = cluster_card(INFO)["text/plain"].splitlines()
     assert lines[-3:] == ["mesh mesh: dp 2 × <tp> 2", "  dp 0: 0 1", "  dp 1: 2 3"]
-        "mesh mesh: dp 2 × <tp> 2",
-        "  dp 0: 0 1",
-        "  dp 1: 2 3",
-    ]
 
 
 def test_html_has_axes_ranks_and_what_they_do() -> None:
