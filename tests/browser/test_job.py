@@ -35,6 +35,7 @@ for epoch in axon_nb.progress(range(1000), desc="epochs"):
         time.sleep(0.02 + (0.5 if rank == 1 and epoch == 3 and batch == 0 else 0))
         dist.barrier()"""
 PANEL = ".axon-watch"
+_IDLE = "() => window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.status === 'idle'"
 
 
 def _updates(page: LabPage) -> int:
@@ -106,9 +107,12 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
         "() => document.querySelector('.axon-watch-heading').textContent.includes('no cell is running')"
     )
     page.page.wait_for_function("() => document.querySelector('.axon-watch-stop').disabled")
+    # A cell that is sent before the one before has failed is not run.
+    page.page.wait_for_function(_IDLE)
     page.run_and_wait(6)
     assert "dp 2 × tp 2" in page.output_text(6)
-    _picture(page, "card", ".jp-Notebook .jp-CodeCell:nth-of-type(7) .jp-Cell-outputArea")
+    page.output(6).scroll_into_view_if_needed()
+    _picture(page, "card", "[data-windowed-list-index='6']")
     page.run_and_wait(7)
     # What is saved needs no kernel.
     saved = page.save()

@@ -113,7 +113,7 @@ function shape(tag, attributes = {}) {
 function makeChart(say) {
   const title = element("b");
   const told = element("span");
-  const box = `0 0 ${FRAME.width} 96`;
+  const box = `0 0 ${FRAME.width} ${FRAME.height + 2 * FRAME.top}`;
   const svg = shape("svg", { viewBox: box, preserveAspectRatio: "none", role: "img", tabindex: "0" });
   const band = shape("path", { class: "axon-watch-band" });
   const line = shape("path", { class: "axon-watch-mean", "vector-effect": "non-scaling-stroke" });
