@@ -26,7 +26,7 @@ def mesh_html(mesh: MeshInfo, states: Mapping[int, str]) -> str:
     slices = mesh.slices() if len(mesh.ranks) <= _MAX_RANKS else []
     tables = "".join(_table(mesh, part, states) for part in slices)
     return (
-        f'<div style="margin-top:6px">mesh <b style="font-weight:600">{escape(str(mesh))}</b>'
+        f'<div style="margin-top:6px"><b style="font-weight:600">{escape(str(mesh))}</b>'
         f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{tables}</div></div>'
     )
 
@@ -55,7 +55,7 @@ def _cell(rank: int, state: str | None) -> str:
 
 def mesh_text(mesh: MeshInfo) -> list[str]:
     """The mesh as lines of text."""
-    lines = [f"mesh {mesh}"]
+    lines = [str(mesh)]
     if len(mesh.ranks) > _MAX_RANKS:
         return lines
     width = len(str(max(mesh.ranks, default=0)))

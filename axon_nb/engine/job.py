@@ -9,6 +9,7 @@ from typing import Any
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.rounds import rounds
+from axon_nb.engine.session import current
 from axon_nb.engine.tqdm_bars import tqdm_bars
 from axon_nb.records.coverage import covered_ns
 from axon_nb.records.metrics import Logged, metrics
@@ -67,7 +68,8 @@ def _row(row: Logged) -> list[Any]:
 
 def _communication(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
     spans, span_position, lost = ring.since(span_position, _SPANS)
-    if not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
+    known = current().config.backend != "nccl"  # whose own groups record no spans
+    if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
         return None, span_position
     stretches = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
     stretches += [(call.started_ns, now) for call in activity.pending()]

@@ -32,7 +32,8 @@ class MeshInfo:
     """Global ranks, the last axis varying fastest."""
 
     def __str__(self) -> str:
-        return f"{self.name}: {' × '.join(f'{axis} {n}' for axis, n in zip(self.axes, self.shape, strict=True))}"
+        name = "mesh" if self.name == "mesh" else f"mesh {self.name}"
+        return f"{name}: {' × '.join(f'{axis} {n}' for axis, n in zip(self.axes, self.shape, strict=True))}"
 
     def slices(self) -> list[MeshSlice]:
         """All of it, in order."""

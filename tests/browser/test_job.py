@@ -57,44 +57,59 @@ def _picture(page: LabPage, name: str, selector: str = PANEL) -> None:
         page.set_theme(dark=False)
 
 
+def _is_live(page: LabPage) -> None:
+    """The panel moves, and shows the running job."""
+    loss = page.page.locator(f"{PANEL} svg[aria-label^='loss:']")
+    loss.wait_for()
+    page.page.wait_for_function(
+        "(s) => Number(document.querySelector(s)?.dataset.points) > 20", arg=f"{PANEL} svg[aria-label^='loss:']"
+    )
+    _wait_updates(page, _updates(page) + 2)
+    assert page.is_running(4)
+    heading = page.page.locator(".axon-watch-heading").inner_text()
+    assert "In [5] is running" in heading
+    assert "items/s" in heading
+    bars = page.page.locator(".axon-watch-bar").all_inner_texts()
+    assert [text.partition(":")[0] for text in bars] == ["epochs", "batches"]
+    page.page.locator(".axon-memory-bar [data-role=optimizer]").first.wait_for(state="attached")
+    loss.focus()
+    page.page.keyboard.press("End")
+    page.page.keyboard.press("ArrowLeft")
+    said = "(s) => /^loss, step .*: .* over ranks/.test(document.querySelector(s).textContent)"
+    page.page.wait_for_function(said, arg=f"{PANEL} [aria-live]")
+
+
+def _stop_by_button(page: LabPage) -> None:
+    page.page.locator(".axon-watch-stop").click()
+    page.page.locator(".axon-watch-heading", has_text="no cell is running").wait_for()
+    page.page.wait_for_function("() => document.querySelector('.axon-watch-stop').disabled")
+    # Jupyter does not run a cell that is sent before the one before has failed.
+    page.page.wait_for_function(_IDLE)
+
+
+def _look_at_what_is_saved(page: LabPage) -> None:
+    if os.environ.get("AXON_NB_SCREENSHOTS"):
+        for i, name in ((2, "watch-saved"), (3, "memory-saved")):
+            page.output(i).locator("details > summary").click()
+            page.output(i).scroll_into_view_if_needed()
+            _picture(page, name, f".jp-Notebook [data-windowed-list-index='{i}'] details")
+
+
 def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPage) -> None:
-    cells = [START, MODEL, "%watch", "%memory model", TRAIN, TRAIN, "axon_nb.current_cluster()", "%distributed stop"]
-    cells[6] = f"import axon_nb\n{cells[6]}"
-    lab.write_notebook("job.ipynb", cells)
+    card = "import axon_nb\naxon_nb.current_cluster()"
+    lab.write_notebook("job.ipynb", [START, MODEL, "%watch", "%memory model", TRAIN, TRAIN, card, "%distributed stop"])
     page.open_notebook("job.ipynb")
     for i in range(4):
         page.run_and_wait(i, limit=120)
     page.page.wait_for_selector(f"{PANEL} tr[data-rank='3']")
-    stop = page.page.locator(".axon-watch-stop")
-    assert stop.is_disabled()
-    # Live while the cell runs.
+    assert page.page.locator(".axon-watch-stop").is_disabled()
     page.run_cell(4)
-    loss = page.page.locator(f"{PANEL} svg[aria-label^='loss:']")
-    loss.wait_for()
-    page.page.wait_for_function(
-        f"() => Number(document.querySelector(\"{PANEL} svg[aria-label^='loss:']\").dataset.points) > 20"
-    )
-    before = _updates(page)
-    _wait_updates(page, before + 2)
-    assert page.is_running(4)
-    assert "In [5] is running" in page.page.locator(".axon-watch-heading").inner_text()
-    assert "items/s" in page.page.locator(".axon-watch-heading").inner_text()
-    bars = page.page.locator(".axon-watch-bar").all_inner_texts()
-    assert [text.partition(":")[0] for text in bars] == ["epochs", "batches"]
-    assert page.page.locator(".axon-memory-bar [data-role=optimizer]").count() > 0
-    loss.focus()
-    page.page.keyboard.press("End")
-    page.page.keyboard.press("ArrowLeft")
-    page.page.wait_for_function(
-        f"() => /^loss, step \\d+: .* over ranks/.test(document.querySelector('{PANEL} [aria-live]').textContent)"
-    )
+    _is_live(page)
     _picture(page, "watch")
     _picture(page, "memory", ".axon-memory")
-    # The button ends the cell, while it runs.
-    stop.click()
+    _stop_by_button(page)
     page.wait_done(4)
     assert "have stopped" in page.output_text(4)
-    page.page.wait_for_function("() => document.querySelector('.axon-watch-stop').disabled")
     # Live again after a reload.
     page.save()
     page.run_cell(5)
@@ -102,17 +117,11 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     page.reload()
     page.page.wait_for_selector(f"{PANEL} tr[data-rank='3']", timeout=60_000)
     _wait_updates(page, _updates(page) + 2)
-    page.page.locator(".axon-watch-stop").click()
-    page.page.wait_for_function(
-        "() => document.querySelector('.axon-watch-heading').textContent.includes('no cell is running')"
-    )
-    page.page.wait_for_function("() => document.querySelector('.axon-watch-stop').disabled")
-    # A cell that is sent before the one before has failed is not run.
-    page.page.wait_for_function(_IDLE)
+    _stop_by_button(page)
     page.run_and_wait(6)
     assert "dp 2 × tp 2" in page.output_text(6)
-    page.output(6).scroll_into_view_if_needed()
     _picture(page, "card", "[data-windowed-list-index='6']")
+    _look_at_what_is_saved(page)
     page.run_and_wait(7)
     # What is saved needs no kernel.
     saved = page.save()

@@ -121,7 +121,7 @@ def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
 def test_the_card_has_the_mesh(ready: Kernel) -> None:
     ready.ok("%%distributed\nfrom axon_nb.parallel import make_mesh\nmesh = make_mesh(dp=2, tp=2)\nt_tp = mesh['tp']")
     card = ready.ok("import axon_nb\naxon_nb.current_cluster()")
-    assert card.result.splitlines()[-3:] == ["mesh mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
+    assert card.result.splitlines()[-3:] == ["mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
     ready.ok("%%distributed\nmesh = None\ndel t_tp")
 
 
@@ -199,3 +199,15 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
 def test_hooks_are_there(ready: Kernel) -> None:
     code = "%%rank 0\nfrom axon_nb.engine import tqdm_bars\nprint(tqdm_bars.missing())"
     assert ready.ok(code).lines() == ["[rank 0] []"]
+
+
+def test_a_terminal_gets_text(ready: Kernel) -> None:
+    ready.ok("t_real, open_job._in_notebook = open_job._in_notebook, lambda: False")
+    try:
+        watched, memory = ready.ok("%watch"), ready.ok("%memory t_plain")
+    finally:
+        ready.ok("open_job._in_notebook = t_real")
+    assert not [*watched.displays, *memory.displays]
+    assert watched.lines()[0].startswith("4 ranks, no cell is running")
+    assert any(line.startswith("  rank 3: idle; ") for line in watched.lines())
+    assert any(line.startswith("  rank 3: ") and "estimate: " in line for line in memory.lines())

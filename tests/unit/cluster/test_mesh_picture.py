@@ -15,7 +15,7 @@ INFO = ClusterInfo("default", "gloo", "h", 4, True, "axon", RANKS, MESH)
 
 def test_words_have_a_line_for_each_row() -> None:
     lines = cluster_card(INFO)["text/plain"].splitlines()
-    assert lines[-3:] == ["mesh mesh: dp 2 × <tp> 2", "  dp 0: 0 1", "  dp 1: 2 3"]
+    assert lines[-3:] == ["mesh: dp 2 × <tp> 2", "  dp 0: 0 1", "  dp 1: 2 3"]
 
 
 def test_html_has_axes_ranks_and_what_they_do() -> None:

@@ -16,6 +16,7 @@ def test_three_axes_are_slices_of_two() -> None:
 
 def test_four_axes_name_both_outer_ones() -> None:
     mesh = MeshInfo("grid", ("a", "b", "c", "d"), (2, 3, 1, 1), tuple(range(6)))
+    assert str(MeshInfo("grid", ("a",), (2,), (0, 1))) == "mesh grid: a 2"
     assert [part.place for part in mesh.slices()] == [f"a {a}, b {b}" for a in range(2) for b in range(3)]
 
 

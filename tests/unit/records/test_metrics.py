@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,3 +126,13 @@ def test_items_alone_are_counted_for_the_throughput(ring: MetricRing) -> None:
     axon_nb.log(items=torch.tensor(32))
     assert rows(ring) == []
     assert ring.pace.steps == 0
+
+
+def test_in_plain_python_nothing_is_loaded_and_nothing_happens() -> None:
+    code = (
+        "import sys, axon_nb\naxon_nb.log(loss=1.0, step=3)\nlist(axon_nb.progress([1, 2], desc='x'))\n"
+        "assert not {'torch', 'numpy', 'IPython', 'zmq'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "2/2" in done.stderr
