@@ -36,15 +36,15 @@ class LivingTensors:
         self._found: dict[int, int] = {}
         self._due = 0.0
 
-    def storages(self, device_type: str) -> dict[int, int]:
-        """As `storages_of` of all tensors; those of the last look when it is too early for another."""
+    def storages(self, device_type: str, *, now: bool = False) -> dict[int, int]:
+        """As `storages_of` of all tensors; those of the last look when it is too early for another, unless `now`."""
         began = time.monotonic()
-        if began >= self._due:
+        if now or began >= self._due:
             objects = gc.get_objects()
             # type() and not isinstance: lazy proxies answer the latter with side effects.
             kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
             self._found = storages_of((item for item in objects if type(item) in kinds), device_type)
             del objects
-            now = time.monotonic()
-            self._due = now + (now - began) / _SHARE
+            end = time.monotonic()
+            self._due = end + (end - began) / _SHARE
         return self._found

@@ -87,7 +87,8 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
         "gradients": storages_of([p.grad for p in parameters if p.grad is not None], kind),
         "optimizer": storages_of(_states(optimizers), kind),
         "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], kind),
-        "other": _living.storages(kind),
+        # While nothing runs nobody is held up.
+        "other": _living.storages(kind, now=session.cell is None),
     }
     sizes, seen = {}, set[int]()
     for role, found in roles.items():  # a storage counts for the first role that it has

@@ -75,7 +75,7 @@ def _curve(series: Series, *, measured: bool) -> str:
     ends = f"{along} {points[0].step:g} to {points[-1].step:g}" if points else ""
     said = escape(f"{series.name}: {words}; {ends}")
     return (
-        f'<div><div><b style="font-weight:600">{escape(series.name)}</b> {escape(words)}</div>'
+        f'<div style="width:380px"><div><b style="font-weight:600">{escape(series.name)}</b> {escape(words)}</div>'
         f'<img alt="{said}" title="{said}" src="{svg_uri(chart_svg(points))}" width="{WIDTH}" height="{HEIGHT}" '
         f'style="display:block;margin:0;max-width:none"><div style="{_MUTED}">{escape(ends)}</div></div>'
     )

@@ -26,6 +26,7 @@ def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
     assert 4 * 12345 in living.storages("cpu").values()
     kept.append(torch.zeros(23456))
     assert 4 * 23456 not in living.storages("cpu").values(), "too early for another look"
+    assert 4 * 23456 in living.storages("cpu", now=True).values()
     assert len(kept) == 2
 
 
