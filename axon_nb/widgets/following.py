@@ -27,7 +27,7 @@ class FollowingPanel(ABC):
     """
 
     view: Any
-    """The widget; it has `watched` and `to_bundle`."""
+    """The widget, a `LiveView`."""
 
     def __init__(self, cluster: Cluster, *, every_s: float) -> None:
         self._cluster = cluster
@@ -89,8 +89,13 @@ class FollowingPanel(ABC):
             self._saved.update(bundle, raw=True)
 
     def _follow(self) -> None:
+        was_busy = False
         while not self._closed.wait(self._every_s):
-            if self.view.watched and self._cluster.busy:
+            busy = bool(self._cluster.busy)
+            if busy != was_busy:
+                was_busy = busy
+                (self.view.cell_begins if busy else self.view.cell_ends)()
+            if busy and self.view.watched:
                 self.update()
 
     def _folded(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -28,7 +29,8 @@ class LiveView(anywidget.AnyWidget):
     def __init__(self) -> None:
         # The base class asks for the state while it starts.
         self._lock = threading.Lock()
-        self._seen = 0.0
+        self._seen = -math.inf
+        self._seen_before = -1.0
         self._is_stale = False
         self._updates = 0
         super().__init__(content=self._numbered())
@@ -49,8 +51,19 @@ class LiveView(anywidget.AnyWidget):
 
     @property
     def watched(self) -> bool:
-        """Whether a page has shown it in the last seconds."""
-        return time.monotonic() - self._seen < _SEEN_S
+        """Whether a page has shown it in the last seconds, or did when the cell began that runs now.
+
+        Some front ends' messages come through only when no cell runs.
+        """
+        return time.monotonic() - self._seen < _SEEN_S or self._seen == self._seen_before
+
+    def cell_begins(self) -> None:
+        """From any thread: a cell runs from now on."""
+        self._seen_before = self._seen if self.watched else -1.0
+
+    def cell_ends(self) -> None:
+        """From any thread: no cell runs any more."""
+        self._seen_before = -1.0
 
     def refresh(self, *, unseen: bool = False) -> None:
         """Send what is drawn now; from any thread. When no page shows it, only with `unseen`."""

@@ -123,6 +123,7 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     _picture(page, "card", "[data-windowed-list-index='6']")
     _look_at_what_is_saved(page)
     page.run_and_wait(7)
+    page.page.locator(f"{PANEL} tr[data-rank='0']", has_text="gone").wait_for()
     # What is saved needs no kernel.
     saved = page.save()
     for i, words in ((2, "loss"), (3, "optimizer")):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from axon_nb.records.job import read_job
 from axon_nb.records.progress import Bar
+from axon_nb.widgets import live_view
 from axon_nb.widgets.job_bars import merge_bars
 from axon_nb.widgets.job_store import JobStore
 from axon_nb.widgets.watch import WatchView
@@ -181,3 +185,22 @@ def test_a_report_is_read_from_json() -> None:
     assert found.rows[0].run == (7, 0)
     assert math.isnan(found.rows[0].values["loss"])
     assert found.bars[0].desc == "x"
+
+
+def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(live_view, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    view = WatchView(lambda: None)
+    view.cell_begins()
+    assert not view.watched, "nobody has shown it yet"
+    view._handle_custom_msg({"op": "here"}, [])
+    view.cell_ends()
+    view.cell_begins()
+    clock[0] += 60
+    assert view.watched, "nothing has come through since the cell began"
+    view._handle_custom_msg({"op": "here"}, [])
+    clock[0] += 60
+    assert not view.watched, "something had come through: the page is gone"
+    view.cell_ends()
+    assert not view.watched
+    view.close()
