@@ -12,9 +12,12 @@ from axon_nb.records.waits import named
 from axon_nb.widgets.job_bars import MergedBar, merge_bars
 from axon_nb.widgets.series import Series
 
-__all__ = ["JobStore", "RankRow"]
+__all__ = ["MAX_CURVES", "JobStore", "RankRow"]
 
+MAX_CURVES = 8
+"""So many names have a curve, the first ones."""
 _MAX_NAMES = 64
+_MAX_TOLD = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,13 @@ class JobStore:
             if series.not_finite:
                 first = min(series.not_finite.values())
                 found.append(f"{series.name} is not finite on {named(series.not_finite)}, since step {first:.0f}.")
+        if more := list(self.metrics)[MAX_CURVES:]:
+            rest = f" and {len(more) - _MAX_TOLD} more" if len(more) > _MAX_TOLD else ""
+            found.append(f"Without a curve, as {MAX_CURVES} names have one: {', '.join(more[:_MAX_TOLD])}{rest}.")
         if self._earlier:
             found.append("Steps have begun again: the curves are those of the last run.")
         if self._left_out:
-            found.append(f"{len(self._left_out)} more names are left out: {_MAX_NAMES} have a curve.")
+            found.append(f"{len(self._left_out)} more names are not kept: {_MAX_NAMES} are.")
         if self.lost:
             found.append(f"{self.lost} calls of axon_nb.log were dropped before they were read.")
         silent = [rank for rank in self._words if rank not in self.reports]

@@ -6,7 +6,7 @@ from html import escape
 
 from axon_nb.widgets.chart_svg import HEIGHT, WIDTH, chart_svg
 from axon_nb.widgets.job_bars import MergedBar
-from axon_nb.widgets.job_store import JobStore
+from axon_nb.widgets.job_store import MAX_CURVES, JobStore
 from axon_nb.widgets.job_words import heading, rank_cells, series_words
 from axon_nb.widgets.picture import svg_uri
 from axon_nb.widgets.series import Series
@@ -17,13 +17,12 @@ RANK_TITLES = ("rank", "what it does", "step", "steps/s", "communication", "memo
 """Columns of the table of ranks."""
 _MUTED = "color:var(--jp-ui-font-color2, inherit)"
 _CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
-_MAX_SERIES = 8
 _MAX_RANKS = 256
 
 
 def shown_series(store: JobStore) -> list[tuple[Series, bool]]:
     """The curves, in order, each with whether it is measured instead of logged; those without a point left out."""
-    logged = [(series, False) for series in store.metrics.values()][:_MAX_SERIES]
+    logged = [(series, False) for series in store.metrics.values()][:MAX_CURVES]
     measured = [(series, True) for series in store.vitals.values()]
     return [(series, is_measured) for series, is_measured in (*logged, *measured) if series.latest]
 

@@ -204,3 +204,13 @@ def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch:
     view.cell_ends()
     assert not view.watched
     view.close()
+
+
+def test_names_without_a_curve_are_told_and_their_number_is_bounded() -> None:
+    store = JobStore()
+    store.take(answers(report(0, [row(0, **{f"n{i}": 1.0 for i in range(70)})])), 0.0)
+    notes = store.notes()
+    assert notes[0].startswith("Without a curve, as 8 names have one: n8, n9, ")
+    assert notes[0].endswith(", n19 and 44 more.")
+    assert notes[1] == "6 more names are not kept: 64 are."
+    assert len(store.metrics) == 64
