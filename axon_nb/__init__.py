@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         StartError,
         UsageError,
     )
+    from axon_nb.records.metrics import log
+    from axon_nb.records.progress import progress
 
 __all__ = [
     "AxonError",
@@ -44,6 +46,8 @@ __all__ = [
     "attach",
     "current_cluster",
     "load_ipython_extension",
+    "log",
+    "progress",
     "show",
     "start",
     "unload_ipython_extension",
@@ -61,6 +65,8 @@ _HOME = {
         "StartError",
         "UsageError",
     ),
+    "axon_nb.records.metrics": ("log",),
+    "axon_nb.records.progress": ("progress",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["shards"]
+__all__ = ["memory", "shards", "watch"]
 
 
 def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None) -> None:
@@ -25,3 +25,31 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.shards()")
     import_module("axon_nb.widgets.open_panels").show_shards(chosen, names, gradients=gradients)
+
+
+def memory(*names: str, cluster: Cluster | None = None) -> None:
+    """Show what each rank's memory holds, as `%memory` does.
+
+    Args:
+        *names: Modules and optimizers of the ranks, by name; none: all that their variables hold.
+        cluster: Whose ranks are asked; None: the current one.
+
+    Raises:
+        NoCluster: none is running.
+        UsageError: there is nothing of that name.
+    """
+    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
+    import_module("axon_nb.widgets.open_job").show_memory(chosen, names)
+
+
+def watch(*, cluster: Cluster | None = None) -> None:
+    """Show what a job does, while it runs, as `%watch` does.
+
+    Args:
+        cluster: Whose ranks are asked; None: the current one.
+
+    Raises:
+        NoCluster: none is running.
+    """
+    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.watch()")
+    import_module("axon_nb.widgets.open_job").show_watch(chosen)

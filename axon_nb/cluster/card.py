@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from axon_nb.cluster.mesh_picture import mesh_html, mesh_text
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
 from axon_nb.records.quantity import format_bytes
 
@@ -64,6 +65,9 @@ def _html(info: ClusterInfo) -> str:
         'font-size:inherit;color:inherit">'
         f'<thead><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table>'
     )
+    measured = any(row.rss_bytes for row in info.ranks)
+    states = {row.rank: row.state for row in info.ranks if row.rss_bytes or not measured}
+    mesh = mesh_html(info.mesh, states) if info.mesh is not None else ""
     opened = " open" if len(info.ranks) <= _OPEN_UP_TO else ""
     return (
         '<div style="display:inline-block;max-width:100%;overflow-x:auto;padding:8px 12px;border-radius:4px;'
@@ -72,7 +76,7 @@ def _html(info: ClusterInfo) -> str:
         f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
         f"{'running' if info.running else 'not running'}"
         f'<span style="{_MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
-        f"<details{opened}><summary>ranks</summary>{table}</details></div>"
+        f"<details{opened}><summary>ranks</summary>{table}</details>{mesh}</div>"
     )
 
 
@@ -88,4 +92,5 @@ def _text(info: ClusterInfo) -> str:
         for line in lines
     )
     state = "running" if info.running else "not running"
-    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table])
+    mesh = mesh_text(info.mesh) if info.mesh is not None else []
+    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table, *mesh])

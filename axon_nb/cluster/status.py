@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster.mesh import ask_mesh
 from axon_nb.cluster.waits import ask_waits
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
 from axon_nb.records.state import Activity, RankState
@@ -73,6 +74,7 @@ def cluster_info(cluster: Cluster, places: Sequence[Mapping[str, Any]], dead: Ma
         running=cluster.running,
         engines=cluster.engines,
         ranks=tuple(rows),
+        mesh=ask_mesh(cluster.client, states) if states else None,
     )
 
 

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
 from axon_nb.records.waits import PendingCall, RankWaits
 
-__all__ = ["ask", "ask_waits", "read_waits"]
+__all__ = ["ask", "ask_each", "ask_waits", "read_waits"]
 
 
 def ask(
     client: RankClient, ranks: Iterable[int], msg_type: str, *, limit_s: float, **content: Any
 ) -> dict[int, dict[str, Any]]:
     """The ranks' answers to one control request; those that do not answer within `limit_s` seconds are left out."""
+    return ask_each(client, dict.fromkeys(ranks, content), msg_type, limit_s=limit_s)
+
+
+def ask_each(
+    client: RankClient, contents: Mapping[int, Mapping[str, Any]], msg_type: str, *, limit_s: float
+) -> dict[int, dict[str, Any]]:
+    """As `ask`, with a content of its own for each rank."""
     futures = {}
-    for rank in ranks:
+    for rank, content in contents.items():
         with contextlib.suppress(KeyError):  # unregistered meanwhile
             futures[rank] = client.request(rank, msg_type, **content)
     end = time.monotonic() + limit_s
     answers = {}
     for rank, future in futures.items():
         if future.wait(max(0.0, end - time.monotonic())):
-            content = future.result()["content"]
-            if "error" not in content:
-                answers[rank] = content
+            answer = future.result()["content"]
+            if "error" not in answer:
+                answers[rank] = answer
     return answers
 
 

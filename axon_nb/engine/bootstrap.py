@@ -21,6 +21,7 @@ from axon_nb.engine import (
     native_output,
     pager,
     post_mortem,
+    rounds,
     shell_commands,
     short_traceback,
 )
@@ -40,6 +41,7 @@ from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
 from axon_nb.host.cores import usable_cores
 from axon_nb.host.sealing import store_key
+from axon_nb.records import running_cell
 
 __all__ = ["describe", "join", "run_engine"]
 
@@ -123,6 +125,8 @@ def _install(session: RankSession) -> None:
     steps = OptimizerSteps()
     steps.install()
     session.extras["steps"] = steps
+    rounds.install()
+    running_cell.follow(lambda: session.cell)
     interrupts = Interrupts(kernel, steps.holds)
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)

@@ -15,6 +15,7 @@ from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import current
 from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.engine.view_requests import view_handlers
 from axon_nb.errors import UsageError
 
 __all__ = ["control_handlers"]
@@ -75,4 +76,5 @@ def control_handlers(
         "axon_stop": stop,
         "axon_waits": tell_waits,
         "axon_watch": watch,
+        **view_handlers(sampler, tell_waits),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.engine.gathered import whole_parameters
+from axon_nb.engine.named import look_up
 from axon_nb.engine.placed import place_of, placed_local
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
@@ -38,38 +38,12 @@ def layouts(names: Iterable[str], *, gradients: bool = False) -> list[dict[str, 
     space = current().kernel.shell.user_ns
     records = []
     for name in names:
-        value = _look_up(name, space)
+        value = look_up(name, space)
         found = list(_shards(name, value, space, gradients=gradients))
         if not found:
             raise UsageError(f"{name!r} is a {type(value).__name__} that holds no tensor.")
         records += [dataclasses.asdict(shard) for shard in found]
     return records
-
-
-def _look_up(name: str, space: dict[str, Any]) -> Any:
-    """The value of a name with attributes and constant indices behind it; nothing is called."""
-    try:
-        node = ast.parse(name, mode="eval").body
-    except SyntaxError:
-        raise UsageError(f"{name!r} is no name of a variable.") from None
-    steps: list[tuple[bool, Any]] = []
-    while not isinstance(node, ast.Name):
-        if isinstance(node, ast.Attribute):
-            steps.append((True, node.attr))
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            steps.append((False, node.slice.value))
-        else:
-            raise UsageError(f"{name!r}: a variable, with .attributes and [indices] behind it, can be shown.")
-        node = node.value
-    if node.id not in space:
-        raise UsageError(f"there is no variable {node.id!r}.")
-    value = space[node.id]
-    for is_attribute, key in reversed(steps):
-        try:
-            value = getattr(value, key) if is_attribute else value[key]
-        except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"{name!r}: {type(error).__name__}: {error}") from None
-    return value
 
 
 def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) -> Iterator[Shard]:

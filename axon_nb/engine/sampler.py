@@ -16,7 +16,7 @@ from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
 from axon_nb.records.state import Activity, RankState
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "resident_bytes"]
 
 _WAITING_AFTER_NS = 250_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -57,7 +57,7 @@ class Sampler:
             line=line,
             call=call,
             since_ns=self._since_ns,
-            rss_bytes=_resident_bytes(),
+            rss_bytes=resident_bytes(),
             device_bytes=_device_bytes(session.device),
         )
 
@@ -93,7 +93,8 @@ def _sleeps() -> bool:
         return True
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where nobody knows it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from axon_nb.records.mesh import MeshInfo
+
 __all__ = ["ClusterInfo", "RankInfo"]
 
 
@@ -49,3 +51,5 @@ class ClusterInfo:
     """Name of the ipyparallel launcher that runs the ranks."""
     ranks: tuple[RankInfo, ...]
     """One record a rank, in rank order."""
+    mesh: MeshInfo | None = None
+    """The mesh that the ranks have made; None: none."""

@@ -6,12 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from axon_nb.widgets.memory import MemoryView
     from axon_nb.widgets.shards import ShardsView
     from axon_nb.widgets.strip import RankStrip
+    from axon_nb.widgets.watch import WatchView
 
-__all__ = ["RankStrip", "ShardsView"]
+__all__ = ["MemoryView", "RankStrip", "ShardsView", "WatchView"]
 
-_MODULE_OF = {"RankStrip": "strip", "ShardsView": "shards"}
+_MODULE_OF = {"MemoryView": "memory", "RankStrip": "strip", "ShardsView": "shards", "WatchView": "watch"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from axon_nb.records.state import Activity, RankState
 from axon_nb.widgets.history import RankHistory
 from axon_nb.widgets.palette import CODE_OF
+from axon_nb.widgets.series import Point, pack_points
 from axon_nb.widgets.wire import Clock, encode
 
 HERE = Path(__file__).parent
@@ -65,3 +66,20 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
             for segment in history.segments
         ]
         assert row == {"generation": 0, "segments": kept}
+
+
+READ_POINTS = """
+import { readFileSync } from "node:fs";
+const [script, path] = process.argv.slice(1);
+const { decode } = await import(`data:text/javascript,${encodeURIComponent(readFileSync(script))}`);
+console.log(JSON.stringify(decode(new DataView(Uint8Array.from(readFileSync(path)).buffer))));
+"""
+
+
+def test_browser_reads_the_points_of_a_curve(tmp_path: Path) -> None:
+    points = [Point(0, 0.5, 1.0, 1.5), Point(4, -2.0, 0.0, 2.0), Point(8, 1.0, 1.0, 1.0)]
+    packed = tmp_path / "points"
+    packed.write_bytes(pack_points(points))
+    read = json.loads(node("--input-type=module", "-e", READ_POINTS, "--", str(STATIC / "watch.js"), str(packed)))
+    names = {"steps": "step", "lows": "low", "means": "mean", "highs": "high"}
+    assert read == {column: [getattr(point, name) for point in points] for column, name in names.items()}

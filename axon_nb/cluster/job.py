@@ -1,0 +1,63 @@
+"""Asking ranks about the job that they run: what they have logged, how fast they are, what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from axon_nb.cluster.status import describe_state
+from axon_nb.cluster.waits import ask_each, read_waits
+from axon_nb.records.job import JobReport, read_job
+from axon_nb.records.waits import awaited
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.cluster import Cluster
+
+__all__ = ["JobAnswers", "ask_job"]
+
+_LIMIT_S = 1.0
+_WAITED_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class JobAnswers:
+    """All ranks at one moment."""
+
+    reports: Mapping[int, JobReport]
+    """Of the ranks that have answered."""
+    words: Mapping[int, str]
+    """What each rank does, in words; all ranks, those that are dead or silent too."""
+    cell: int | None
+    """Number of the cell that runs; None: none does."""
+
+
+def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
+    """Ask every living rank; those that do not answer within a second are told as such.
+
+    Args:
+        cluster: The cluster.
+        before: The last report of each rank, from which reading goes on; empty: from the beginning.
+    """
+    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+    asked = {rank: _mark(before.get(rank)) for rank in living}
+    answers = ask_each(cluster.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
+    reports = {rank: read_job(answer) for rank, answer in answers.items()}
+    late = awaited({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
+    words = {}
+    for rank in cluster.ranks:
+        state = reports[rank].state if rank in reports else None
+        words[rank] = cluster.health.dead.get(rank) or describe_state(state, late.get(rank, ()))
+    cells = [report.state.cell for report in reports.values() if report.state.cell is not None]
+    return JobAnswers(reports, words, max(cells, default=None))
+
+
+def _mark(report: JobReport | None) -> dict[str, int]:
+    if report is None:
+        return {"pid": 0}
+    return {
+        "pid": report.pid,
+        "position": report.position,
+        "span_position": report.span_position,
+        "since_ns": report.state.time_ns,
+    }

@@ -1,0 +1,75 @@
+"""Asking ranks what their memory holds; they answer while they run a cell, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster.waits import ask
+from axon_nb.errors import AxonError, UsageError
+from axon_nb.records.memory import MemoryUse
+from axon_nb.records.ranks import format_ranks
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.cluster import Cluster
+
+__all__ = ["MemoryAnswers", "ask_memory"]
+
+_LIMIT_S = 10.0
+_PATIENCE_S = 20.0
+_PENDING_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAnswers:
+    """All ranks at one moment."""
+
+    measured: Mapping[int, MemoryUse]
+    """Of the ranks that have answered."""
+    estimated: Mapping[int, MemoryUse]
+    """Of those for which there is a formula."""
+    notes: tuple[str, ...]
+    """Sentences: what is not known, and of whom."""
+
+
+def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
+    """What the memory of all living ranks holds.
+
+    Args:
+        cluster: The cluster.
+        names: Modules and optimizers of the ranks; empty: all that their variables hold.
+        patient: Whether to wait for estimates, whose code ranks load when they are asked first.
+
+    Raises:
+        UsageError: no rank has a module or optimizer of that name.
+        AxonError: no rank answers.
+    """
+    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+    end = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+    while True:
+        answers = ask(cluster.connection.client, living, "axon_memory", limit_s=_LIMIT_S, names=list(names))
+        if time.monotonic() >= end or not any(answer.get("is_pending") for answer in answers.values()):
+            break
+        time.sleep(_PENDING_S)
+    if not answers:
+        raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
+    told: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        for note in (answer["refused"],) if "refused" in answer else answer["notes"]:
+            told.setdefault(str(note), []).append(rank)
+    refused = [rank for rank, answer in answers.items() if "refused" in answer]
+    if len(refused) == len(answers):
+        raise UsageError(f"Rank {format_ranks(refused)}: {answers[refused[0]]['refused']}")
+    if silent := [rank for rank in cluster.ranks if rank not in answers]:
+        told["it has not answered."] = silent
+    notes = tuple(
+        note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
+    )
+    given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
+    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes)
+
+
+def _uses(answers: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, MemoryUse]:
+    return {rank: MemoryUse(**answer[name]) for rank, answer in answers.items() if answer[name] is not None}

@@ -1,0 +1,162 @@
+"""What is known of a running job: curves, pace, loops and states, put together from what the ranks tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_nb.cluster.job import JobAnswers
+from axon_nb.records.job import JobReport, MetricRow
+from axon_nb.records.ranks import format_ranks
+from axon_nb.records.waits import named
+from axon_nb.widgets.job_bars import MergedBar, merge_bars
+from axon_nb.widgets.series import Series
+
+__all__ = ["MAX_CURVES", "JobStore", "RankRow"]
+
+MAX_CURVES = 8
+"""So many names have a curve, the first ones."""
+_MAX_NAMES = 64
+_MAX_TOLD = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank, as the table shows it."""
+
+    rank: int
+    words: str
+    """What it does."""
+    step: int | None
+    """Step of the last number that it has logged."""
+    steps_per_s: float | None
+    communication: float | None
+    """Share of the last moments, 0 to 1."""
+    memory: int
+    """Bytes: on its accelerator if it has one, else resident."""
+
+
+class JobStore:
+    """Bounded, whatever comes. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, JobReport] = {}
+        """The last one of each rank."""
+        self.metrics: dict[str, Series] = {}
+        """What was logged, over steps."""
+        self.vitals = {name: Series(name) for name in ("steps/s", "communication", "memory")}
+        """What is measured, over the seconds since the first report."""
+        self.cell: int | None = None
+        """The cell that runs; None: none does."""
+        self.lost = 0
+        """Calls of `log` that nobody has read in time."""
+        self._words: Mapping[int, str] = {}
+        self._run: tuple[int, int] | None = None
+        self._earlier = False
+        self._shares: dict[int, float] = {}
+        self._left_out: set[str] = set()
+        self._began: float | None = None
+
+    def take(self, answers: JobAnswers, now: float) -> None:
+        """Take in what all ranks say at `now`, in seconds of any clock."""
+        self._began = now if self._began is None else self._began
+        self.cell, self._words = answers.cell, answers.words
+        begun = [row.run for report in answers.reports.values() for row in report.rows if not row.is_first]
+        if begun and (self._run is None or max(begun) > self._run):
+            self._begin_again(max(begun))
+        for rank, report in sorted(answers.reports.items()):
+            self.reports[rank] = report
+            self.lost += report.lost
+            for row in report.rows:
+                self._take_row(rank, row)
+            if report.state.cell is not None:
+                self._take_vitals(rank, report, now - self._began)
+
+    def _begin_again(self, run: tuple[int, int]) -> None:
+        self._earlier = self._earlier or bool(self.metrics)
+        self._run = run
+        self.metrics.clear()
+
+    def _take_row(self, rank: int, row: MetricRow) -> None:
+        self._run = self._run or row.run
+        if row.run < self._run:
+            self._earlier = True
+            return
+        # A later one is of a fresh process, which does not know that steps have begun before it came.
+        for name, value in row.values.items():
+            if name not in self.metrics and len(self.metrics) >= _MAX_NAMES:
+                self._left_out.add(name)
+                continue
+            self.metrics.setdefault(name, Series(name)).add(rank, row.step, value)
+
+    def _take_vitals(self, rank: int, report: JobReport, seconds: float) -> None:
+        if report.steps_per_s is not None:
+            self.vitals["steps/s"].add(rank, seconds, report.steps_per_s)
+        if report.communication is not None:
+            self._shares[rank] = report.communication
+            self.vitals["communication"].add(rank, seconds, report.communication)
+        self.vitals["memory"].add(rank, seconds, memory_of(report))
+
+    def rows(self) -> list[RankRow]:
+        """One a rank."""
+        return [self._row(rank, words) for rank, words in sorted(self._words.items())]
+
+    def _row(self, rank: int, words: str) -> RankRow:
+        report = self.reports.get(rank)
+        steps = [series.latest[rank][0] for series in self.metrics.values() if rank in series.latest]
+        return RankRow(
+            rank,
+            words,
+            int(max(steps)) if steps else None,
+            report.steps_per_s if report else None,
+            self._shares.get(rank),
+            memory_of(report) if report else 0,
+        )
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps a second of the slowest rank."""
+        rates = [report.steps_per_s for report in self.reports.values() if report.steps_per_s is not None]
+        return min(rates, default=None)
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Items a second of all ranks together."""
+        rates = [report.items_per_s for report in self.reports.values() if report.items_per_s is not None]
+        return sum(rates) if rates else None
+
+    @property
+    def communication(self) -> float | None:
+        """Mean share over ranks, 0 to 1."""
+        shares = list(self._shares.values())
+        return sum(shares) / len(shares) if shares else None
+
+    def bars(self) -> list[MergedBar]:
+        """The loops of all ranks."""
+        return merge_bars({rank: report.bars for rank, report in self.reports.items()})
+
+    def notes(self) -> list[str]:
+        """Sentences: what is missing, and what is not finite."""
+        found = []
+        for series in self.metrics.values():
+            if series.not_finite:
+                first = min(series.not_finite.values())
+                found.append(f"{series.name} is not finite on {named(series.not_finite)}, since step {first:.0f}.")
+        if more := list(self.metrics)[MAX_CURVES:]:
+            rest = f" and {len(more) - _MAX_TOLD} more" if len(more) > _MAX_TOLD else ""
+            found.append(f"Without a curve, as {MAX_CURVES} names have one: {', '.join(more[:_MAX_TOLD])}{rest}.")
+        if self._earlier:
+            found.append("Steps have begun again: the curves are those of the last run.")
+        if self._left_out:
+            found.append(f"{len(self._left_out)} more names are not kept: {_MAX_NAMES} are.")
+        if self.lost:
+            found.append(f"{self.lost} calls of axon_nb.log were dropped before they were read.")
+        silent = [rank for rank in self._words if rank not in self.reports]
+        if silent:
+            found.append(f"Nothing is known of rank {format_ranks(silent)}.")
+        return found
+
+
+def memory_of(report: JobReport) -> int:
+    """Bytes: on its accelerator if the rank has one, else resident."""
+    return report.state.device_bytes or report.state.rss_bytes

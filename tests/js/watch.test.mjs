@@ -1,0 +1,84 @@
+// The layout functions of axon_nb/widgets/static/watch.js, run by node's own test runner.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import test from "node:test";
+
+const source = readFileSync(new URL("../../axon_nb/widgets/static/watch.js", import.meta.url), "utf8");
+const watch = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+
+const FRAME = { left: 0, top: 0, width: 100, height: 10 };
+
+/** Bytes as the kernel packs them. */
+function packed(steps, lows, means, highs) {
+  return new DataView(Float32Array.from([...steps, ...lows, ...means, ...highs]).buffer);
+}
+
+test("points are read by columns", () => {
+  const points = watch.decode(packed([0, 2], [1, 2], [3, 4], [5, 6]));
+  assert.deepEqual(points, { steps: [0, 2], lows: [1, 2], means: [3, 4], highs: [5, 6] });
+  assert.deepEqual(watch.decode(undefined).steps, []);
+  assert.deepEqual(watch.decode(new DataView(new ArrayBuffer(0))).steps, []);
+});
+
+test("a range holds all values, and a curve without height is in its middle", () => {
+  const points = { steps: [0, 1], lows: [1, 2], means: [2, 3], highs: [3, 10] };
+  assert.deepEqual(watch.range(points, false), { low: 1, high: 10, logarithmic: false });
+  const flat = { steps: [0], lows: [5], means: [5], highs: [5] };
+  assert.equal(watch.place(5, watch.range(flat, false)), 0.5);
+  assert.ok(Math.abs(watch.place(5, watch.range(flat, true)) - 0.5) < 1e-9);
+  const zero = { steps: [0], lows: [0], means: [0], highs: [0] };
+  assert.equal(watch.place(0, watch.range(zero, false)), 0.5);
+});
+
+test("a logarithmic range is one only above zero", () => {
+  const above = { steps: [0, 1], lows: [0.01, 1], means: [0.1, 1], highs: [1, 1] };
+  const span = watch.range(above, true);
+  assert.ok(span.logarithmic);
+  assert.ok(Math.abs(watch.place(0.1, span) - 0.5) < 1e-9);
+  assert.equal(watch.range({ ...above, lows: [0, 1] }, true).logarithmic, false);
+});
+
+test("paths go from the left to the right edge, lows below highs", () => {
+  const points = { steps: [10, 20], lows: [0, 0], means: [5, 5], highs: [10, 10] };
+  const { line, band } = watch.paths(points, watch.range(points, false), FRAME);
+  assert.equal(line, "M0.0 5.0L100.0 5.0");
+  assert.equal(band, "M0.0 0.0L100.0 0.0L100.0 10.0L0.0 10.0z");
+  assert.deepEqual(watch.paths(watch.decode(), watch.range(watch.decode(), false), FRAME), { line: "", band: "" });
+});
+
+test("the nearest point is found by its step, not by its place in the list", () => {
+  const points = { steps: [0, 1, 100] };
+  assert.equal(watch.nearest(points, 0.3), 1);
+  assert.equal(watch.nearest(points, 0.8), 2);
+  assert.equal(watch.nearest({ steps: [] }, 0.5), -1);
+});
+
+test("numbers have at most four digits", () => {
+  assert.equal(watch.words(2.3061234, "number"), "2.306");
+  assert.equal(watch.words(12345, "number"), "12345");
+  assert.equal(watch.words(0.00001234, "number"), "1.234e-5");
+  assert.equal(watch.words(1.5e7 + 0.5, "number"), "1.500e+7");
+  assert.equal(watch.words(0.375, "share"), "38 %");
+  assert.equal(watch.words(300 * 2 ** 20, "bytes"), "300 MiB");
+  assert.equal(watch.words(12, "bytes"), "12 B");
+});
+
+test("a point in words names the spread only where there is one", () => {
+  const points = { steps: [3], lows: [1], means: [1.5], highs: [2] };
+  assert.equal(watch.describe(points, 0, { kind: "number", along: "step" }), "step 3: 1.5 (1 to 2 over ranks)");
+  const same = { steps: [3], lows: [1], means: [1], highs: [1] };
+  assert.equal(watch.describe(same, 0, { kind: "number", along: "s" }), "after 3 s: 1");
+});
+
+test("keys move the cursor within the curve and leave other keys alone", () => {
+  assert.equal(watch.moved(-1, 5, "ArrowLeft"), 4);
+  assert.equal(watch.moved(-1, 5, "ArrowRight"), 0);
+  assert.equal(watch.moved(4, 5, "ArrowRight"), 4);
+  assert.equal(watch.moved(0, 5, "ArrowLeft"), 0);
+  assert.equal(watch.moved(2, 5, "Home"), 0);
+  assert.equal(watch.moved(2, 5, "End"), 4);
+  assert.equal(watch.moved(2, 5, "Escape"), -1);
+  assert.equal(watch.moved(2, 5, "a"), null);
+  assert.equal(watch.moved(2, 0, "End"), null);
+});

@@ -1,0 +1,91 @@
+"""What a rank measures of itself: storages by role, room on the host, bars of tqdm, rounds of optimizer steps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from axon_nb.engine import rounds as rounds_module
+from axon_nb.engine import tqdm_bars as tqdm_module
+from axon_nb.engine.capacity import capacity, free_on_host
+from axon_nb.engine.living_tensors import LivingTensors, storages_of
+from axon_nb.records.pace import Pace
+
+
+def test_a_storage_counts_once_whoever_views_it() -> None:
+    whole = torch.zeros(100)
+    found = storages_of([whole, whole[10:], whole.view(10, 10), torch.zeros(5), torch.zeros(3, device="meta")], "cpu")
+    assert sorted(found.values()) == [20, 400]
+
+
+def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
+    kept, living = [torch.zeros(12345)], LivingTensors()
+    assert 4 * 12345 in living.storages("cpu").values()
+    kept.append(torch.zeros(23456))
+    assert 4 * 23456 not in living.storages("cpu").values(), "too early for another look"
+    assert 4 * 23456 in living.storages("cpu", now=True).values()
+    assert len(kept) == 2
+
+
+def test_room_is_that_of_the_host_or_of_the_cgroup(tmp_path: Path) -> None:
+    info = tmp_path / "meminfo"
+    assert free_on_host(info, tmp_path) is None
+    info.write_text("MemTotal:       16000 kB\nMemAvailable:    8000 kB\n")
+    assert free_on_host(info, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    assert free_on_host(info, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
+    assert free_on_host(info, tmp_path) == 3_000_000
+    (tmp_path / "memory.current").write_text("7000000\n")
+    assert free_on_host(info, tmp_path) == 0
+
+
+def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
+    limit, taken = capacity(torch.device("cpu"), 1000)
+    assert taken == 1000
+    assert limit is not None
+    assert limit > 1000
+
+
+def test_a_round_has_each_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace()
+    monkeypatch.setattr(rounds_module, "rounds", pace)
+    monkeypatch.setattr(rounds_module, "_seen", set())
+    first, second = object(), object()
+    for _ in range(3):
+        rounds_module._after_step(first)
+        rounds_module._after_step(second)
+    assert pace.steps == 3
+    rounds_module._after_step(second)
+    assert pace.steps == 4
+
+
+def test_bars_of_tqdm_are_seen_open_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
+    kind = sys.modules["tqdm.std"].tqdm
+    close = kind.close
+    monkeypatch.setattr(kind, "close", close)  # put back afterwards
+    monkeypatch.setattr(tqdm_module, "_hooked", [])
+    tqdm_module._closed.clear()
+    assert tqdm_module.missing() == []
+    assert tqdm_module.tqdm_bars() == []
+    with open("/dev/null", "w") as nowhere:
+        with tqdm.tqdm(total=10, desc="epochs", file=nowhere) as outer:
+            outer.update(3)
+            inner = tqdm.tqdm(range(4), desc="batches", file=nowhere, leave=False)
+            assert [(bar.desc, bar.depth, bar.done, bar.total, bar.is_over) for bar in tqdm_module.tqdm_bars()] == [
+                ("epochs", 0, 3, 10, False),
+                ("batches", 1, 0, 4, False),
+            ]
+            list(inner)
+            tqdm.tqdm(range(4), disable=True, file=nowhere)
+            assert [(bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()] == [
+                ("epochs", 3, False),
+                ("batches", 4, True),
+            ]
+        assert next((bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()) == ("epochs", 3, True)

@@ -1,0 +1,138 @@
+"""What `axon_nb.log` takes, refuses, counts and keeps."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import axon_nb
+from axon_nb.errors import UsageError
+from axon_nb.records import metrics as module
+from axon_nb.records import running_cell
+from axon_nb.records.metrics import Logged, MetricRing
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> MetricRing:
+    """A ring of the test's own, behind `axon_nb.log`."""
+    made = MetricRing(capacity=16)
+    monkeypatch.setattr(module, "metrics", made)
+    return made
+
+
+@pytest.fixture
+def cell() -> Iterator[list[int]]:
+    """The number of the cell that runs, to be set."""
+    number = [0]
+    running_cell.follow(lambda: number[0])
+    yield number
+    running_cell.follow(lambda: None)
+
+
+def rows(ring: MetricRing) -> list[tuple[int, dict[str, Any]]]:
+    """(step, values) of all that is kept."""
+    return [(row.step, row.values) for row in ring.read(0)[0]]
+
+
+def test_steps_are_counted_for_each_name_or_given(ring: MetricRing) -> None:
+    for value in (3.0, 2.0):
+        axon_nb.log(loss=value)
+        axon_nb.log(lr=0.1)
+    axon_nb.log(loss=1.0, lr=0.2)
+    axon_nb.log(accuracy=0.5, step=7)
+    assert rows(ring) == [
+        (0, {"loss": 3.0}),
+        (0, {"lr": 0.1}),
+        (1, {"loss": 2.0}),
+        (1, {"lr": 0.1}),
+        (2, {"loss": 1.0, "lr": 0.2}),
+        (7, {"accuracy": 0.5}),
+    ]
+    assert ring.pace.steps == 3
+
+
+def test_numbers_of_all_kinds_are_taken(ring: MetricRing) -> None:
+    running = torch.tensor(1.5, requires_grad=True)
+    total = torch.zeros(())
+    axon_nb.log(a=running, b=np.float32(0.25), c=np.int64(3), d=True, e=total, f=torch.tensor([2.0]), g=10**400)
+    total += 1
+    ((_, values),) = rows(ring)
+    assert values == {"a": 1.5, "b": 0.25, "c": 3.0, "d": 1.0, "e": 0.0, "f": 2.0, "g": math.inf}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": "3"}, "loss is a str: `axon_nb.log` takes numbers"),
+        ({"loss": None}, "loss is a NoneType"),
+        ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log one number of it, such as loss.mean"),
+        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` takes numbers"),
+        ({"loss": torch.ones((), device="meta")}, "loss is a Tensor"),
+        ({"loss": 1.0, "step": -1}, "step=-1: it is a whole number of 0 or above"),
+        ({"loss": 1.0, "step": 1.5}, "step=1.5"),
+        ({"loss": 1.0, "items": "many"}, "items is a str"),
+    ],
+)
+def test_what_is_no_number_is_refused_in_a_sentence(ring: MetricRing, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        axon_nb.log(**given)
+    assert rows(ring) == []
+
+
+def test_a_step_below_an_earlier_one_begins_anew(ring: MetricRing, cell: list[int]) -> None:
+    cell[0] = 5
+    for step in (0, 1, 0):
+        axon_nb.log(loss=1.0, step=step)
+    cell[0] = 9
+    axon_nb.log(loss=1.0, step=1)
+    axon_nb.log(loss=1.0, step=0)
+    axon_nb.log(loss=1.0)
+    found, _, _ = ring.read(0)
+    assert [(row.step, row.run, row.is_first) for row in found] == [
+        (0, (5, 0), True),
+        (1, (5, 0), True),
+        (0, (5, 1), False),
+        (1, (5, 1), False),
+        (0, (9, 0), False),
+        (1, (9, 0), False),
+    ]
+
+
+def test_a_fresh_process_is_in_the_run_of_its_first_cell(ring: MetricRing, cell: list[int]) -> None:
+    cell[0] = 9
+    axon_nb.log(loss=1.0, step=4)
+    assert ring.read(0)[0] == [Logged(4, (9, 0), True, {"loss": 1.0})]
+
+
+def test_readers_learn_what_they_missed(ring: MetricRing) -> None:
+    for _ in range(20):
+        axon_nb.log(loss=1.0)
+    found, position, lost = ring.read(0, limit=10)
+    assert ([row.step for row in found], position, lost) == (list(range(4, 14)), 14, 4)
+    assert [row.step for row in ring.read(position)[0]] == list(range(14, 20))
+    assert ring.read(20) == ([], 20, 0)
+    assert len(ring.read(999)[0]) == 16, "a position of another process"
+
+
+def test_items_alone_are_counted_for_the_throughput(ring: MetricRing) -> None:
+    axon_nb.log(items=32)
+    axon_nb.log(items=torch.tensor(32))
+    assert rows(ring) == []
+    assert ring.pace.steps == 0
+
+
+def test_in_plain_python_nothing_is_loaded_and_nothing_happens() -> None:
+    code = (
+        "import sys, axon_nb\naxon_nb.log(loss=1.0, step=3)\nlist(axon_nb.progress([1, 2], desc='x'))\n"
+        "assert not {'torch', 'numpy', 'IPython', 'zmq'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "2/2" in done.stderr

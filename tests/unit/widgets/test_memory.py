@@ -1,0 +1,143 @@
+"""What `%memory` draws: parts of the scale, marks, flags, words, and the size of an update."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from axon_nb.cluster.memory import MemoryAnswers
+from axon_nb.records.memory import ROLES, MemoryUse
+from axon_nb.widgets.memory import MemoryView
+from axon_nb.widgets.memory_page import bar_svg, memory_bundle, role_swatch
+from axon_nb.widgets.memory_rows import MemoryRows
+
+MIB = 2**20
+GIB = 2**30
+SIZES = {"parameters": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB}
+
+
+def use(rank: int = 0, **more: Any) -> MemoryUse:
+    """Measured on a CPU rank."""
+    fields: dict[str, Any] = {
+        "by_role": {**SIZES, "other": 10 * MIB},
+        "resident": 500 * MIB,
+        "resident_peak": 600 * MIB,
+        "capacity": 60 * GIB,
+        "occupied": 500 * MIB,
+    }
+    return MemoryUse(rank, 0, more.pop("source", "storages"), **{**fields, **more})
+
+
+def answers(*uses: MemoryUse, estimated: dict[str, int] | None = None, notes: tuple[str, ...] = ()) -> MemoryAnswers:
+    """Of these ranks, each with the same estimate."""
+    estimates = {} if estimated is None else {own.rank: MemoryUse(own.rank, 0, "estimate", estimated) for own in uses}
+    return MemoryAnswers({own.rank: own for own in uses}, estimates, notes)
+
+
+def rows_of(*told: MemoryAnswers) -> MemoryRows:
+    made = MemoryRows("model")
+    for own in told:
+        made.take(own)
+    return made
+
+
+def test_bars_are_to_scale_and_estimates_beside_them() -> None:
+    (row,) = rows_of(answers(use(), estimated={**SIZES, "optimizer": 160 * MIB})).rows()
+    assert [role for role, _ in row.measured.segments] == ["parameters", "gradients", "optimizer", "other"]
+    assert row.estimated is not None
+    assert sum(part for _, part in row.estimated.segments) == pytest.approx(1)
+    assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 240)
+    assert row.measured.peak == pytest.approx(170 / 240)
+    assert row.measured.words == (
+        "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
+    )
+    assert row.estimated.words == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
+
+
+def test_the_highest_that_was_seen_stays() -> None:
+    made = rows_of(answers(use()), answers(use(by_role={"parameters": 17 * MIB})))
+    (row,) = made.rows()
+    assert row.measured.peak == pytest.approx(1)
+    assert row.measured.segments == (("parameters", 0.1),)
+
+
+def test_resident_memory_has_a_scale_of_its_own() -> None:
+    (row,) = rows_of(answers(use())).rows()
+    assert row.process.segments == (("resident", pytest.approx(500 / 600)),)
+    assert row.process.peak == 1
+    assert row.process.capacity is None, "60 GiB are beyond what is drawn"
+    assert "60.0 GiB with what is free" in row.process.words
+    (near,) = rows_of(answers(use(capacity=GIB))).rows()
+    assert near.process.capacity == 1
+
+
+def test_a_rank_near_its_limit_is_flagged() -> None:
+    made = rows_of(answers(use(0), use(1, capacity=510 * MIB)))
+    assert [bool(row.flag) for row in made.rows()] == [False, True]
+    assert made.notes()[0] == "Rank 1: 98 % of what it could have is taken: 10.0 MiB are left."
+
+
+def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
+    gpu = use(
+        source="allocator",
+        by_role={**SIZES, "activations": 840 * MIB},
+        peak=1500 * MIB,
+        capacity=2000 * MIB,
+        occupied=1900 * MIB,
+    )
+    made = rows_of(answers(gpu))
+    (row,) = made.rows()
+    assert row.measured.peak == pytest.approx(0.75)
+    assert row.measured.capacity == 1
+    assert "peak 1.46 GiB, of 1.95 GiB" in row.measured.words
+    assert row.flag.startswith("95 % of the device's memory is taken")
+    assert "CUDA's allocator" in made.heading
+    assert not any("activations are not known" in note for note in made.notes())
+
+
+def test_words_name_the_source_and_what_is_not_known() -> None:
+    text = memory_bundle(rows_of(answers(use(0), use(1), notes=("No estimate: because.",))))["text/plain"]
+    lines = text.splitlines()
+    assert lines[0] == "model: memory of 2 ranks, 170 MiB on each; measured: storages of live tensors"
+    assert lines[1].startswith("  rank 0: 170 MiB (parameters 40.0 MiB")
+    assert any(line.startswith("Of ranks 0-1 activations are not known") for line in lines)
+    assert lines[-1] == "No estimate: because."
+
+
+def test_the_page_needs_no_script_and_escapes_names() -> None:
+    made = MemoryRows("<model>")
+    made.take(answers(use(), estimated=SIZES, notes=("<note>",)))
+    html = memory_bundle(made)["text/html"]
+    assert "&lt;model&gt;" in html
+    assert "&lt;note&gt;" in html
+    assert "<script" not in html
+    assert "<svg" not in html
+    HTMLParser().feed(html)
+
+
+def test_every_role_has_a_look_in_the_picture_and_in_the_style() -> None:
+    text = (Path(__file__).parents[3] / "axon_nb" / "widgets" / "static" / "memory.css").read_text(encoding="utf-8")
+    for role in (*ROLES, "resident"):
+        assert ET.fromstring(role_swatch(role)).tag.endswith("svg")
+        assert f".axon-memory-{role} {{" in text
+
+
+def test_a_bar_has_its_marks() -> None:
+    (row,) = rows_of(answers(use(capacity=GIB))).rows()
+    svg = bar_svg(row.process, width=120, height=10)
+    ET.fromstring(svg)
+    assert "stroke-dasharray" in svg
+
+
+def test_an_update_is_small_however_many_ranks() -> None:
+    view = MemoryView("model")
+    view.take(answers(*(use(rank) for rank in range(80)), estimated=SIZES))
+    view.refresh(unseen=True)
+    assert len(json.dumps(view.content)) < 50_000
+    assert "16 more ranks are left out." in view.content["notes"]
+    view.close()

@@ -1,0 +1,73 @@
+"""Curves over ranks: what is kept, and how much of it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.widgets.chart_svg import chart_svg
+from axon_nb.widgets.series import MAX_POINTS, Point, Series, pack_points
+
+
+def test_a_point_is_lowest_mean_and_highest_of_a_step() -> None:
+    series = Series("loss")
+    for rank, values in enumerate([(4.0, 2.0), (3.0, 1.0), (8.0,)]):
+        for step, value in enumerate(values):
+            series.add(rank, step, value)
+    assert series.points() == [Point(0, 3.0, 5.0, 8.0), Point(1, 1.0, 1.5, 2.0)]
+    assert series.latest == {0: (1, 2.0), 1: (1, 1.0), 2: (0, 8.0)}
+    assert series.now == Point(1, 1.0, pytest.approx(11 / 3), 8.0)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e6, 1e6)), min_size=1, max_size=400))
+def test_no_extreme_is_lost_and_the_size_is_bounded(values: list[tuple[int, float]]) -> None:
+    series = Series("loss", limit=16)
+    for step, value in values:
+        series.add(0, step, value)
+    points = series.points()
+    assert 1 <= len(points) <= 16
+    assert min(p.low for p in points) == min(v for _, v in values)
+    assert max(p.high for p in points) == max(v for _, v in values)
+    assert all(p.low <= p.mean + 1e-6 and p.mean <= p.high + 1e-6 for p in points)
+    assert [p.step for p in points] == sorted({p.step for p in points})
+
+
+def test_values_that_are_not_finite_are_told_apart() -> None:
+    series = Series("loss")
+    series.add(0, 0, 1.0)
+    series.add(1, 0, 2.0)
+    series.add(1, 1, math.nan)
+    series.add(1, 2, math.inf)
+    assert series.points() == [Point(0, 1.0, 1.5, 2.0)]
+    assert series.not_finite == {1: 1}
+    assert series.now == Point(2, 1.0, 1.0, 1.0)
+
+
+def test_points_are_packed_by_columns() -> None:
+    packed = pack_points([Point(0, 1.0, 2.0, 3.0), Point(1, -1.0, 0.5, 1e300)])
+    assert struct.unpack("<8f", packed)[:7] == (0, 1, 1, -1, 2, 0.5, 3)
+    assert len(pack_points([])) == 0
+    assert len(pack_points([Point(i, 0, 0, 0) for i in range(MAX_POINTS)])) == 16 * MAX_POINTS
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [Point(3, 1.0, 1.0, 1.0)],
+        [Point(0, 0.0, 0.0, 0.0), Point(5, 0.0, 0.0, 0.0)],
+        [Point(0, -1e308, 0.0, 1e308), Point(1, 0.0, 1.0, 2.0)],
+        [Point(i, i, i + 1, i + 2) for i in range(240)],
+    ],
+)
+def test_any_curve_has_a_picture(points: list[Point]) -> None:
+    svg = chart_svg(points)
+    assert ET.fromstring(svg).tag.endswith("svg")
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert len(svg) < 20_000
