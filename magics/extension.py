@@ -10,12 +10,13 @@ from axon_nb.errors import AxonError
 from axon_nb.magics.cells import CellMagics
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
+from axon_nb.magics.timeline import TimelineMagics
 from axon_nb.magics.transform import awaited_cells
 from axon_nb.magics.views import ViewMagics
 
 __all__ = ["load", "unload"]
 
-_CLASSES = (CellMagics, DataMagics, DistributedMagics, ViewMagics)
+_CLASSES = (CellMagics, DataMagics, DistributedMagics, TimelineMagics, ViewMagics)
 
 
 def load(shell: InteractiveShell) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axon_nb.widgets.shards import ShardsView
     from axon_nb.widgets.strip import RankStrip
+    from axon_nb.widgets.timeline import TimelineView
 
-__all__ = ["RankStrip", "ShardsView"]
+__all__ = ["RankStrip", "ShardsView", "TimelineView"]
 
-_MODULE_OF = {"RankStrip": "strip", "ShardsView": "shards"}
+_MODULE_OF = {"RankStrip": "strip", "ShardsView": "shards", "TimelineView": "timeline"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,54 @@
+"""The timeline of `--watch`: of one cell, live while it runs, a picture and a table afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+from IPython.display import display
+
+from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.span_feed import span_feed
+from axon_nb.widgets.timeline import TimelineView
+
+__all__ = ["cell_timeline"]
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def cell_timeline(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterator[None]:
+    """Show what these ranks do until the block is left; what goes wrong with the view never reaches the cell."""
+    undo = contextlib.ExitStack()
+    try:
+        _open(cluster, ranks, title, undo)
+    except Exception:
+        _log.warning("The timeline of the cell could not be shown.", exc_info=True)
+    try:
+        yield
+    finally:
+        try:
+            undo.close()
+        except Exception:
+            _log.warning("The timeline of the cell could not be kept.", exc_info=True)
+
+
+def _open(cluster: Cluster, ranks: Sequence[int], title: str, undo: contextlib.ExitStack) -> None:
+    feed = span_feed(cluster)
+    feed.collect(limit_s=1.0, watch_s=5.0)
+    view = TimelineView(feed, ranks, title=title, begin=feed.store.end)
+    handle = display(view, display_id=True)
+    feed.open(view)
+
+    def freeze() -> None:
+        feed.close(view)
+        feed.collect(limit_s=0.5)
+        view.finish()
+        if handle is not None:
+            handle.update(view.to_bundle(), raw=True)
+        # A page that was opened while the cell ran is not reached by the update: its view lives on.
+        if not view.reopened:
+            view.close()
+
+    undo.callback(freeze)
