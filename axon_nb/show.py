@@ -29,7 +29,9 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
     import_module("axon_nb.widgets.open_panels").show_shards(chosen, names, gradients=gradients)
 
 
-def timeline(*, ranks: str | Iterable[int] | None = None, cell: int | None = None, cluster: Cluster | None = None) -> Timeline:
+def timeline(
+    *, ranks: str | Iterable[int] | None = None, cell: int | None = None, cluster: Cluster | None = None
+) -> Timeline:
     """Show what each rank does, span by span, as `%timeline` does.
 
     Args:

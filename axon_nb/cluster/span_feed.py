@@ -79,7 +79,7 @@ class SpanFeed:
                 self._views.remove(view)
 
     def collect(self, *, limit_s: float = 2.0, watch_s: float = 0.0) -> None:
-        """Fetch what there is now, from the notebook's own thread; ranks that do not answer in `limit_s` are left out."""
+        """Fetch what there is now, from the notebook's thread; ranks that do not answer in `limit_s` are left out."""
         with self._lock:
             self._wait_answers(time.monotonic() + limit_s)
             self._ask(watch_s)

@@ -136,7 +136,7 @@ class SpanStore:
             return SpanTable(columns, tuple(self._labels), dict(self._groups), self.first + low, self.lost, dropped)
 
     def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Of which spans something has become known since `num_patched` was `since`: number, late, by; and its value."""
+        """Of which spans something is known since `num_patched` was `since`: number, late, by; and its value now."""
         with self._lock:
             count = min(self.num_patched - since, len(self._patched))
             rows = [number - self.first for number in itertools.islice(reversed(self._patched), count)]

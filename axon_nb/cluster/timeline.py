@@ -39,9 +39,13 @@ def cell_window(table: SpanTable, cell: int) -> tuple[int, int]:
         names.add(span.name)
         if span.name == f"In [{cell}]":
             again = found is None or span.start_ns > found[1]
-            found = (span.start_ns, span.end_ns) if again or found is None else (
-                min(found[0], span.start_ns),
-                max(found[1], span.end_ns),
+            found = (
+                (span.start_ns, span.end_ns)
+                if again or found is None
+                else (
+                    min(found[0], span.start_ns),
+                    max(found[1], span.end_ns),
+                )
             )
     if found is None:
         known = ", ".join(sorted(names, key=lambda name: (len(name), name))[-8:]) or "none"

@@ -60,9 +60,7 @@ class SpanReader:
 
     def _ranks_of(self, name: str) -> list[int]:
         if name not in self._members:
-            self._members = {
-                str(group.group_name): dist.get_process_group_ranks(group) for group in list(all_groups())
-            }
+            self._members = {str(group.group_name): dist.get_process_group_ranks(group) for group in list(all_groups())}
         return self._members.get(name, [])
 
 

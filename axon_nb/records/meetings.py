@@ -65,6 +65,4 @@ class Meetings:
         last = max(meeting.calls, key=lambda rank: meeting.calls[rank][1])
         latest = meeting.calls[last][1]
         # Who sends in a broadcast may leave before the others come: it has waited for nobody any longer than that.
-        return [
-            Late(own, max(0, min(latest, end) - start), last) for own, start, end in meeting.calls.values()
-        ]
+        return [Late(own, max(0, min(latest, end) - start), last) for own, start, end in meeting.calls.values()]

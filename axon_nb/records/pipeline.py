@@ -122,7 +122,9 @@ def _last_step(group: str, by_rank: Mapping[int, list[Span]]) -> PipelineStep | 
     cut = {rank: _cut(sorted(spans, key=lambda span: span.start_ns)) for rank, spans in sorted(by_rank.items())}
     first = min(cut)
     for own in reversed(cut[first][-_LOOK_BACK:]):
-        steps = [own] + [max(steps, key=lambda step: _common(own, step)) for rank, steps in cut.items() if rank != first]
+        steps = [own] + [
+            max(steps, key=lambda step: _common(own, step)) for rank, steps in cut.items() if rank != first
+        ]
         measured = [span for step in steps for span in step]
         if not _whole(measured) or any(_common(own, step) <= 0 for step in steps):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -117,7 +118,7 @@ def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
     """(left, right, code) of the stretches where one kind takes the most."""
     best = np.where(shares.max(axis=0) > _LEAST, shares.argmax(axis=0), -1)
     edges = [0, *(np.flatnonzero(np.diff(best)) + 1).tolist(), len(best)]
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in itertools.pairwise(edges):
         if right > left and best[left] >= 0:
             yield left, right, int(best[left])
 

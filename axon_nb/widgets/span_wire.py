@@ -18,7 +18,9 @@ BYTES_PER_SPAN = 30
 BYTES_PER_PATCH = 10
 
 
-def pack(table: SpanTable, header: Mapping[str, Any], *, origin_ns: int, patches: Sequence[Sequence[int]] = ()) -> bytes:
+def pack(
+    table: SpanTable, header: Mapping[str, Any], *, origin_ns: int, patches: Sequence[Sequence[int]] = ()
+) -> bytes:
     """Pack spans.
 
     Args:
@@ -26,7 +28,7 @@ def pack(table: SpanTable, header: Mapping[str, Any], *, origin_ns: int, patches
         header: What goes with them, besides what is added here: `first`, the number of the first span, `count`, and
             `patched`, how many patches there are.
         origin_ns: The time that is 0 in the browser.
-        patches: What has become known of spans that the browser has: number, nanoseconds late, rank that was waited for.
+        patches: What has become known of spans that it has: number, nanoseconds late, rank that was waited for.
 
     Returns:
         Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then columns, little-endian: start

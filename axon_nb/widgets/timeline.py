@@ -93,7 +93,7 @@ class TimelineView(anywidget.AnyWidget):
 
     @property
     def watched(self) -> bool:
-        """Whether a page has shown it in the last seconds; those in which the kernel could hear nothing do not count."""
+        """Whether a page has shown it in the last seconds, those aside in which the kernel could hear nothing."""
         return self._heard is not None and self._beat - self._heard < _SEEN_S
 
     @property
@@ -202,17 +202,15 @@ class TimelineView(anywidget.AnyWidget):
         self._cursor = table.first + count
         return pack(table.head(count), header, origin_ns=self._origin_ns, patches=patches)
 
-    def _header(self, table: SpanTable, *, labels_from: int, groups_known: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    def _header(
+        self, table: SpanTable, *, labels_from: int, groups_known: dict[str, tuple[int, ...]]
+    ) -> dict[str, Any]:
         store = self._feed.store
         start, end = self._focus_ns()
         return {
-            "labels": [
-                [CODE_OF.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]
-            ],
+            "labels": [[CODE_OF.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]],
             "labelsFrom": labels_from,
-            "groups": {
-                name: named(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks
-            },
+            "groups": {name: named(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks},
             "oldest": max(store.first, self._begin),
             "dropped": max(0, store.first - self._begin),
             "lost": store.lost,

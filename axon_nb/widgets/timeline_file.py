@@ -19,7 +19,8 @@ __all__ = ["timeline_file"]
 _STATIC = Path(__file__).parent / "static"
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
-const traits = { config: JSON.parse(document.getElementById("config").textContent), snapshot: new DataView(bytes.buffer) };
+const config = JSON.parse(document.getElementById("config").textContent);
+const traits = { config, snapshot: new DataView(bytes.buffer) };
 const model = { get: (name) => traits[name], on() {}, off() {}, send() {} };
 const el = document.getElementById("timeline");
 el.replaceChildren();
@@ -55,7 +56,7 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     told = json.dumps(config).replace("</", "<\\/")
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_PAGE_CSS}{css}</style></head><body><div id=\"timeline\">{fallback}</div>"
+        f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
         f'<script type="application/json" id="config">{told}</script>'
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
         f'<script type="module">{script}{_START}</script></body></html>\n'

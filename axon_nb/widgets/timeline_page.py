@@ -1,4 +1,4 @@
-"""A timeline as a picture, a table and text, which need neither a kernel nor scripts; and its facts for the live page."""
+"""A timeline as a picture, a table and text, without a kernel and scripts; and its facts for the live page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from axon_nb.widgets.span_picture import rank_svg, step_svg, swatch_svg
 __all__ = ["COLUMN_TITLES", "TimelineNumbers", "facts_of", "page_facts", "timeline_bundle"]
 
 COLUMN_TITLES = ("forward", "backward", "optimizer", "communicating", "hidden", "waiting", "waited for", "moved")
-"""Of the table; `hidden` is the share of communication behind computing, `waited for` what other ranks waited for it."""
+"""Of the table; `hidden`: share of communication behind computing, `waited for`: what other ranks waited for it."""
 
 _MUTED = "color:var(--jp-ui-font-color2, inherit)"
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
@@ -155,7 +155,7 @@ def _seconds(spans: Sequence[Span]) -> float:
 def _page_step(step: PipelineStep) -> dict[str, Any]:
     ranks = sorted({span.rank for span in step.measured})
 
-    def boxes(spans: Sequence[Span]) -> list[list[float]]:
+    def boxes(spans: Sequence[Span]) -> list[list[float | str]]:
         origin = min(span.start_ns for span in spans)
         return [
             [
@@ -182,7 +182,8 @@ def _html(
     table: SpanTable, ranks: Sequence[int], by_rank: dict[int, RankFacts], extent: tuple[int, int], heading: str
 ) -> str:
     head = "".join(
-        f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{title}</th>' for title in ("", "", *COLUMN_TITLES)
+        f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{title}</th>'
+        for title in ("", "", *COLUMN_TITLES)
     )
     rows = "".join(_row(table, by_rank[rank], extent, num_rows=len(ranks)) for rank in ranks)
     return (

@@ -1,4 +1,4 @@
-"""`%timeline` in JupyterLab: live while cells run, a hundred thousand spans, after a reload, saved with the notebook."""
+"""`%timeline` in JupyterLab: live while cells run, with very many spans, after a reload, saved."""
 
 from __future__ import annotations
 

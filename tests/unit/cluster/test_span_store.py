@@ -63,7 +63,9 @@ def test_a_pipelines_own_spans_stand_for_what_is_within_them() -> None:
     store = SpanStore()
     inside = [span(0, 11, 19), span(0, 22, 28, "wait"), span(0, 20, 30, "p2p", name="recv", group="1")]
     stage = {"stage": 1, "microbatch": 2, "group": "1"}
-    store.add([*inside, span(0, 10, 20, name="F", **stage), span(0, 21, 29, "p2p", name="RECV_F", **stage), span(0, 40, 41)])
+    store.add(
+        [*inside, span(0, 10, 20, name="F", **stage), span(0, 21, 29, "p2p", name="RECV_F", **stage), span(0, 40, 41)]
+    )
     kept = [(own.kind, own.name, own.stage) for own in store.table().spans()]
     assert kept == [("p2p", "recv", -1), ("forward", "F", 1), ("wait", "RECV_F", 1), ("forward", "forward", -1)]
 

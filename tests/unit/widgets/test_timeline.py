@@ -73,12 +73,18 @@ def late(rank: int, start: float, end: float, sequence: int) -> Span:
 
 
 def test_the_straggler_is_named() -> None:
-    spans = [late(rank, 100 * i + (80 if rank == 2 else rank), 100 * i + 90, i + 1) for i in range(5) for rank in range(3)]
+    spans = [
+        late(rank, 100 * i + (80 if rank == 2 else rank), 100 * i + 90, i + 1) for i in range(5) for rank in range(3)
+    ]
     facts = timeline_facts(filled(*spans, ranks=3).table())
-    assert facts.straggler.startswith("Straggler: rank 2 came last to 5 of 5 collectives; other ranks waited 0.80 s for it")
+    assert facts.straggler.startswith(
+        "Straggler: rank 2 came last to 5 of 5 collectives; other ranks waited 0.80 s for it"
+    )
     assert facts.num_collectives == 5
     assert [own.bytes for own in facts.ranks] == [2000, 2000, 2000]
-    even = [late(rank, 100 * i + (80 if rank == i % 3 else 0), 100 * i + 90, i + 1) for i in range(6) for rank in range(3)]
+    even = [
+        late(rank, 100 * i + (80 if rank == i % 3 else 0), 100 * i + 90, i + 1) for i in range(6) for rank in range(3)
+    ]
     assert timeline_facts(filled(*even, ranks=3).table()).straggler == ""
 
 
@@ -172,7 +178,9 @@ def test_spans_are_appended_in_small_messages_and_sent_once(page: Page, feed: An
         page.pump()
     headers = [header_of(message) for message in page.sent]
     assert sum(header["count"] for header in headers) == 5000
-    assert [header["first"] for header in headers] == [sum(h["count"] for h in headers[:i]) for i in range(len(headers))]
+    assert [header["first"] for header in headers] == [
+        sum(h["count"] for h in headers[:i]) for i in range(len(headers))
+    ]
     assert max(map(len, page.sent)) <= 50_000
     assert sum(len(header["labels"]) for header in headers) == 50
     before = len(page.sent)
@@ -214,7 +222,9 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
     assert page.reopened
 
 
-def test_a_message_that_nobody_confirms_holds_up_the_next(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_nobody_confirms_holds_up_the_next(
+    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
     page.note({"op": "here"})
     feed.store.add([span(0, 0, 1, "forward")])
