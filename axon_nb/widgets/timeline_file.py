@@ -28,7 +28,9 @@ const widget = make();
 widget.initialize({ model });
 widget.render({ model, el });
 """
-_PAGE_CSS = "body{margin:16px;font-family:system-ui,sans-serif}@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}"
+_PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
+@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; --jp-layout-color2: #333 } }
+"""
 
 
 def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timeline") -> str:
