@@ -200,7 +200,7 @@ def _row(table: SpanTable, own: RankFacts, extent: tuple[int, int], *, num_rows:
     return (
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">rank {own.rank}</th>'
         f'<td style="{_CELL};width:45%"><img alt="{said}" title="{said}" src="{picture}" height="26" '
-        'style="display:block;width:100%;min-width:200px;max-width:none;height:26px;margin:0"></td>'
+        'style="display:block;width:100%;min-width:320px;max-width:none;height:26px;margin:0"></td>'
         + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in _cells(own))
         + "</tr>"
     )

@@ -26,7 +26,7 @@ parts = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))) for _ in range(
 pipe = Pipeline(parts, num_microbatches=8, schedule="1F1B", loss=nn.functional.mse_loss)
 optimizer = torch.optim.AdamW(pipe.parameters())
 print("training", flush=True)
-end = torch.tensor(time.monotonic() + 12)
+end = torch.tensor(time.monotonic() + 10)
 dist.broadcast(end, 0)
 going = torch.ones(1)
 while going:
@@ -75,8 +75,24 @@ def _wait_more(page: LabPage, name: str, than: int, *, limit: float = 60.0) -> i
     return _number(page, name)
 
 
+def _use_keys_and_filter(page: LabPage) -> None:
+    canvas = page.page.locator(CANVAS)
+    canvas.focus()
+    before = _number(page, "found")
+    for _ in range(6):
+        page.page.keyboard.press("+")
+    page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) < {before}")
+    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("n")
+    page.page.locator(".axon-timeline-tip", has_text="rank 0 ·").wait_for()
+    page.page.keyboard.press("Home")
+    page.page.fill(".axon-timeline input", "optimizer")
+    page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) < {before} / 2")
+    page.page.fill(".axon-timeline input", "")
+
+
 def test_a_timeline_is_live_obeys_keys_survives_a_reload_and_stays(lab: LabServer, page: LabPage) -> None:
-    cells = ["%load_ext axon_nb\n%distributed start -n 4", "%timeline", TRAIN, "%distributed stop"]
+    cells = ["%load_ext axon_nb\n%distributed start -n 4", "%timeline", TRAIN, TRAIN, "%distributed stop"]
     lab.write_notebook("timeline.ipynb", cells)
     page.open_notebook("timeline.ipynb")
     page.run_and_wait(0)
@@ -96,31 +112,31 @@ def test_a_timeline_is_live_obeys_keys_survives_a_reload_and_stays(lab: LabServe
     legend = page.page.locator(".axon-timeline-key:visible").all_inner_texts()
     assert {"forward", "backward", "optimizer", "collective", "waiting", "bubble"} <= set(legend)
     _picture(page, "timeline-live")
+    page.set_theme(dark=True)
+    page.page.wait_for_selector("#jupyterlab-splash", state="detached")
+    _picture(page, "timeline-live-dark")
+    page.set_theme(dark=False)
 
-    canvas = page.page.locator(CANVAS)
-    canvas.focus()
-    before = _number(page, "found")
-    for _ in range(6):
-        page.page.keyboard.press("+")
-    page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) < {before}")
-    page.page.keyboard.press("ArrowDown")
-    page.page.keyboard.press("n")
-    page.page.locator(".axon-timeline-tip", has_text="rank 0 ·").wait_for()
-    page.page.keyboard.press("Home")
-    page.page.fill(".axon-timeline input", "optimizer")
-    page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) < {before} / 2")
-    page.page.fill(".axon-timeline input", "")
-    page.save()
-    page.reload()
-    page.page.wait_for_selector(CANVAS, timeout=60_000)
-    _wait_more(page, "end", spans)
+    _use_keys_and_filter(page)
     page.wait_done(2, limit=90)
-    page.run_and_wait(3)
+    page.output(1).locator("details").click()
+    _picture(page, "timeline-saved", cell=1)
     page.save()
     saved = lab.read_notebook("timeline.ipynb")
     assert len(nbformat.writes(saved)) < 600_000
     bundles = [output["data"] for output in saved.cells[1].outputs if output.output_type == "display_data"]
-    assert any("data:image/svg+xml;base64," in "".join(bundle.get("text/html", "")) for bundle in bundles)
+    html = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
+    assert "data:image/svg+xml;base64," in html
+    assert "8 microbatches" in html
+
+    spans = _number(page, "end")
+    page.run_cell(3)
+    spans = _wait_more(page, "end", spans)
+    page.reload()
+    page.page.wait_for_selector(CANVAS, timeout=60_000)
+    spans = _wait_more(page, "end", spans)
+    _wait_more(page, "end", spans)
+    page.run_and_wait(4, limit=90)
 
 
 def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer, page: LabPage) -> None:
@@ -133,7 +149,5 @@ def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer,
     assert "older spans were dropped" in page.output_text(0)
     page.page.locator(CANVAS).press("a")
     page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) >= 100000")
-    page.set_theme(dark=True)
-    _picture(page, "timeline-many-dark")
-    page.set_theme(dark=False)
+    _picture(page, "timeline-many")
     page.run_and_wait(1)

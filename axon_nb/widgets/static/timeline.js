@@ -39,7 +39,7 @@ export function newStore(capacity = 4096) {
   const columns = {};
   for (const [name, Type] of Object.entries(TYPES)) columns[name] = new Type(capacity);
   const rest = { labels: [], groups: {}, focus: [null, null], facts: null, pipelines: [] };
-  return { columns, first: -1, count: 0, skip: 0, now: 0, lost: 0, dropped: 0, missing: 0, finished: false, ...rest };
+  return { columns, first: -1, count: 0, skip: 0, now: 0, lost: 0, dropped: 0, missing: 0, finished: false, updates: 0, ...rest };
 }
 
 function grow(store, wanted) {
@@ -89,6 +89,7 @@ export function merge(store, { header, columns, patches }) {
   }
   const { now, lost, dropped, focus, finished } = header;
   Object.assign(store, { now, lost, dropped, focus, finished });
+  store.updates++;
   if (header.facts) store.facts = header.facts;
   if (header.pipelines) store.pipelines = header.pipelines;
   clear(store, header.oldest);
@@ -388,6 +389,7 @@ function fill(context, paint, patterns, ratio, left, top, width, height) {
   if (paint.pattern === "hollow") {
     context.save();
     context.strokeStyle = paint.color;
+    context.lineWidth = ratio;
     context.setLineDash([2 * ratio, 2 * ratio]);
     context.strokeRect(left + ratio / 2, top + ratio / 2, Math.max(0, width - ratio), height - ratio);
     context.restore();
@@ -662,7 +664,7 @@ function render({ model, el }, shared) {
     if (store.facts !== facts) tellFacts((facts = store.facts));
     if (store.pipelines !== pipelines) tellSteps((pipelines = store.pipelines));
     canvas.ariaLabel = `Timeline of ${ranks.length} ranks, ${spans} spans. Plus and minus zoom, left and right move, up and down choose a rank, n and p go from span to span, Home shows the last cell, a everything.`;
-    Object.assign(canvas.dataset, { spans, found, end: store.first + store.count, view: `${from.toFixed(6)},${to.toFixed(6)}` });
+    Object.assign(canvas.dataset, { spans, found, updates: store.updates, end: store.first + store.count, view: `${from.toFixed(6)},${to.toFixed(6)}` });
   }
 
   function tellFacts({ titles, rows, sentences }) {
@@ -766,11 +768,14 @@ function render({ model, el }, shared) {
     } else {
       const way = key === "n" ? 1 : -1;
       const time = i >= 0 ? store.columns.start[i] : way > 0 ? from - 1e-9 : to;
-      const next = neighbour(store, { ...known(), rank: ranks[row], row, lane, time, way });
+      const place = { ...known(), rank: ranks[row], row, lane };
+      let next = neighbour(store, { ...place, time, way });
+      if (next < 0 && i < 0) next = neighbour(store, { ...place, time, way: -way });
       if (next < 0) return;
       chosen = { row, lane, number: store.first + next };
       const at = store.columns.start[next];
       if (at < from || at + store.columns.duration[next] > to) view = { from: at - (to - from) / 4, to: at + (3 * (to - from)) / 4 };
+      else if (view?.follow) view = { from, to }; // it stays in sight
       const words = describe(store, next, config, zero());
       live.textContent = words;
       say(words, canvas.offsetLeft + Math.max(0, ((at - window_().from) / (to - from)) * canvas.clientWidth), canvas.offsetTop + row * height);
