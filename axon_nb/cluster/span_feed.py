@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb.cluster.span_store import SpanStore
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
 _TICK_S = 0.1
+_BUSY_S = 0.2
+"""How often each rank is asked while a cell runs; the ranks take turns."""
+_PER_S = 40
+"""How many questions a second there are at most."""
 _IDLE_S = 1.0
 """How often idle ranks are asked, so that they are ready to record when a cell begins."""
 _WATCH_S = 5.0
@@ -60,7 +65,7 @@ class SpanFeed:
         """By rank: its process, and the number of the next span."""
         self._offsets: dict[int, tuple[int, int]] = {}
         """By rank of another host: nanoseconds of the round trip, and what to add to its times."""
-        self._due = 0.0
+        self._due: dict[int, float] = {}
         self.running_since: int | None = None
         """Since when ranks run a cell, in nanoseconds, give or take a tick; None: they do not, or nobody looks."""
 
@@ -119,17 +124,20 @@ class SpanFeed:
         if not cluster.busy:
             self.running_since = None
         elif self.running_since is None:
-            self.running_since, self._due = time.monotonic_ns() - round(_TICK_S * 1e9), now
+            self.running_since = time.monotonic_ns() - round(_TICK_S * 1e9)
+            self._due = {rank: now + rank % 2 * _TICK_S for rank in cluster.ranks}
         self._take_answers()
-        if wanted and now >= self._due:
-            self._ask(_WATCH_S)
-            self._due = now + (_TICK_S / 2 if self.running_since is not None else _IDLE_S)
+        if wanted:
+            due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
+            self._ask(_WATCH_S, due)
+            every = max(_BUSY_S, len(cluster.ranks) / _PER_S) if self.running_since is not None else _IDLE_S
+            self._due.update(dict.fromkeys(due, now + every - _TICK_S / 2))
 
-    def _ask(self, watch_s: float) -> None:
+    def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
         cluster = self._cluster()
         if cluster is None or not cluster.running:
             return
-        for rank in cluster.ranks:
+        for rank in cluster.ranks if ranks is None else ranks:
             if rank in cluster.health.dead:
                 self._asked.pop(rank, None)
             elif rank not in self._asked:

@@ -32,7 +32,7 @@ for _ in range(3):
 HOOKS = """%%distributed
 from torch.nn.modules import module as torch_modules
 from axon_nb.engine.step_spans import missing
-print(len(torch_modules._global_forward_hooks), hasattr(torch.autograd.backward, '__wrapped__'), missing())"""
+print(len(torch_modules._global_forward_pre_hooks), hasattr(torch.autograd.backward, '__wrapped__'), missing())"""
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,18 @@ def test_an_error_in_a_forward_stays_the_users_own(ready: Kernel) -> None:
     assert "RuntimeError" in reply.traceback
     ready.ok("%%distributed\ntrain(2)")
     assert counts(ready)["forward"] == 2
+    # Caught within one cell, and copied before the hook is gone: the model is as it was.
+    ready.ok(
+        "%%distributed\nimport copy, pickle\nnest = nn.Sequential(nn.Linear(2, 2), bad)\n"
+        "for _ in range(3):\n"
+        "    try:\n        nest(torch.ones(2))\n"
+        "    except ValueError:\n"
+        "        copied = copy.deepcopy(nest[0]), pickle.loads(pickle.dumps(nest[0]))\n"
+        "        copy.deepcopy(nest)\n"
+        "    nest[0](torch.ones(2))\n"
+        "assert not nest._forward_hooks and not nest[0]._forward_hooks"
+    )
+    assert counts(ready)["forward"] == 6
 
 
 def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
@@ -153,7 +165,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
     wait = (
         "%%distributed\nimport time\nfrom torch.nn.modules import module as torch_modules\n"
         "t_end = time.monotonic() + 60\n"
-        "while torch_modules._global_forward_hooks and time.monotonic() < t_end:\n    time.sleep(0.05)"
+        "while torch_modules._global_forward_pre_hooks and time.monotonic() < t_end:\n    time.sleep(0.05)"
     )
     ready.ok(wait, timeout=90)
     assert ready.ok(HOOKS).lines() == ["[ranks 0-3] 0 False []"]

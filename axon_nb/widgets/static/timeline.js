@@ -155,10 +155,10 @@ export function extent(store, now) {
 
 /** The stretch of time on show. A view of null is the cell that runs, or the last one; `all` is everything. */
 export function visible(view, store, now) {
-  const whole = extent(store, now);
+  const whole = view === "all" || store.focus[0] === null ? extent(store, now) : null;
   if (view === "all") return whole;
   const from = store.focus[0] ?? whole.from;
-  const to = Math.max(store.focus[1] ?? (store.focus[0] === null ? whole.to : now), from + SHORTEST / 100);
+  const to = Math.max(store.focus[1] ?? (whole ? whole.to : now), from + SHORTEST / 100);
   const running = store.focus[0] !== null && store.focus[1] === null;
   if (!view) return { from, to: running ? Math.max(to, from + SHORTEST) : to + (to - from) / 200 };
   return view.follow ? { from: to - view.span, to } : view;
