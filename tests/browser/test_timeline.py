@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from axon_nb.cluster.span_store import SpanStore
+from axon_nb.records.span import Span
+from axon_nb.widgets.timeline_file import timeline_file
+
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.browser.lab_page import LabPage
     from tests.browser.lab_server import LabServer
 
@@ -151,3 +157,49 @@ def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer,
     page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) >= 100000")
     _picture(page, "timeline-many")
     page.run_and_wait(1)
+
+
+def test_a_saved_page_is_a_timeline_of_its_own(chromium: Browser, tmp_path: Path) -> None:
+    store = SpanStore()
+    store.know_groups({"0": range(4)})
+    for step in range(40):
+        for rank in range(4):
+            start = step * 10_000_000 + rank * 100_000
+            store.add(
+                [
+                    Span(rank, "forward", "GPT", start, start + 2_000_000),
+                    Span(
+                        rank,
+                        "collective",
+                        "all_reduce",
+                        start + 4_000_000,
+                        start + 6_000_000,
+                        "0",
+                        4096,
+                        -1,
+                        -1,
+                        step + 1,
+                    ),
+                    Span(rank, "backward", "backward", start + 2_000_000, start + 7_000_000),
+                    Span(rank, "optimizer", "AdamW", start + 7_000_000, start + 8_000_000),
+                ]
+            )
+    path = tmp_path / "timeline.html"
+    path.write_text(timeline_file(store.table(), range(4)), encoding="utf-8")
+    errors: list[str] = []
+    for scheme in ("light", "dark"):
+        shown = chromium.new_page(color_scheme=scheme, offline=True)
+        shown.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.goto(path.as_uri())
+        shown.wait_for_function(f"() => document.querySelector('{CANVAS}')?.dataset.found === '640'")
+        shown.locator(CANVAS).hover(position={"x": 5, "y": 10})
+        assert shown.locator(".axon-timeline-tip").inner_text().startswith("rank 0 · forward GPT · 2 ms")
+        if folder := os.environ.get("AXON_NB_SCREENSHOTS"):
+            shown.screenshot(path=f"{folder}/timeline-file-{scheme}.png")
+        shown.close()
+    assert errors == []
+    without = chromium.new_page(java_script_enabled=False)
+    without.goto(path.as_uri())
+    assert without.locator("figure img[src^='data:image/svg+xml']").count() >= 4
+    without.close()
