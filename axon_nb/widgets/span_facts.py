@@ -19,6 +19,7 @@ _COMPUTING = ("forward", "backward", "optimizer")
 _MOVING = ("collective", "p2p")
 _WORTH = 0.02
 """Waiting for late ranks is told of from this share of all ranks' time on."""
+_LEAST_COLLECTIVES = 5
 _MOST = 0.5
 """A rank is a straggler when this share of all that waiting was for it, and no less than twice an even share."""
 
@@ -143,7 +144,7 @@ def _coverage(*sets: tuple[_Times, _Times]) -> tuple[list[npt.NDArray[np.bool_]]
 
 def _straggler(ranks: tuple[RankFacts, ...], seconds: float, count: int) -> str:
     total = sum(rank.waited_for for rank in ranks)
-    if len(ranks) < 2 or total < _WORTH * seconds * len(ranks):
+    if len(ranks) < 2 or count < _LEAST_COLLECTIVES or total < _WORTH * seconds * len(ranks):
         return ""
     worst = max(ranks, key=lambda rank: rank.waited_for)
     share = worst.waited_for / total

@@ -29,7 +29,9 @@ widget.initialize({ model });
 widget.render({ model, el });
 """
 _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
-@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; --jp-layout-color2: #333 } }
+@media (prefers-color-scheme: dark) {
+  body { background: #111; color: #ddd; --jp-layout-color2: #333; --jp-ui-font-color1: #ddd }
+}
 """
 
 
