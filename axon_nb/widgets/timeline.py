@@ -28,8 +28,9 @@ __all__ = ["TimelineView"]
 _STATIC = Path(__file__).parent / "static"
 _MAX_BYTES = 48_000
 """Of one message."""
-_MAX_SNAPSHOT = 50_000
-"""Spans that a reloaded page gets at once: 1.5 MB, half of what Jupyter's server lets through in its 3 s window."""
+_MAX_SNAPSHOT = 30_000
+"""Spans that a reloaded page gets at once: 0.9 MB. Jupyter's server lets 3 MB through in 3 s and then drops everything;
+up to 1.5 MB of messages may come besides in that time."""
 _SEEN_S = 12.0
 _PATIENCE_S = 1.0
 """A message that no page has confirmed for so long is taken for lost; until then no other follows."""
@@ -154,7 +155,8 @@ class TimelineView(anywidget.AnyWidget):
         if key is None or key == "snapshot" or (not isinstance(key, str) and "snapshot" in key):
             with self._lock:
                 if self._cursor > self._begin:
-                    self.reopened = True
+                    self.reopened = self._unseen = True
+                    self._sent = time.monotonic()
                     table = self._feed.store.table(max(self._begin, self._cursor - _MAX_SNAPSHOT), self._cursor)
                     header = self._header(table, labels_from=0, groups_known={})
                     state["snapshot"] = pack(table, {**header, **self._facts}, origin_ns=self._origin_ns)
