@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
+    from axon_nb.widgets.timeline_record import Timeline
 
-__all__ = ["memory", "shards", "watch"]
+__all__ = ["memory", "shards", "timeline", "watch"]
 
 
 def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None) -> None:
@@ -40,6 +42,29 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
     import_module("axon_nb.widgets.open_job").show_memory(chosen, names)
+
+
+def timeline(
+    *, ranks: str | Iterable[int] | None = None, cell: int | None = None, cluster: Cluster | None = None
+) -> Timeline:
+    """Show what each rank does, span by span, as `%timeline` does.
+
+    Args:
+        ranks: Which; numbers, or text such as ``0,2-3``; None: all.
+        cell: Number of one cell that is over, to show alone.
+        cluster: Whose ranks; None: the current one.
+
+    Returns:
+        The same to keep: `save` writes it as .json (a trace for Perfetto), .html or .csv, `to_dataframe` gives a table.
+
+    Raises:
+        NoCluster: none is running.
+        UsageError: there is no such rank, or ranks have no spans of that cell.
+    """
+    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.timeline()")
+    rows = import_module("axon_nb.cluster.ranks").resolve_ranks(ranks, chosen.world_size)
+    shown: Timeline = import_module("axon_nb.widgets.open_timeline").show_timeline(chosen, rows, cell=cell)
+    return shown
 
 
 def watch(*, cluster: Cluster | None = None) -> None:

@@ -204,8 +204,13 @@ def _watching(request: _Request) -> Iterator[Watch | None]:
         yield None
         return
     from axon_nb.widgets.strip import RankStrip
+    from axon_nb.widgets.timeline_cell import cell_timeline
 
-    strip = RankStrip(request.options["ranks"], title=f"In [{request.options['cell']}]")
+    title = f"In [{request.options['cell']}]"
+    strip = RankStrip(request.options["ranks"], title=title)
     strip.start()
-    with Watch(request.cluster.client, request.options["ranks"], strip) as watch:
+    with (
+        cell_timeline(request.cluster, request.options["ranks"], title=title),
+        Watch(request.cluster.client, request.options["ranks"], strip) as watch,
+    ):
         yield watch

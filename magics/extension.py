@@ -15,12 +15,21 @@ from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
 from axon_nb.magics.heads import auto_mode
 from axon_nb.magics.job_views import JobViewMagics
+from axon_nb.magics.timeline import TimelineMagics
 from axon_nb.magics.transform import asked_help, awaited_cells
 from axon_nb.magics.views import ViewMagics
 
 __all__ = ["load", "unload"]
 
-_CLASSES = (AutoMagics, CellMagics, DataMagics, DistributedMagics, JobViewMagics, ViewMagics)
+_CLASSES = (
+    AutoMagics,
+    CellMagics,
+    DataMagics,
+    DistributedMagics,
+    JobViewMagics,
+    TimelineMagics,
+    ViewMagics,
+)
 _TRANSFORMERS = (awaited_cells, asked_help, auto_cells)
 
 

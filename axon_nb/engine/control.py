@@ -59,6 +59,11 @@ def control_handlers(
         except UsageError as error:
             return {"refused": str(error)}
 
+    def tell_spans(content: dict[str, Any]) -> dict[str, Any]:
+        from axon_nb.engine.span_reader import span_reader
+
+        return span_reader().read(since=int(content["since"]), watch_s=float(content["watch"]))
+
     def stop(content: dict[str, Any]) -> dict[str, Any]:
         stop_at(int(content["at"]), group=str(content["group"]))
         return {}
@@ -71,6 +76,7 @@ def control_handlers(
         "axon_abort": abort_cell,
         "axon_cells": tell_cells,
         "axon_layouts": tell_layouts,
+        "axon_spans": tell_spans,
         "axon_stacks": stacks,
         "axon_status": status,
         "axon_stop": stop,

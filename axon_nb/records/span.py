@@ -31,3 +31,5 @@ class Span(NamedTuple):
     """Pipeline stage, -1 outside a pipeline."""
     microbatch: int = -1
     """Microbatch, -1 outside a pipeline."""
+    sequence: int = 0
+    """Running number of the collective in its group, the same on all ranks; 0 where it is not known."""

@@ -14,6 +14,9 @@ __all__ = ["SpanRing", "emit", "ring"]
 class SpanRing:
     """Keeps the last spans; readers follow it by a running number, and learn how many they missed."""
 
+    watched = False
+    """Whether somebody looks now: what is worth its cost only then is recorded besides."""
+
     def __init__(self, capacity: int = 16384) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()

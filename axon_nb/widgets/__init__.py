@@ -9,11 +9,18 @@ if TYPE_CHECKING:
     from axon_nb.widgets.memory import MemoryView
     from axon_nb.widgets.shards import ShardsView
     from axon_nb.widgets.strip import RankStrip
+    from axon_nb.widgets.timeline import TimelineView
     from axon_nb.widgets.watch import WatchView
 
-__all__ = ["MemoryView", "RankStrip", "ShardsView", "WatchView"]
+__all__ = ["MemoryView", "RankStrip", "ShardsView", "TimelineView", "WatchView"]
 
-_MODULE_OF = {"MemoryView": "memory", "RankStrip": "strip", "ShardsView": "shards", "WatchView": "watch"}
+_MODULE_OF = {
+    "MemoryView": "memory",
+    "RankStrip": "strip",
+    "ShardsView": "shards",
+    "TimelineView": "timeline",
+    "WatchView": "watch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --watch\nimport time\ntime.sleep(0.5)\nif rank:\n    time.sleep(1)\ndist.barrier()"
     )
-    assert len(reply.displays) == 1
+    assert len(reply.displays) == 2  # the strip, and the timeline
     assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
     assert "<table" in reply.displays[0]["text/html"]
     assert "barrier" in reply.displays[0]["text/plain"] + reply.displays[0]["text/html"]

@@ -28,6 +28,8 @@ class Call:
     """Running number of communication calls on this rank."""
     waited_by: int = 0
     """Identifier of the thread that waits for it, 0 while none does."""
+    waited_ns: int = 0
+    """Since when it is waited for, on the clock of `started_ns`; 0: not, or nobody watches."""
     refusal: str = ""
     """Why waiting for it is in vain; empty when it is not."""
 

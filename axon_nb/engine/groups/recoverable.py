@@ -175,7 +175,10 @@ class RecoverableGroup(NamedGroup):
         def ended() -> None:
             activity.end(call)
             kind = "p2p" if name in _POINT_TO_POINT else "collective"
-            emit(Span(self._global_rank, kind, name, call.started_ns, time.monotonic_ns(), self._name, call.bytes))
+            rank, end = self._global_rank, time.monotonic_ns()
+            emit(Span(rank, kind, name, call.started_ns, end, self._name, call.bytes, -1, -1, sequence))
+            if call.waited_ns:
+                emit(Span(rank, "wait", name, call.waited_ns, end, self._name, 0, -1, -1, sequence))
 
         return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
 

@@ -1,0 +1,187 @@
+"""Fetching spans from ranks while somebody looks, and handing them to the views that do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from axon_nb.cluster.span_store import SpanStore
+from axon_nb.records.span import Span
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.cluster import Cluster
+
+__all__ = ["SpanFeed", "SpanView", "span_feed"]
+
+_TICK_S = 0.1
+_BUSY_S = 0.2
+"""How often each rank is asked while a cell runs; the ranks take turns."""
+_PER_S = 40
+"""How many questions a second there are at most."""
+_IDLE_S = 1.0
+"""How often idle ranks are asked, so that they are ready to record when a cell begins."""
+_WATCH_S = 5.0
+"""For how long a rank records the finer spans after it was asked."""
+_GIVE_UP_S = 10.0
+"""A rank that has not answered for this long is asked again."""
+
+_log = logging.getLogger(__name__)
+
+
+class SpanView(Protocol):
+    """What shows spans."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it has to be fed now."""
+
+    def pump(self) -> None:
+        """Show what is new; called from the feed's thread."""
+
+
+class SpanFeed:
+    """Asks each rank for what is new, over the control channel, which answers while cells run.
+
+    Asking, rather than being sent, means one unanswered question a rank at most, and nothing at all while nobody looks.
+
+    Args:
+        cluster: Whose ranks are asked.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = weakref.ref(cluster)
+        self.store = SpanStore()
+        self._lock = threading.Lock()
+        self._views: list[SpanView] = []
+        self._thread: threading.Thread | None = None
+        self._asked: dict[int, tuple[Any, int]] = {}
+        """By rank: the future of the answer, and when it was asked, in nanoseconds."""
+        self._next: dict[int, tuple[int, int]] = {}
+        """By rank: its process, and the number of the next span."""
+        self._offsets: dict[int, tuple[int, int]] = {}
+        """By rank of another host: nanoseconds of the round trip, and what to add to its times."""
+        self._due: dict[int, float] = {}
+        self.running_since: int | None = None
+        """Since when ranks run a cell, in nanoseconds, give or take a tick; None: they do not, or nobody looks."""
+
+    def open(self, view: SpanView) -> None:
+        """Feed a view from now on."""
+        with self._lock:
+            self._views.append(view)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="axon_nb-spans", daemon=True)
+                self._thread.start()
+
+    def close(self, view: SpanView) -> None:
+        """Feed it no more."""
+        with self._lock:
+            if view in self._views:
+                self._views.remove(view)
+
+    def collect(self, *, limit_s: float = 2.0, watch_s: float = 0.0) -> None:
+        """Fetch what there is now, from the notebook's thread; ranks that do not answer in `limit_s` are left out."""
+        with self._lock:
+            self._wait_answers(time.monotonic() + limit_s)
+            self._ask(watch_s)
+            self._wait_answers(time.monotonic() + limit_s)
+
+    def _wait_answers(self, end: float) -> None:
+        for future, _ in list(self._asked.values()):
+            future.wait(max(0.0, end - time.monotonic()))
+        self._take_answers()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_TICK_S)
+            with self._lock:
+                cluster = self._cluster()
+                if not self._views or cluster is None or not cluster.running:
+                    self._thread = None
+                    return
+                views = list(self._views)
+                try:
+                    self._tick(cluster, any(view.wanted for view in views))
+                except Exception:  # such as one that closed the sockets; a view is never worth a cell
+                    _log.debug("spans could not be fetched", exc_info=True)
+            del cluster  # one that nobody uses any more is not kept by its views
+            for view in views:
+                self._pump(view)
+
+    def _pump(self, view: SpanView) -> None:
+        try:
+            view.pump()
+        except Exception:
+            _log.warning("A view of spans has failed, and is no longer fed.", exc_info=True)
+            self.close(view)
+
+    def _tick(self, cluster: Cluster, wanted: bool) -> None:
+        now = time.monotonic()
+        if not cluster.busy:
+            self.running_since = None
+        elif self.running_since is None:
+            self.running_since = time.monotonic_ns() - round(_TICK_S * 1e9)
+            self._due = {rank: now + rank % 2 * _TICK_S for rank in cluster.ranks}
+        self._take_answers()
+        if wanted:
+            due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
+            self._ask(_WATCH_S, due)
+            every = max(_BUSY_S, len(cluster.ranks) / _PER_S) if self.running_since is not None else _IDLE_S
+            self._due.update(dict.fromkeys(due, now + every - _TICK_S / 2))
+
+    def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
+        cluster = self._cluster()
+        if cluster is None or not cluster.running:
+            return
+        for rank in cluster.ranks if ranks is None else ranks:
+            if rank in cluster.health.dead:
+                self._asked.pop(rank, None)
+            elif rank not in self._asked:
+                with contextlib.suppress(KeyError, OSError):  # it is gone; the host agent tells
+                    since = self._next.get(rank, (0, 0))[1]
+                    future = cluster.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
+                    self._asked[rank] = (future, time.monotonic_ns())
+
+    def _take_answers(self) -> None:
+        now = time.monotonic_ns()
+        for rank, (future, asked_ns) in list(self._asked.items()):
+            if future.done():
+                del self._asked[rank]
+                self._take(rank, future.result()["content"], asked_ns, now)
+            elif now - asked_ns > _GIVE_UP_S * 1e9:
+                del self._asked[rank]
+
+    def _take(self, rank: int, content: dict[str, Any], asked_ns: int, now_ns: int) -> None:
+        if "spans" not in content:
+            return
+        process, position = int(content["process"]), int(content["next"])
+        known = self._next.get(rank, (process, 0))[0]
+        self._next[rank] = (process, position)
+        if known != process:  # a fresh rank: what it was asked for had another's numbers
+            self._next[rank] = (process, 0)
+            return
+        self.store.know_groups(content["groups"])
+        offset = self._offset(rank, int(content["now_ns"]), asked_ns, now_ns)
+        self.store.add([Span(*row) for row in content["spans"]], offset_ns=offset, lost=int(content["lost"]))
+
+    def _offset(self, rank: int, theirs_ns: int, asked_ns: int, now_ns: int) -> int:
+        """What to add to a rank's times: another host's monotonic clock has nothing to do with ours."""
+        if asked_ns <= theirs_ns <= now_ns:
+            return 0
+        trip = now_ns - asked_ns
+        best = self._offsets.get(rank)
+        if best is None or trip < best[0]:
+            best = self._offsets[rank] = (trip, (asked_ns + now_ns) // 2 - theirs_ns)
+        return best[1]
+
+
+_feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary()
+
+
+def span_feed(cluster: Cluster) -> SpanFeed:
+    """The one of a cluster."""
+    return _feeds.setdefault(cluster, SpanFeed(cluster))

@@ -1,0 +1,181 @@
+"""`%timeline` on real ranks: what is recorded while somebody looks, exports, the saved picture, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+TRAIN = """%%distributed
+import torch.nn as nn
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(16, 64)).sum().backward()
+        optimizer.step()
+train(1)"""
+PIPELINE = """%%distributed
+from axon_nb.parallel import Pipeline
+torch.manual_seed(0)
+parts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(world_size)]
+pipe = Pipeline(parts, num_microbatches=8, schedule="1F1B", loss=nn.functional.mse_loss)
+for _ in range(3):
+    _ = pipe.step(torch.randn(16, 32), torch.randn(16, 32))"""
+HOOKS = """%%distributed
+from torch.nn.modules import module as torch_modules
+from axon_nb.engine.step_spans import missing
+print(len(torch_modules._global_forward_pre_hooks), hasattr(torch.autograd.backward, '__wrapped__'), missing())"""
+
+
+@pytest.fixture(scope="module")
+def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok(TRAIN)
+    shared_kernel.ok("import axon_nb, json")
+    yield shared_kernel
+    shared_kernel.ok(
+        "from axon_nb.widgets import open_timeline\nfor t_panel in open_timeline._open.values():\n    t_panel.close()\n"
+        "open_timeline._open.clear()"
+    )
+
+
+def counts(kernel: Kernel, extra: str = "") -> dict[str, int]:
+    """Spans of the last cell on rank 0, by kind."""
+    kernel.ok(
+        "t_frame = axon_nb.show.timeline().to_dataframe()\n"
+        "t_last = t_frame[t_frame.kind == 'cell'].name.iloc[-1]\n"
+        "t_start = t_frame[(t_frame.name == t_last)].start.min()\n"
+        f"t_own = t_frame[(t_frame['rank'] == 0) & (t_frame.start >= t_start){extra}]"
+    )
+    return dict(json.loads(kernel.value("json.dumps({k: int(v) for k, v in t_own.kind.value_counts().items()})")))
+
+
+def test_work_is_recorded_from_the_moment_that_a_timeline_is_open(ready: Kernel) -> None:
+    reply = ready.ok("%timeline")
+    kinds = [set(bundle) for bundle in reply.displays]
+    assert "application/vnd.jupyter.widget-view+json" in kinds[0]
+    assert kinds[1] == {"text/html", "text/plain"}
+    ready.ok("%%distributed\ntrain(4)")
+    found = counts(ready)
+    assert (found["forward"], found["backward"], found["optimizer"], found["cell"]) == (4, 4, 4, 1)
+    assert found["collective"] >= 4
+    names = ready.value("sorted(set(t_own.name) - {t_last})")
+    assert {"Sequential", "backward", "SGD", "all_reduce"} <= set(names)
+    assert ready.value("int(t_own[t_own.kind == 'collective'].bytes.max())") == 4 * (64 * 64 + 64 + 64 * 8 + 8)
+    assert ready.value("int(t_own[t_own.kind == 'collective'].waited_for.notna().sum())") >= 4
+
+
+def test_the_panel_is_saved_as_a_picture_after_each_cell(ready: Kernel) -> None:
+    ready.ok("%timeline")
+    # The update goes to where the panel is; its message belongs to the cell that brought it about.
+    updated = ready.ok("%%distributed\ntrain(3)").displays[-1]
+    assert updated["text/html"].startswith("<details>")
+    assert "data:image/svg+xml;base64," in updated["text/html"]
+    assert "rank 3: forward" in updated["text/plain"]
+    assert ready.ok("1").displays == []
+
+
+def test_an_error_in_a_forward_stays_the_users_own(ready: Kernel) -> None:
+    ready.ok("%timeline")
+    ready.ok(
+        "%%distributed\nclass Bad(nn.Module):\n    def forward(self, x):\n        raise ValueError('mine')\nbad = Bad()"
+    )
+    reply = ready.run("%%distributed\nbad(torch.ones(1))")
+    assert "ValueError: mine" in reply.traceback
+    assert "step_spans" not in reply.traceback
+    reply = ready.run("%%distributed\n(torch.ones(1, requires_grad=True) * 1).sum().backward(torch.ones(3))")
+    assert "RuntimeError" in reply.traceback
+    ready.ok("%%distributed\ntrain(2)")
+    assert counts(ready)["forward"] == 2
+    # Caught within one cell, and copied before the hook is gone: the model is as it was.
+    ready.ok(
+        "%%distributed\nimport copy, pickle\nnest = nn.Sequential(nn.Linear(2, 2), bad)\n"
+        "for _ in range(3):\n"
+        "    try:\n        nest(torch.ones(2))\n"
+        "    except ValueError:\n"
+        "        copied = copy.deepcopy(nest[0]), pickle.loads(pickle.dumps(nest[0]))\n"
+        "        copy.deepcopy(nest)\n"
+        "    nest[0](torch.ones(2))\n"
+        "assert not nest._forward_hooks and not nest[0]._forward_hooks"
+    )
+    assert counts(ready)["forward"] == 6
+
+
+def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
+    ready.ok("%timeline")
+    ready.ok(PIPELINE)
+    text = ready.ok("print(axon_nb.show.timeline())").stdout
+    assert "pipeline of ranks 0-3, 4 stages, 8 microbatches: the last step took" in text
+    assert "ideal: " in text
+    assert "27%" in text  # (P - 1) / (M + P - 1) = 3 / 11
+    found = counts(ready, " & (t_frame.stage >= 0)")
+    assert (found["forward"], found["backward"]) == (24, 24)
+    assert found["wait"] > 0
+    assert ready.value("int((t_frame[t_frame.kind == 'p2p'].stage.notna()).sum())") == 0
+
+
+def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path) -> None:
+    ready.ok("%%distributed\ntrain(2)")
+    for ending in ("json", "html", "csv"):
+        reply = ready.ok(f"%timeline --save {tmp_path}/spans.{ending}")
+        assert reply.lines() == [f"Saved the timeline as {tmp_path}/spans.{ending}."]
+    events: list[dict[str, Any]] = json.loads((tmp_path / "spans.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+    assert "<script type=" in (tmp_path / "spans.html").read_text()
+    assert (tmp_path / "spans.csv").read_text().startswith("rank,kind,name,group,start,seconds,bytes")
+
+
+def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) -> None:
+    ready.ok("%%distributed\ntrain(1)")
+    number = ready.value("int(axon_nb.show.timeline().to_dataframe().query('kind == \"cell\"').name.iloc[-1][4:-1])")
+    reply = ready.ok(f"%timeline --cell {number} --ranks 1,2")
+    assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"In [{number}]: 2 ranks, ")
+    ready.ok(f"%timeline --cell {number} --ranks 2 --save {tmp_path}/one.csv")
+    assert {line.split(",")[0] for line in (tmp_path / "one.csv").read_text().splitlines()[1:]} == {"2"}
+
+
+def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Path) -> None:
+    for line, words in {
+        "%timeline --cell 99999": "ranks have no spans of In [99999]",
+        "%timeline --ranks 9": "rank 9 of 4 does not exist",
+        f"%timeline --save {tmp_path}/spans.png": "a timeline is saved as .json, .html or .csv",
+        "%timeline model": "%timeline has no 'model'",
+    }.items():
+        reply = ready.run(line)
+        assert reply.ename == "UsageError"
+        assert words in reply.traceback
+
+
+def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
+    ready.ok("%timeline")
+    assert ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []")
+    ready.ok(
+        "from axon_nb.cluster import current\nfrom axon_nb.cluster.span_feed import span_feed\n"
+        "t_feed = span_feed(current.require('test'))\n"
+        "for t_view in list(t_feed._views):\n    t_feed.close(t_view)"
+    )
+    wait = (
+        "%%distributed\nimport time\nfrom torch.nn.modules import module as torch_modules\n"
+        "t_end = time.monotonic() + 60\n"
+        "while torch_modules._global_forward_pre_hooks and time.monotonic() < t_end:\n    time.sleep(0.05)"
+    )
+    ready.ok(wait, timeout=90)
+    assert ready.ok(HOOKS).lines() == ["[ranks 0-3] 0 False []"]
+    ready.ok("%%distributed\ntrain(1)")
+
+
+def test_a_watched_cell_has_a_timeline_that_becomes_a_picture(ready: Kernel) -> None:
+    reply = ready.ok("%%distributed --watch\ntrain(3)")
+    words = reply.displays[1]["text/plain"]
+    assert words.startswith("In [")
+    assert "forward" in words.splitlines()[1]
+    assert "data:image/svg+xml;base64," in reply.displays[1]["text/html"]
+    assert ready.ok("%%distributed\n'goes on'").lines() == ["[ranks 0-3] 'goes on'"]

@@ -1,0 +1,96 @@
+"""The notebook's spans: numbered, bounded, told once; and what is known of them later."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from axon_nb.cluster.span_store import SpanStore
+from axon_nb.cluster.timeline import cell_window
+from axon_nb.errors import UsageError
+from axon_nb.records.span import Span
+
+
+def span(rank: int, start: int, end: int, kind: str = "forward", **more: object) -> Span:
+    name = str(more.pop("name", kind))
+    return Span(rank, kind, name, start, end)._replace(**more)
+
+
+def test_the_oldest_are_dropped_and_counted() -> None:
+    store = SpanStore(limit=100)
+    for start in range(0, 1000, 50):
+        store.add([span(0, start + i, start + i + 1) for i in range(50)])
+    assert store.end == 1000
+    assert 100 <= store.end - store.first <= 120
+    table = store.table()
+    assert (table.first, len(table)) == (store.first, store.end - store.first)
+    assert table.columns["start"].tolist() == list(range(store.first, 1000))
+    assert store.table(990, 995).columns["start"].tolist() == [990, 991, 992, 993, 994]
+    assert len(store.table(2000)) == 0
+    assert store.table(0, 10).first == store.first  # they are gone
+
+
+def test_a_batch_larger_than_the_store_keeps_its_newest() -> None:
+    store = SpanStore(limit=50)
+    store.add([span(0, i, i + 1) for i in range(1000)], lost=3)
+    assert store.table().columns["start"].tolist()[-50:] == list(range(950, 1000))
+    assert store.lost == 3
+
+
+def test_spans_of_another_clock_are_moved() -> None:
+    store = SpanStore()
+    store.add([span(1, 5, 9)], offset_ns=100)
+    assert [(own.start_ns, own.end_ns) for own in store.table().spans()] == [(105, 109)]
+
+
+def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
+    store = SpanStore()
+    store.know_groups({"0": [0, 1]})
+    calls = [span(rank, 10 * rank, 50, "collective", group="0", sequence=1, bytes=8) for rank in (0, 1)]
+    store.add([calls[0]])
+    assert store.patches(0) == ([], 0)
+    store.add([calls[1]])
+    assert store.patches(0) == ([(0, 10, 1), (1, 0, 1)], 2)
+    assert store.patches(2) == ([], 2)
+    frame = store.table().to_dataframe()
+    assert frame["waited_for"].tolist() == [1, 1]
+    assert frame["waited_s"].tolist() == [10e-9, 0.0]
+    assert frame["stage"].isna().all()
+
+
+def test_a_pipelines_own_spans_stand_for_what_is_within_them() -> None:
+    store = SpanStore()
+    inside = [span(0, 11, 19), span(0, 22, 28, "wait"), span(0, 20, 30, "p2p", name="recv", group="1")]
+    stage = {"stage": 1, "microbatch": 2, "group": "1"}
+    store.add(
+        [*inside, span(0, 10, 20, name="F", **stage), span(0, 21, 29, "p2p", name="RECV_F", **stage), span(0, 40, 41)]
+    )
+    kept = [(own.kind, own.name, own.stage) for own in store.table().spans()]
+    assert kept == [("p2p", "recv", -1), ("forward", "F", 1), ("wait", "RECV_F", 1), ("forward", "forward", -1)]
+
+
+def test_the_last_cell_is_that_of_all_its_ranks() -> None:
+    store = SpanStore()
+    store.add([span(0, 0, 5, "cell", name="In [3]"), span(0, 100, 150, "cell", name="In [4]")])
+    store.add([span(1, 90, 155, "cell", name="In [4]"), span(1, 2, 6, "cell", name="In [3]")])
+    assert store.last_cell == ("In [4]", 90, 155)
+    assert cell_window(store.table(), 4) == (90, 155)
+    with pytest.raises(UsageError, match=r"no spans of In \[7\]; the last cells that they ran: In \[3\], In \[4\]"):
+        cell_window(store.table(), 7)
+
+
+def test_many_threads_may_add_and_read() -> None:
+    store = SpanStore(limit=2000)
+
+    def work(rank: int) -> None:
+        for i in range(100):
+            store.add([span(rank, i, i + 1) for _ in range(10)])
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        table = store.table()
+        assert len(table.columns["rank"]) == len(table)
+    assert store.end == 4000

@@ -1,0 +1,84 @@
+"""Steps of a pipeline: played without waiting, found among spans, compared with their ideal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.records.pipeline import Action, bubble_fraction, last_steps, play
+from axon_nb.records.span import Span
+
+LENGTHS = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """All forwards, then all backwards."""
+    numbers = range(num_microbatches)
+    return [[("F", r, m) for m in numbers] + [("B", r, m) for m in numbers] for r in range(num_ranks)]
+
+
+def shifted(spans: list[Span], start_ns: int, group: str = "pp") -> list[Span]:
+    """The same spans later, in a group."""
+    return [s._replace(start_ns=s.start_ns + start_ns, end_ns=s.end_ns + start_ns, group=group) for s in spans]
+
+
+@given(st.integers(1, 5), st.integers(1, 9))
+def test_the_bubble_of_gpipe_is_as_by_formula(num_ranks: int, num_microbatches: int) -> None:
+    spans = play(gpipe(num_ranks, num_microbatches), LENGTHS)
+    assert bubble_fraction(spans) == pytest.approx((num_ranks - 1) / (num_microbatches + num_ranks - 1), abs=1e-9)
+
+
+def test_a_backward_in_two_parts_waits_for_its_inputs_alone() -> None:
+    orders = [[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)], [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)]]
+    ends = {(span.rank, span.name): span.end_ns for span in play(orders, LENGTHS)}
+    assert ends[1, "I"] == ends[1, "F"] + 10_000_000
+    assert ends[0, "I"] == ends[1, "I"] + 10_000_000
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        play([[("B", 0, 0), ("F", 0, 0)]], LENGTHS)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_last_whole_step_is_found_in_any_order(
+    num_ranks: int, num_microbatches: int, cut: int, shuffle: random.Random
+) -> None:
+    step = play(gpipe(num_ranks, num_microbatches), LENGTHS)
+    length = max(span.end_ns for span in step)
+    spans = [*shifted(step, 0), *shifted(step, 2 * length)]
+    if cut:  # a third one, of which some ranks have not told everything yet
+        spans += shifted(step, 4 * length)[:-cut]
+    shuffle.shuffle(spans)
+    (found,) = last_steps(spans)
+    assert sorted(found.measured) == sorted(shifted(step, 2 * length))
+    assert [span[:5] for span in found.ideal] == [span[:5] for span in step]
+    assert found.bubble == pytest.approx(found.ideal_bubble)
+
+
+def test_pipelines_side_by_side_are_told_apart() -> None:
+    step = play(gpipe(2, 3), LENGTHS)
+    moved = [span._replace(rank=span.rank + 2) for span in step]
+    found = last_steps([*shifted(step, 5, "a"), *shifted(moved, 9, "b"), Span(0, "forward", "Model", 0, 9)])
+    assert [(one.group, sorted({span.rank for span in one.measured})) for one in found] == [
+        ("a", [0, 1]),
+        ("b", [2, 3]),
+    ]
+
+
+def test_a_slow_stage_makes_the_measured_bubble_larger_than_the_ideal() -> None:
+    step = play(gpipe(3, 6), LENGTHS)
+    slow = [span._replace(start_ns=3 * span.start_ns, end_ns=3 * span.start_ns + 10_000_000) for span in step]
+    (found,) = last_steps(shifted(slow, 0))
+    assert found.bubble > found.ideal_bubble > 0
+
+
+def test_forwards_alone_and_halves_of_steps_are_no_steps() -> None:
+    step = play(gpipe(2, 3), LENGTHS)
+    assert last_steps(shifted([span for span in step if span.kind == "forward"], 0)) == []
+    assert last_steps(shifted([span for span in step if span.rank == 1], 0)) == []
+    assert last_steps(itertools.chain()) == []
