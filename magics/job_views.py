@@ -16,7 +16,7 @@ class JobViewMagics(Magics):
 
     @line_magic
     def watch(self, line: str) -> None:
-        """Show what a job does, while it runs: `%watch`; what `axon_nb.log` reports, pace, communication, memory, ranks.
+        """Show what a job does, while it runs: `%watch`; what `axon_nb.log` tells, pace, communication, memory, ranks.
 
         The panel follows the cells that run after it, until it is opened again; its button ends the cell that runs.
         """
