@@ -14,6 +14,7 @@ from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.export import export_session
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
@@ -55,11 +56,12 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff`.
+        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff|export`.
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
+        export FILE [--live-only] [--force]: the cells that ran on ranks, as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         """
@@ -76,6 +78,7 @@ class DistributedMagics(Magics):
             "vars": self._vars,
             "diff": self._diff,
             "config": self._config,
+            "export": self._export,
         }
         word, *rest = line.split() or [""]
         if word not in commands:
@@ -158,6 +161,9 @@ class DistributedMagics(Magics):
         parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
         ranks = current.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on ranks {format_ranks(ranks)}." if ranks else "No cell is running.")
+
+    def _export(self, words: list[str]) -> None:
+        print(export_session(self.shell, words))
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)

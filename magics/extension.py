@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from axon_nb.cluster import current, kept, lifecycle, stop_button, warmup
+from axon_nb.cluster import current, journal, kept, lifecycle, stop_button, warmup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics.cells import CellMagics
@@ -24,6 +24,7 @@ def load(shell: InteractiveShell) -> None:
         shell.register_magics(cls)
     if awaited_cells not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(awaited_cells)
+    shell.events.register("post_run_cell", journal.ran)
     lifecycle.install()
     stop_button.install()
     if current.get() is not None:
@@ -47,6 +48,8 @@ def unload(shell: InteractiveShell) -> None:
     """Take back what `load` registered."""
     if awaited_cells in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.remove(awaited_cells)
+    if journal.ran in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", journal.ran)
     stop_button.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:

@@ -143,5 +143,5 @@ class CellRunning:
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
-        fetched = transfer.last_values(self.connection.client, with_value, run.token)
+        fetched = transfer.last_values(self._whole, with_value, run.token)
         return CellResult(fetched, run.errors, run.seconds, {rank: run.output.text(rank) for rank in run.ranks})
