@@ -75,9 +75,7 @@ def _same(data: Any) -> Any:
     return data
 
 
-def _tensor(
-    content: Any, name: str, shape: tuple[int, ...], order: tuple[int, ...], kind: tuple[bool, bool]
-) -> Any:
+def _tensor(content: Any, name: str, shape: tuple[int, ...], order: tuple[int, ...], kind: tuple[bool, bool]) -> Any:
     parameter, wants_gradient = kind
     inverse = sorted(range(len(order)), key=order.__getitem__)
     try:

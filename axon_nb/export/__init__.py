@@ -11,6 +11,7 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 from axon_nb.export.head import data_file
+from axon_nb.export.lint import settled
 from axon_nb.export.reading import read_notebook
 from axon_nb.export.script import make_script
 from axon_nb.export.steps import History
@@ -34,6 +35,8 @@ class ExportReport:
     """Variables whose values nobody knows: each is an option of the script that names a file."""
     left_out: int
     """Cells that were left out as dead."""
+    undefined: tuple[str, ...] = ()
+    """Names that the script uses and nothing in it defines, as far as ruff can tell."""
 
     def __str__(self) -> str:
         lines = [f"Wrote {self.target}: torchrun --nproc-per-node {self.num_ranks} {self.target}"]
@@ -47,6 +50,8 @@ class ExportReport:
                 f"Left out {self.left_out} cells that nothing later depends on; if they drew random numbers, later "
                 "ones differ."
             )
+        if self.undefined:
+            lines.append(f"Used in the script and defined nowhere in it: {', '.join(self.undefined)}.")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -107,10 +112,11 @@ def _write(
     there = [path for path in (target, data) if path is not None and path.exists()]
     if there and not force:
         raise UsageError(f"{there[0]} is there already: `--force` replaces it.")
+    text, undefined = settled(script.text, target)
     if data is not None:
         _save(data, {name: values[name] for name in script.file_names})
-    _replace(target, script.text.encode())
-    return ExportReport(target, facts.num_ranks, data, script.paths, script.left_out)
+    _replace(target, text.encode())
+    return ExportReport(target, facts.num_ranks, data, script.paths, script.left_out, tuple(undefined))
 
 
 def _save(path: Path, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping, Sequence
 
-from axon_nb.export.flow import Effects, called_names, effects
+from axon_nb.export.flow import called_names, effects, free_names
 
 __all__ = ["live_cells", "making_of"]
 
@@ -26,7 +26,7 @@ def live_cells(trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]],
     statements = [statement for tree in trees for statement in tree.body]
     functions = called_names(statements)
     functions |= {s.name for s in statements if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    sources = _sources(statements, known)
+    sources = _sources(trees, known)
     trains = [index for index, tree in enumerate(trees) if _calls(tree) & _TRAINS]
     roots = {len(trees) - 1, *trains[-1:]}
     roots |= {index for index, tree in enumerate(trees) if any(name.startswith(_WRITES) for name in _calls(tree))}
@@ -75,13 +75,24 @@ def _calls(tree: ast.Module) -> set[str]:
     return found
 
 
-def _sources(statements: Iterable[ast.stmt], known: set[str]) -> dict[str, set[str]]:
-    """What each name's object may hold: the names in the statements that bind it."""
+def _sources(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:
+    """What each name's object may hold: the names in what is assigned to it; what a loop goes through is not held."""
     found: dict[str, set[str]] = {}
-    for statement in statements:
-        own: Effects = effects([statement])
-        for name in own.binds:
-            found.setdefault(name, set()).update(own.uses - known)
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.setdefault(node.name, set()).update(free_names(node) - known)
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+            targets = [node.target]
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            targets = [node.optional_vars]
+        value = getattr(node, "context_expr", getattr(node, "value", None))
+        if targets and value is not None:
+            held = effects([ast.Expr(value)]).uses - known
+            for name in (inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)):
+                found.setdefault(name, set()).update(held)
     return found
 
 

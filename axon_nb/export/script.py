@@ -12,7 +12,7 @@ from axon_nb.export.head import Arguments, set_up
 from axon_nb.export.imports import Imports
 from axon_nb.export.liveness import live_cells
 from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, steps_of
-from axon_nb.export.style import indented, silenced
+from axon_nb.export.style import indented
 from axon_nb.export.translate import parse
 from axon_nb.records.history import SessionFacts
 
@@ -74,21 +74,22 @@ def make_script(
     """
     steps, wanted = steps_of(history, facts, values)
     every = [step for step in steps if isinstance(step, CellStep)]
-    kept = _without_dead(steps, every, wanted) if live_only else steps
+    dead = _strip_dead(every, wanted) if live_only else []
+    kept = [step for step in steps if not (step in dead and isinstance(step, CellStep) and not step.code)]
     kept = _without_unused(kept)
     writer = _Writer(facts, kept)
     body = "\n".join(filter(None, (writer.write(step) for step in kept)))
-    cells = [step for step in kept if isinstance(step, CellStep)]
     text = writer.assemble(body, title=title, file_name=file_name)
     try:
         ast.parse(text)
     except SyntaxError as error:
         raise UsageError(f"These cells make no script: {error.msg} in {(error.text or '').strip()!r}.") from None
     ways = {way: tuple(s.name for s in kept if isinstance(s, ValueStep) and s.way == way) for way in ("file", "path")}
-    return Script(text, ways["file"], ways["path"], len(every) - len(cells))
+    return Script(text, ways["file"], ways["path"], len(dead))
 
 
-def _without_dead(steps: list[Step], cells: list[CellStep], wanted: dict[int, list[str]]) -> list[Step]:
+def _strip_dead(cells: list[CellStep], wanted: dict[int, list[str]]) -> list[CellStep]:
+    """Take all code out of dead cells but their imports, which a live one may use; returns them."""
     imported = {
         name
         for step in cells
@@ -97,14 +98,12 @@ def _without_dead(steps: list[Step], cells: list[CellStep], wanted: dict[int, li
         for name in effects([statement]).binds
     }
     live = live_cells([step.tree for step in cells], wanted, given={*_RANK_NAMES, *imported})
-    dead = {id(step) for step, alive in zip(cells, live, strict=True) if not alive}
-    # An import of a dead cell may be what a live one uses.
-    for step in cells:
-        if id(step) in dead:
-            keep = [s for s in step.tree.body if isinstance(s, (ast.Import, ast.ImportFrom))]
-            step.code = "".join(f"{ast.unparse(statement)}\n" for statement in keep)
-            step.tree, step.left_out = parse(step.code), ""
-    return [step for step in steps if id(step) not in dead or (isinstance(step, CellStep) and step.code)]
+    dead = [step for step, alive in zip(cells, live, strict=True) if not alive]
+    for step in dead:
+        kept = [s for s in step.tree.body if isinstance(s, (ast.Import, ast.ImportFrom))]
+        step.code = "".join(f"{ast.unparse(statement)}\n" for statement in kept)
+        step.tree, step.left_out = parse(step.code), ""
+    return dead
 
 
 def _without_unused(steps: list[Step]) -> list[Step]:
@@ -137,9 +136,6 @@ class _Writer:
         self._trees: list[ast.Module] = []
         names = {name for step in steps if isinstance(step, CellStep) for name in effects(step.tree.body).binds}
         self._arguments = Arguments(names)
-        self._defined: set[str] = set()
-        self._again = False
-        """Whether a function or class is defined more than once."""
         self._helpers: dict[str, str] = {}
 
     def write(self, step: Step) -> str:
@@ -153,7 +149,6 @@ class _Writer:
     def _cell(self, step: CellStep) -> str:
         for statement in step.imports:
             self._imports.add(statement)
-        self._note_definitions(step.tree)
         code = self._with_show(step)
         code = self._imports.lift(code, parse(code)).strip("\n")
         prompt = f"In [{step.cell.number}]" if step.cell.number else "A cell"
@@ -172,19 +167,14 @@ class _Writer:
             code = "\n".join(filter(None, [code, failed, step.left_out.rstrip("\n")]))
         return f"{title}\n{code}\n" if code else ""
 
-    def _note_definitions(self, tree: ast.Module) -> None:
-        for statement in tree.body:
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self._again = self._again or statement.name in self._defined
-                self._defined.add(statement.name)
-
     def _with_show(self, step: CellStep) -> str:
         """The cell's code, in which the value that the notebook showed is printed."""
         last = step.tree.body[-1] if step.tree.body and not step.left_out else None
         if not isinstance(last, ast.Expr) or not _is_shown(last.value):
             return step.code
         lines = step.code.splitlines()
-        shown = ast.get_source_segment(step.code, last) or ""
+        segment = ast.get_source_segment(step.code, last) or ""
+        shown = ast.unparse(last.value) if isinstance(last.value, ast.Tuple) else segment
         lines[last.lineno - 1 : last.end_lineno] = f"show({shown})".splitlines()
         self._helpers["show"] = _SHOW
         return "\n".join(lines) + "\n"
@@ -238,11 +228,9 @@ class _Writer:
         bound = {name for tree in self._trees for name in effects(tree.body).binds}
         setup = set_up(self._facts, used, bound, self._imports, self._arguments, file_name=file_name)
         used |= effects(ast.parse(setup).body).uses | {"dist", "asyncio"}
-        codes = silenced(self._trees) + (["F811"] if self._again else [])
-        silence = f"# ruff: noqa: {', '.join(sorted(codes))}\n" if codes else ""
         head = f'"""Exported from {title}. Run it with\n\n'
         head += f"    torchrun --nproc-per-node {self._facts.num_ranks} {file_name}\n"
-        head += f'"""\n\n{silence}{self._imports.future}'
+        head += f'"""\n\n{self._imports.future}'
         pieces = [head + self._imports.render(used), *self._helpers.values(), setup, body]
         return "\n".join(pieces).rstrip() + "\n\ndist.destroy_process_group()\n"
 

@@ -1,13 +1,12 @@
-"""What a linter would say of cells pasted into a script, and what is done about it without changing what they do."""
+"""The text of cells, laid out for a script without changing what it does."""
 
 from __future__ import annotations
 
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Iterator
 
-__all__ = ["commented", "indented", "one_a_line", "silenced"]
+__all__ = ["commented", "indented", "one_a_line"]
 
 
 def indented(code: str, by: str = "    ") -> str:
@@ -89,48 +88,3 @@ def _head_end(node: ast.stmt) -> int:
 def _listed(node: ast.AST, name: str) -> list[ast.AST]:
     value = getattr(node, name, None)
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST)]
-
-
-def silenced(trees: Iterable[ast.AST]) -> list[str]:
-    """The codes of ruff's default rules that the cells' own style breaks, and that are left as they were written."""
-    return sorted({code for tree in trees for node in ast.walk(tree) for code in _codes(node)})
-
-
-def _codes(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-        yield from ("F403", "F405")
-    elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Lambda):
-        yield "E731"
-    elif isinstance(node, ast.ExceptHandler) and node.type is None:
-        yield "E722"
-    elif isinstance(node, ast.JoinedStr) and not any(isinstance(part, ast.FormattedValue) for part in node.values):
-        yield "F541"
-    elif isinstance(node, (ast.Name, ast.arg)):
-        name = node.id if isinstance(node, ast.Name) else node.arg
-        if name in ("l", "O", "I") and not isinstance(getattr(node, "ctx", None), ast.Load):
-            yield "E741"
-    elif isinstance(node, ast.Compare):
-        yield from _comparison(node)
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield from _unused_locals(node)
-
-
-def _comparison(node: ast.Compare) -> Iterator[str]:
-    sides = [node.left, *node.comparators]
-    for operator, side in zip(node.ops, sides[1:], strict=True):
-        if not isinstance(operator, (ast.Eq, ast.NotEq)):
-            continue
-        for value in (sides[0], side):
-            if isinstance(value, ast.Constant) and value.value is None:
-                yield "E711"
-            elif isinstance(value, ast.Constant) and isinstance(value.value, bool):
-                yield "E712"
-            elif isinstance(value, ast.Call) and getattr(value.func, "id", "") == "type":
-                yield "E721"
-
-
-def _unused_locals(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
-    read = {inner.id for inner in names if isinstance(inner.ctx, ast.Load)}
-    if any(isinstance(inner.ctx, ast.Store) and inner.id not in read for inner in names):
-        yield "F841"

@@ -125,8 +125,8 @@ def run_exported(notebook: NotebookNode, folder: Path, *, more: str = "") -> str
     assert done.returncode == 0, done.stderr
     found = re.search(r"--nproc-per-node (\d+)", done.stdout)
     assert found is not None
-    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", str(script)]
-    checked = subprocess.run(lint, capture_output=True, text=True, check=False)
+    lint = [sys.executable, "-m", "ruff", "check", "--no-cache", str(script)]
+    checked = subprocess.run(lint, cwd=folder, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
     text, end = script.read_text(), "\ndist.destroy_process_group()\n"
     script.write_text(text.removesuffix(end) + f"\n{more}\n{end}")

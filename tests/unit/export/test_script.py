@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from axon_nb import cli
 from axon_nb.cluster import journal
 from axon_nb.errors import UsageError
 from axon_nb.export import export_history, export_notebook
+from axon_nb.export.lint import settled
 from axon_nb.export.script import make_script
 from axon_nb.records.history import PushedValues, RanCell, SessionFacts
 
@@ -28,9 +30,11 @@ def cell(code: str, magic: str = "distributed", **more: Any) -> RanCell:
 def script(*history: RanCell | PushedValues, **options: Any) -> str:
     """The text for these entries; it parses, and passes ruff."""
     facts = options.pop("facts", FACTS)
-    text = make_script(history, facts, title="a test", file_name="train.py", **options).text
+    target = Path(tempfile.gettempdir(), "train.py")
+    text, undefined = settled(make_script(history, facts, title="a test", file_name="train.py", **options).text, target)
     ast.parse(text)
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--stdin-filename", "train.py", "-"]
+    assert undefined == options.pop("undefined", [])
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", str(target), "-"]
     run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"{run.stdout}\n{text}"
     return text
@@ -84,7 +88,7 @@ def test_imports_are_brought_to_the_head_once() -> None:
     )
     assert text.count("from torch import nn\n") == 1
     assert "import json" not in text
-    assert "import random  # noqa: E402\n" in text
+    assert "\nos.environ['X'] = '1'\nimport random\n" in text
 
 
 def test_values_at_a_cells_end_are_printed() -> None:
