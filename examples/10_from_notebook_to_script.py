@@ -118,7 +118,8 @@ print(f"{len(losses)} steps, {right:.1%} right")
 #
 # `%distributed export` writes the `%%distributed` cells that ran, in order: group set-up and teardown around them,
 # cells of some ranks under an `if`, numbers that were pushed as options of the command line, arrays in a file beside
-# it, and of the failed cell what it did before it failed. With `--live-only`, what nothing later depends on is left out.
+# it, and of the failed cell what it did before it failed. With `--live-only`, what nothing later depends on is left
+# out.
 
 # %%
 import tempfile

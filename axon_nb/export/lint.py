@@ -1,4 +1,4 @@
-"""The script as ruff likes it, where ruff is installed: imports sorted, and what the cells' own style breaks silenced."""
+"""The script as ruff likes it, where that is installed: imports sorted, what the cells' own style breaks silenced."""
 
 from __future__ import annotations
 

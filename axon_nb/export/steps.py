@@ -149,7 +149,7 @@ def _plain_cell(walk: _Walk, cell: RanCell) -> None:
         word, _, rest = line.strip().partition(" ")
         if word == "%distributed" and rest.startswith("seed"):
             _seed(walk, rest)
-        elif word == "%pull" or word == "%gather":
+        elif word in ("%pull", "%gather"):
             names = [name for name in rest.split("--")[0].split() if name.isidentifier()]
             count = sum(isinstance(step, CellStep) for step in walk.steps)
             walk.wanted.setdefault(count - 1, []).extend(names)

@@ -57,8 +57,8 @@ def test_tensors_keep_dtype_layout_sharing_and_gradients(kernel: Kernel) -> None
         "t_half = torch.arange(2048, dtype=torch.bfloat16)\n"
         "t_turned = torch.arange(12288.0).reshape(96, 128).T\n"
         "t_layer = torch.nn.Linear(64, 64)\n"
-        "t_odd = {'c': torch.ones(3, dtype=torch.complex64).conj() * 1j, 'e': torch.empty(0, 3), 'b': torch.ones(2) > 0,\n"
-        "         's': torch.eye(2).to_sparse(), 'slice': torch.zeros(1 << 20)[:3]}\n"
+        "t_odd = {'c': torch.ones(3, dtype=torch.complex64).conj() * 1j, 'e': torch.empty(0, 3)}\n"
+        "t_odd |= {'b': torch.ones(2) > 0, 's': torch.eye(2).to_sparse(), 'slice': torch.zeros(1 << 20)[:3]}\n"
         "t_tied = torch.nn.ModuleList([t_layer, t_layer]).state_dict()"
     )
     kernel.ok("%pull t_half t_turned t_odd t_tied t_layer --ranks 1")
@@ -150,7 +150,8 @@ def test_pull_never_overwrites_unasked(kernel: Kernel) -> None:
 
 def test_scatter_and_gather(kernel: Kernel) -> None:
     kernel.ok(
-        "import numpy as np, torch\nt_rows = np.arange(10)\nt_grid = torch.arange(12).reshape(2, 6)\nt_words = list('abcde')"
+        "import numpy as np, torch\nt_rows, t_words = np.arange(10), list('abcde')\n"
+        "t_grid = torch.arange(12).reshape(2, 6)"
     )
     kernel.ok("%scatter t_rows t_words\n%scatter t_grid --dim 1 --ranks 1,3")
     reply = kernel.ok("%%distributed\nprint(t_rows.tolist(), t_words)")
@@ -177,7 +178,8 @@ def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
         "from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor\n"
         "t_mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('a', 'b'))\n"
         "t_w = distribute_tensor(torch.arange(24.0).reshape(6, 4), t_mesh, [Shard(0), Shard(1)])\n"
-        "t_parts = {'w': t_w, 'step': 3, 'copy': distribute_tensor(torch.ones(2), t_mesh, [Replicate(), Replicate()])}\n"
+        "t_copy = distribute_tensor(torch.ones(2), t_mesh, [Replicate(), Replicate()])\n"
+        "t_parts = {'w': t_w, 'step': 3, 'copy': t_copy}\n"
         "t_split = torch.nn.Linear(4, 4)\n"
         "t_split.weight = torch.nn.Parameter(distribute_tensor(t_split.weight.data, t_mesh, [Shard(0), Replicate()]))"
     )

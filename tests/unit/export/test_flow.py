@@ -61,7 +61,8 @@ def test_a_change_through_another_name_counts() -> None:
 
 def test_a_values_making_is_found_statement_by_statement() -> None:
     statements = ast.parse(
-        "import numpy as np\nnoise = 3\nraw = np.arange(8)\nraw[0] = 5\nprint(noise)\ntrain, test = raw[:4], raw[4:]\nraw = None"
+        "import numpy as np\nnoise = 3\nraw = np.arange(8)\nraw[0] = 5\nprint(noise)\n"
+        "train, test = raw[:4], raw[4:]\nraw = None"
     ).body
     chosen, missing = making_of(["train"], statements)
     assert [ast.unparse(s) for s in chosen] == [

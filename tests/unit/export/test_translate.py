@@ -22,7 +22,7 @@ from axon_nb.export.translate import parse, translate
         ("x?\n", "# %pinfo x: is help for a reader\n"),
         ("%unheard of\n", "# %unheard of: has no counterpart in a script\n"),
         ("!echo $HOME\n", "# !echo $HOME: its variables are IPython's; call subprocess.run\n"),
-        ("if rank == 0:\n    %matplotlib inline\n", "if rank == 0:\n    pass  # %matplotlib inline: a script has no notebook to draw in\n"),
+        ("if rank:\n    %who\n", "if rank:\n    pass  # %who: is for a reader\n"),
         ("x = 100 % 7\n", "x = 100 % 7\n"),
     ],
 )  # fmt: skip
