@@ -75,8 +75,8 @@ def make_script(
     steps, wanted = steps_of(history, facts, values)
     every = [step for step in steps if isinstance(step, CellStep)]
     dead = _strip_dead(every, wanted) if live_only else []
-    kept = [step for step in steps if not (step in dead and isinstance(step, CellStep) and not step.code)]
-    kept = _without_unused(kept)
+    empty = {id(step) for step in dead if not step.code}
+    kept = _without_unused([step for step in steps if id(step) not in empty])
     writer = _Writer(facts, kept)
     body = "\n".join(filter(None, (writer.write(step) for step in kept)))
     text = writer.assemble(body, title=title, file_name=file_name)

@@ -207,6 +207,16 @@ def test_values_of_cells_come_by_the_same_way(kernel: Kernel) -> None:
     assert until(lambda: not parcels_of(kernel.pid))
 
 
+def test_a_push_waits_for_the_cell_that_runs_and_says_so(kernel: Kernel, tmp_path: Path) -> None:
+    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    kernel.ok(f"%%distributed --noblock --ranks 0,2 --out t_handle\n{wait}")
+    request = kernel.submit("t_late = 1\n%push t_late")
+    kernel.wait_for_output(request, "Waiting for the cell that still runs on ranks 0,2.")
+    (tmp_path / "go").touch()
+    assert kernel.collect(request).ok
+    assert kernel.ok("%%distributed\nt_late").lines() == ["[ranks 0-3] 1"]
+
+
 def test_an_interrupt_of_a_pull_gives_control_back(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nimport time\ndef t_slow():\n    print('begun', flush=True)\n    time.sleep(600)")
     request = kernel.submit("print('asking', flush=True)\n%pull t_slow() --as t_never")
