@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -138,20 +139,19 @@ def _bases(node: ast.expr) -> Iterator[str]:
 
 def free_names(node: ast.AST) -> set[str]:
     """The names that a function, class or comprehension takes from outside."""
-    used, own = set[str](), set[str]()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name):
-            (used if isinstance(inner.ctx, ast.Load) else own).add(inner.id)
-        elif isinstance(inner, ast.arg):
-            own.add(inner.arg)
-        elif isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and inner is not node:
-            own.add(inner.name)
-        elif isinstance(inner, (ast.Import, ast.ImportFrom)):
-            own |= {alias.asname or alias.name.partition(".")[0] for alias in inner.names}
-        elif isinstance(inner, ast.ExceptHandler) and inner.name:
-            own.add(inner.name)
-    declared = {name for inner in ast.walk(node) if isinstance(inner, ast.Global) for name in inner.names}
-    return (used - own) | declared
+    try:
+        scopes = [symtable.symtable(ast.unparse(node), "<cell>", "exec")]
+    except SyntaxError:  # awaits outside of a function
+        return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
+    found, outermost = set[str](), scopes[0]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            outer = symbol.is_global() or (scope is outermost and not symbol.is_assigned())
+            if outer and (symbol.is_referenced() or symbol.is_declared_global()):
+                found.add(symbol.get_name())
+    return found - {getattr(node, "name", "")}
 
 
 def called_names(statements: Iterable[ast.stmt]) -> set[str]:

@@ -29,21 +29,17 @@ def settled(text: str, target: Path) -> tuple[str, list[str]]:
     ruff = _ruff()
     if ruff is None:
         return text, []
-    sorted_text = _run([*ruff, "check", "--fix-only", f"--fixable={_FIXED}", *_input(target)], text) or text
-    found = json.loads(_run([*ruff, "check", "--output-format=json", *_input(target)], sorted_text) or "[]")
+    fixed = _run([*ruff, "check", "--fix-only", f"--fixable={_FIXED}"], text, target) or text
+    found = json.loads(_run([*ruff, "check", "--output-format=json"], fixed, target) or "[]")
     codes = {entry["code"] for entry in found if entry.get("code")}
     undefined = sorted(
         {entry["message"].partition("`")[2].partition("`")[0] for entry in found if entry["code"] == "F821"}
     )
     silenced = sorted(codes - _NEVER_SILENCED)
     if silenced:
-        head, end, rest = sorted_text.partition('"""\n\n')
-        sorted_text = f"{head}{end}# ruff: noqa: {', '.join(silenced)}\n{rest}"
-    return sorted_text, undefined
-
-
-def _input(target: Path) -> list[str]:
-    return ["--no-cache", "--quiet", "--exit-zero", "--stdin-filename", str(target.absolute()), "-"]
+        head, end, rest = fixed.partition('"""\n\n')
+        fixed = f"{head}{end}# ruff: noqa: {', '.join(silenced)}\n{rest}"
+    return fixed, undefined
 
 
 def _ruff() -> list[str] | None:
@@ -53,5 +49,11 @@ def _ruff() -> list[str] | None:
     return [path] if path else None
 
 
-def _run(command: list[str], text: str) -> str:
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stdout
+def _run(command: list[str], text: str, target: Path) -> str:
+    path = target.absolute()
+    options = ["--no-cache", "--quiet", "--exit-zero", "--stdin-filename", str(path), "-"]
+    # In the script's own folder: which modules are the project's own depends on it.
+    folder = path.parent if path.parent.is_dir() else None
+    return subprocess.run(
+        [*command, *options], input=text, cwd=folder, capture_output=True, text=True, check=False
+    ).stdout

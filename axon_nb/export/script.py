@@ -160,6 +160,7 @@ class _Writer:
         if _is_async(tree):
             code = self._awaited(step, code, tree)
         if step.ranks is not None and code:
+            self._trees.append(parse("rank"))
             code = self._limited(step.ranks, code, tree)
         if step.left_out:
             where = f" at line {step.cell.failed_line}" if step.cell.failed_line else ""

@@ -20,6 +20,8 @@ from axon_nb.export.lint import settled
 from axon_nb.export.script import make_script
 from axon_nb.records.history import PushedValues, RanCell, SessionFacts
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+ON_RANKS = sorted(path for path in EXAMPLES.glob("*.ipynb") if '"%%distributed' in path.read_text(encoding="utf-8"))
 FACTS = SessionFacts(4, "gloo", threads=3)
 
 
@@ -35,7 +37,7 @@ def script(*history: RanCell | PushedValues, **options: Any) -> str:
     ast.parse(text)
     assert undefined == options.pop("undefined", [])
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", str(target), "-"]
-    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, input=text, cwd=target.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"{run.stdout}\n{text}"
     return text
 
@@ -229,6 +231,16 @@ def test_notebook_files_are_read_in_the_order_of_prompts(tmp_path: Path) -> None
     assert "torchrun --nproc-per-node 3 " in str(report)
     with pytest.raises(UsageError, match="`--force` replaces it"):
         export_notebook(source, tmp_path / "t.py")
+
+
+@pytest.mark.parametrize("source", ON_RANKS, ids=lambda path: path.stem)
+def test_examples_that_have_not_run_are_exported_from_top_to_bottom(source: Path, tmp_path: Path) -> None:
+    report = export_notebook(source, tmp_path / "train.py", live_only=source.stem.startswith("0"))
+    assert report.undefined == ()
+    assert report.paths == ()
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "train.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
