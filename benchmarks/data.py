@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from benchmarks import stock
+from benchmarks.main_job import pss_mib
 from benchmarks.report import Row, median, write
 from tests.kernel.driver import Kernel
 
@@ -88,13 +91,19 @@ def measure(kind: str, rounds: int) -> list[Row]:
 
 def _left(kernel: Kernel, rounds: int) -> float:
     """What is kept after as many transfers, as a share of one's size."""
-    before = used_bytes()
+    before = _resident(kernel)
     for _ in range(max(3, rounds)):
         for code in OURS.values():
             kernel.ok(code, timeout=120)
         kernel.ok(FORGET.format(purge=""))
         kernel.ok("%%distributed\nx = None\nimport gc; _ = gc.collect()")
-    return (used_bytes() - before) / SIZE
+    return (_resident(kernel) - before) / SIZE
+
+
+def _resident(kernel: Kernel) -> float:
+    """Memory of a kernel and all that it started, in bytes; what several share counts once."""
+    own = psutil.Process(kernel.pid).memory_full_info().pss
+    return own + pss_mib(kernel.pid) * 2**20
 
 
 def _speeds(kind: str, rates: dict[str, list[float]]) -> list[Row]:

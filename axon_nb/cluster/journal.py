@@ -16,13 +16,15 @@ from axon_nb.records.history import PushedValues, RanCell, SessionFacts
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["failed_line", "history", "literal", "pushed", "ran", "sent_values", "started"]
+__all__ = ["auto_options", "failed_line", "history", "literal", "pushed", "ran", "sent_values", "started"]
 
 _MAGICS = ("distributed", "rank")
+_AUTO_CALL = "get_ipython().magics_manager.registry['AutoMagics'].run"
 _MAX_LITERAL = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _facts: list[SessionFacts] = []
 _entries: list[RanCell | PushedValues] = []
+_auto_options = [""]
 _sent: dict[str, Callable[[Any], bool]] = {}
 """Tells whether a value is the one that was last sent under a name."""
 
@@ -68,7 +70,16 @@ def ran(result: Any) -> None:
     render = getattr(error, "_render_traceback_", None)
     report = "\n".join(render()) if render is not None else ""
     line = failed_line(report, result.execution_count) if outcome == "failed" else None
+    if line is not None and not source.lstrip().startswith("%%"):
+        line += 1  # no first line of a magic's was sent
+    _auto_options[0] = auto_options(source, _auto_options[0])
     _entries.append(RanCell(result.execution_count, magic, code or source, outcome, line, _one_line(error)))
+
+
+def auto_options(code: str, before: str) -> str:
+    """What `%distributed auto on` in this code says of the cells after it, such as ``--ranks 0``."""
+    found = re.findall(r"^%distributed auto on\b(.*)$", code, re.MULTILINE)
+    return str(found[-1]).strip() if found else before
 
 
 def _on_ranks(info: Any) -> tuple[str, str]:
@@ -83,11 +94,12 @@ def _on_ranks(info: Any) -> tuple[str, str]:
     statement = tree.body[0] if isinstance(tree, ast.Module) and len(tree.body) == 1 else None
     value = getattr(statement, "value", None)
     call = value.value if isinstance(value, ast.Await) else value
-    words = [getattr(argument, "value", None) for argument in getattr(call, "args", ())]
-    if len(words) != 3 or words[0] not in _MAGICS or "get_ipython()" not in text:
-        return "", ""
-    name, line, code = map(str, words)
-    return f"{name} {line}".strip(), code
+    words = [str(getattr(argument, "value", "")) for argument in getattr(call, "args", ())]
+    if len(words) == 3 and words[0] in _MAGICS and "get_ipython()" in text:
+        return f"{words[0]} {words[1]}".strip(), words[2]
+    if len(words) == 1 and text.lstrip().removeprefix("await ").startswith(_AUTO_CALL):
+        return f"distributed {_auto_options[0]}".strip(), words[0]
+    return "", ""
 
 
 def failed_line(report: str, number: int | None) -> int | None:

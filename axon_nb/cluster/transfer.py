@@ -37,6 +37,7 @@ def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is no variable name.")
     what = f"take {', '.join(names)}"
+    cluster.health.refuse(list(variables))
     _tell_queue(cluster, variables)
     packed = {id(own): _packed(own) for own in variables.values()}
     near = _near(cluster, variables)
@@ -74,6 +75,7 @@ def pull(
         compile(expression, "<pull>", "eval")
     except (SyntaxError, ValueError):
         raise UsageError(f"{expression!r} is no name or expression.") from None
+    cluster.health.refuse(ranks)
     _tell_queue(cluster, ranks)
     near = _near(cluster, ranks)
     running = list(ranks)

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from axon_nb.cluster.journal import failed_line
+from axon_nb.cluster.journal import auto_options, failed_line
 from axon_nb.errors import UsageError
 from axon_nb.export.steps import pushes_in
 from axon_nb.records.history import PushedValues, RanCell, SessionFacts
@@ -33,7 +33,8 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues
         raise UsageError(f"{path} is no notebook: it is to be an .ipynb file.") from None
     ran = [cell for cell in cells if cell.get("execution_count")]
     ordered = sorted(ran, key=lambda cell: int(cell["execution_count"])) if ran else cells
-    facts, found, auto = SessionFacts(), list[RanCell | PushedValues](), False
+    facts, found = SessionFacts(), list[RanCell | PushedValues]()
+    auto: str | None = None
     for cell in ordered:
         source = "".join(cell["source"])
         for line in source.splitlines():
@@ -44,11 +45,10 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
-                auto = words[2:] == ["on"]
+                auto = auto_options(line, "") if words[2:3] == ["on"] else None
         entry = _entry(cell, source, auto=auto)
-        found.append(entry)
-        if not entry.magic and entry.outcome == "ok":
-            found += pushes_in(entry.code)
+        pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
+        found += [*pushes, entry] if entry.magic else [entry, *pushes]
     return facts, found
 
 
@@ -76,15 +76,17 @@ def _configured(words: list[str], before: SessionFacts) -> SessionFacts:
     return before
 
 
-def _entry(cell: dict[str, Any], source: str, *, auto: bool) -> RanCell:
+def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> RanCell:
     number = cell.get("execution_count")
     first, _, rest = source.lstrip("\n").partition("\n")
     name = first[2:].partition(" ")[0].strip() if first.startswith("%%") else ""
     on_ranks = name in _ON_RANKS
     lines = [line for line in source.splitlines() if line.strip()]
-    if not on_ranks and auto and not name and any(not line.lstrip().startswith("%") for line in lines):
-        on_ranks, first, rest = True, "%%distributed", source
+    if not on_ranks and auto is not None and not name and any(not line.lstrip().startswith("%") for line in lines):
+        on_ranks, first, rest = True, f"%%distributed {auto}", source
     outcome, line, error = _outcome(cell, number)
+    if line is not None and not name:
+        line += 1  # no first line of a magic's was sent
     magic = first[2:].strip() if on_ranks else ""
     code = rest if on_ranks or name == "local" else source
     return RanCell(number, magic, code, outcome, line, error)

@@ -243,6 +243,25 @@ def test_examples_that_have_not_run_are_exported_from_top_to_bottom(source: Path
     assert run.returncode == 0, run.stdout
 
 
+def test_cells_of_auto_mode_are_cells_on_ranks(tmp_path: Path) -> None:
+    source = notebook(
+        tmp_path / "n.ipynb",
+        (1, "%distributed start -n 2"),
+        (2, "%distributed auto on --ranks 1"),
+        (3, "step = 1\n%push size\nprint(step, size)"),
+        (4, "%%local\nplot = 1"),
+        (5, "%distributed auto off"),
+        (6, "here = 2"),
+    )
+    export_notebook(source, tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text()
+    assert "if rank == 1:\n    step = 1\n" in text
+    assert "# %push size: the value comes from the notebook, above" in text
+    assert "--size" in text
+    assert "plot" not in text
+    assert "here = 2" not in text
+
+
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = notebook(tmp_path / "n.ipynb", (None, "%%distributed\nprint(1)"))
     assert cli.main(["export", str(source), str(tmp_path / "t.py"), "--live-only"]) == 0
