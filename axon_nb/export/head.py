@@ -22,15 +22,18 @@ class Arguments:
     def __init__(self, taken: Collection[str]) -> None:
         self._taken = set(taken)
         self._lines: dict[str, str] = {}
-        self.name = self._free("arguments")
+        self.name = self.free("arguments")
         """What the script calls the parsed command line."""
-        self.data = self._free("data")
+        self.data = self.free("data")
         """What it calls the content of the file beside it."""
+        self.share, self.show = self.free("share"), self.free("show")
+        """What it calls its helpers."""
         self.reads_file = False
         self.reads_paths = False
 
-    def _free(self, name: str) -> str:
-        return name if name not in self._taken else self._free(f"{name}_")
+    def free(self, name: str) -> str:
+        """A name like this that no cell binds."""
+        return name if name not in self._taken else self.free(f"{name}_")
 
     def code(self, step: ValueStep) -> str:
         """The lines that give a variable its value."""
@@ -40,15 +43,16 @@ class Arguments:
             return f"{step.name} = {step.text}\n"
         if step.way == "file":
             self.reads_file = True
-            return f"{step.name} = {self.data}[{step.name!r}]\n"
-        option = f"--{step.name.replace('_', '-')}"
+            return f'{step.name} = {self.data}["{step.name}"]\n'
+        plain = step.name.strip("_") == step.name
+        option = f'"--{step.name.replace("_", "-")}"' if plain else f'"--{step.name}", dest="{step.name}"'
         if step.way == "argument":
-            self._lines[step.name] = f"add_argument({option!r}, dest={step.name!r}, {_kind(step.text)})"
+            self._lines[step.name] = f"add_argument({option}, {_kind(step.text)})"
             return f"{step.name} = {self.name}.{step.name}\n"
         self.reads_paths = True
         self._lines[step.name] = (
-            f"add_argument({option!r}, dest={step.name!r}, type=Path, required=True, metavar='FILE', "
-            f"help='where {step.name} is, as torch.save writes it')"
+            f'add_argument({option}, type=Path, required=True, metavar="FILE", '
+            f'help="where {step.name} is, as torch.save writes it")'
         )
         return f"{step.name} = torch.load({self.name}.{step.name}, weights_only=False)\n"
 
@@ -56,7 +60,7 @@ class Arguments:
         """The code that parses the command line; empty: there are no arguments."""
         if not self._lines:
             return ""
-        parser = self._free("parser")
+        parser = self.free("parser")
         added = "".join(f"{parser}.{line}\n" for line in self._lines.values())
         return f"{parser} = argparse.ArgumentParser()\n{added}{self.name} = {parser}.parse_args()\n\n"
 

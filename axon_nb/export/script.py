@@ -21,7 +21,7 @@ __all__ = ["Script", "make_script"]
 _RANK_NAMES = ("rank", "local_rank", "world_size", "device", "world", "mesh", "dist", "torch", "subgroup", "axon_nb")
 _LOOKS = {"item", "tolist", "sum", "mean", "max", "min", "numel", "size", "keys", "values", "items", "len", "sorted"}
 _SHARE = '''
-def share(values, index, count, dim=0):
+def {name}(values, index, count, dim=0):
     """The part of `values` that belongs to the rank at `index` of `count`."""
     length = values.shape[dim] if hasattr(values, "shape") else len(values)
     size, longer = divmod(length, count)
@@ -30,7 +30,7 @@ def share(values, index, count, dim=0):
     return rows[(slice(None),) * dim + (part,)] if dim else rows[part]
 '''
 _SHOW = '''
-def show(value):
+def {name}(value):
     """Print what the notebook showed below a cell."""
     if value is not None:
         print(f"[rank {rank}] {value!r}", flush=True)
@@ -78,7 +78,11 @@ def make_script(
     empty = {id(step) for step in dead if not step.code}
     kept = _without_unused([step for step in steps if id(step) not in empty])
     writer = _Writer(facts, kept)
-    body = "\n".join(filter(None, (writer.write(step) for step in kept)))
+    body = ""
+    for index, step in enumerate(kept):
+        text = writer.write(step)
+        together = index and isinstance(step, ValueStep) and isinstance(kept[index - 1], ValueStep)
+        body += text if together or not text or not body else f"\n{text}"
     text = writer.assemble(body, title=title, file_name=file_name)
     try:
         ast.parse(text)
@@ -176,8 +180,8 @@ class _Writer:
         lines = step.code.splitlines()
         segment = ast.get_source_segment(step.code, last) or ""
         shown = ast.unparse(last.value) if isinstance(last.value, ast.Tuple) else segment
-        lines[last.lineno - 1 : last.end_lineno] = f"show({shown})".splitlines()
-        self._helpers["show"] = _SHOW
+        lines[last.lineno - 1 : last.end_lineno] = f"{self._arguments.show}({shown})".splitlines()
+        self._helpers["show"] = _SHOW.replace("{name}", self._arguments.show)
         return "\n".join(lines) + "\n"
 
     def _awaited(self, step: CellStep, code: str, tree: ast.Module) -> str:
@@ -201,7 +205,8 @@ class _Writer:
         for statement in ("import random", "import numpy as np"):
             self._imports.add(statement)
         value = f"{step.value} + rank" if step.per_rank else str(step.value)
-        code = f"seed = {value}\nrandom.seed(seed)\nnp.random.seed(seed % 2**32)\ntorch.manual_seed(seed)\n"
+        of_numpy = f"({value}) % 2**32" if step.per_rank else str(step.value % 2**32)
+        code = f"random.seed({value})\nnp.random.seed({of_numpy})\ntorch.manual_seed({value})\n"
         self._trees.append(parse(code))
         return f"# %distributed seed {step.value}{' --per-rank' if step.per_rank else ''}\n{code}"
 
@@ -210,12 +215,13 @@ class _Writer:
             self._imports.add(statement)
         code = self._arguments.code(step)
         if step.scattered_along is not None:
-            self._helpers["share"] = _SHARE
+            helper = self._arguments.share
+            self._helpers["share"] = _SHARE.replace("{name}", helper)
             ranks = list(step.ranks) if step.ranks is not None else list(range(self._facts.num_ranks))
             place = "rank" if step.ranks is None else f"{ranks}.index(rank)"
             dim = f", dim={step.scattered_along}" if step.scattered_along else ""
             count = "world_size" if step.ranks is None else str(len(ranks))
-            line = f"{step.name} = share({step.name}, {place}, {count}{dim})\n"
+            line = f"{step.name} = {helper}({step.name}, {place}, {count}{dim})\n"
             code += line if step.ranks is None else f"if rank in ({', '.join(map(str, ranks))},):\n    {line}"
         self._trees.append(parse(code))
         return code
@@ -232,7 +238,8 @@ class _Writer:
         head = f'"""Exported from {title}. Run it with\n\n'
         head += f"    torchrun --nproc-per-node {self._facts.num_ranks} {file_name}\n"
         head += f'"""\n\n{self._imports.future}'
-        pieces = [head + self._imports.render(used), *self._helpers.values(), setup, body]
+        helpers = [f"{text}\n" for text in self._helpers.values()]
+        pieces = [head + self._imports.render(used), *helpers, setup, body]
         return "\n".join(pieces).rstrip() + "\n\ndist.destroy_process_group()\n"
 
 

@@ -138,6 +138,7 @@ def run_exported(notebook: NotebookNode, folder: Path, *, more: str = "") -> str
     return run.stdout
 
 
+@pytest.mark.timeout(900)
 def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: NotebookNode, tmp_path: Path) -> None:
     (pulled,) = [cell for cell in quickstart.cells if cell.source.startswith("%pull losses")]
     losses = pulled.outputs[-1]["data"]["text/plain"]

@@ -114,12 +114,12 @@ def test_pushed_values_are_options_files_or_code() -> None:
     assert made.file_names == ("images",)
     assert made.paths == ("lost",)
     text = script(*history, values=["images"])
-    assert "parser.add_argument('--lr', dest='lr', type=float, default=0.1)" in text
+    assert 'parser.add_argument("--lr", type=float, default=0.1)' in text
     assert "action=argparse.BooleanOptionalAction, default=True" in text
     assert "type=ast.literal_eval, default=(1, 2)" in text
     assert "rows = np.arange(6) * 2\nrows[0] = 9\n" in text
-    assert "images = data['images']\n" in text
-    assert "metavar='FILE'" in text
+    assert 'images = data["images"]\n' in text
+    assert 'metavar="FILE"' in text
     assert "\nlr = 0.01\n" in text
     assert "unused" not in text
     assert "never" not in text
@@ -134,6 +134,17 @@ def test_scattered_values_are_dealt_out() -> None:
     )
     assert "x = [1, 2, 3]\nx = share(x, rank, world_size)\n" in text
     assert "if rank in (1, 3,):\n    y = share(y, [1, 3].index(rank), 2, dim=1)\n" in text
+
+
+def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
+    text = script(
+        PushedValues(("x", "__y"), scattered_along=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("lr",), literals={"lr": "1"}),
+        cell("share = show = parser = arguments = data = 1\nprint(x, __y, lr)\nshare\n"),
+        values=["__y"],
+    )
+    for name in ("def share_(", "def show_(", "parser_ = ", "arguments_ = ", "data_ = ", "show_(share)"):
+        assert name in text
 
 
 def test_failed_cells_do_what_they_did_before_they_failed() -> None:
@@ -162,7 +173,7 @@ def test_awaiting_cells_run_in_a_coroutine() -> None:
 
 def test_magics_of_plain_cells_that_concern_ranks() -> None:
     text = script(cell("%distributed seed 5 --per-rank\n", ""), cell("print(torch.rand(1))\n"))
-    assert "seed = 5 + rank\nrandom.seed(seed)\nnp.random.seed(seed % 2**32)\ntorch.manual_seed(seed)\n" in text
+    assert "random.seed(5 + rank)\nnp.random.seed((5 + rank) % 2**32)\ntorch.manual_seed(5 + rank)\n" in text
 
 
 def test_dead_cells_are_left_out_on_request() -> None:
