@@ -33,7 +33,9 @@ def started(cluster: Cluster) -> None:
     """A cluster is the notebook's own now: what was done on earlier ranks is gone with them."""
     layout = cluster.layout
     on_gpus = layout.devices[0] != "cpu"
-    _facts[:] = [SessionFacts(layout.num_ranks, layout.backend, layout.threads, on_gpus)]
+    seeds = {place.get("seed") for place in cluster.places}  # forked ranks begin with the same one
+    seed = seeds.pop() if len(seeds) == 1 else None
+    _facts[:] = [SessionFacts(layout.num_ranks, layout.backend, layout.threads, on_gpus, seed)]
     _entries[:] = [entry for entry in _entries if isinstance(entry, RanCell) and not entry.magic]
     _sent.clear()
 

@@ -104,7 +104,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
-    return {**describe(), "device": str(device), "hooks_missing": missing}
+    return {**describe(), "device": str(device), "hooks_missing": missing, "seed": torch.initial_seed()}
 
 
 def _shell() -> Any:

@@ -107,6 +107,8 @@ def set_up(
         if name in wanted:
             text += f'{name} = int(os.environ["{variable}"])\n'
     text += _threads(facts) + _device(facts, used) + _group(facts)
+    if facts.seed is not None:
+        text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
     if "world" in used:
         imports.add("from axon_nb.comm import World")
         text += "world = World.init()\n"

@@ -20,6 +20,8 @@ class SessionFacts:
     """Intra-op threads of torch on each rank; 0: usable cores / ranks, at least 1."""
     on_gpus: bool = False
     """Whether ranks compute on GPUs."""
+    seed: int | None = None
+    """What torch's generator of each rank was seeded with at the start; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

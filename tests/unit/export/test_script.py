@@ -59,6 +59,11 @@ def test_on_gpus_each_rank_takes_its_own() -> None:
     assert 'dist.init_process_group("nccl", device_id=device)' in text
 
 
+def test_ranks_begin_with_the_seed_that_the_notebooks_ranks_had() -> None:
+    assert "\ntorch.manual_seed(7)  #" in script(cell("x = 1\n"), facts=SessionFacts(2, seed=7))
+    assert "manual_seed" not in script(cell("x = 1\n"))
+
+
 def test_without_known_threads_cores_are_shared_as_in_the_notebook() -> None:
     text = script(cell("x = 1\n"), facts=SessionFacts(2))
     assert 'len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])' in text
