@@ -153,6 +153,7 @@ print(f"{accuracy:.1%} of {score[1]} test digits are right")
 
 # %%
 # %pull losses --ranks 0
+losses[-3:]
 
 # %%
 import matplotlib.pyplot as plt

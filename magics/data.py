@@ -1,12 +1,15 @@
-"""`%push` and `%pull`: variables between the notebook and ranks."""
+"""`%push`, `%pull`, `%scatter` and `%gather`: variables between the notebook and ranks."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster import current
+from axon_nb.cluster.identity import recogniser
 from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
@@ -14,19 +17,20 @@ from axon_nb.magics.arguments import LineParser, parse
 __all__ = ["DataMagics"]
 
 
-def _push_parser() -> LineParser:
-    parser = LineParser("%push", "Send notebook variables to ranks.")
+def _parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
+    parser = LineParser(prog, description)
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
+    if dim:
+        parser.add_argument("--dim", type=int, default=0, help="dimension of tensors and arrays (default: 0)")
     return parser
 
 
-def _pull_parser() -> LineParser:
-    parser = LineParser("%pull", "Fetch variables from ranks.")
-    parser.add_argument("names", nargs="+", metavar="NAME")
-    parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
+def _fetching(prog: str, description: str, *, dim: bool = False) -> LineParser:
+    parser = _parser(prog, description, dim=dim)
     parser.add_argument("--as", dest="target", default=None, metavar="NAME", help="bind the value to this name")
     parser.add_argument("--force", action="store_true", help="overwrite a variable of the notebook")
+    parser.add_argument("--numpy", action="store_true", help="tensors come as NumPy arrays")
     return parser
 
 
@@ -36,43 +40,88 @@ class DataMagics(Magics):
 
     @line_magic
     def push(self, line: str) -> None:
-        """Send notebook variables to ranks: `%push x y [--ranks 0,2-3]`."""
-        options = parse(_push_parser(), line)
-        missing = [name for name in options.names if name not in self.shell.user_ns]
-        if missing:
-            raise UsageError(f"The notebook has no variable {missing[0]!r}: assign it in a plain cell first.")
-        cluster = current.require("%push")
-        cluster.push({name: self.shell.user_ns[name] for name in options.names}, ranks=options.ranks)
+        """Send notebook variables to ranks: `%push x y [--ranks 0,2-3]`.
+
+        Example: `%push images labels`. Functions bring what they use of the notebook, where a rank has no such name.
+        """
+        options = parse(_parser("%push", "Send notebook variables to ranks."), line)
+        variables = self._own(options)
+        current.require("%push").push(variables, ranks=options.ranks)
+
+    @line_magic
+    def scatter(self, line: str) -> None:
+        """Deal notebook variables out, a part to each rank: `%scatter x [--ranks R] [--dim 0]`.
+
+        Example: `%scatter images labels`. Tensors and arrays are split along --dim, tables by rows, lists by items.
+        """
+        options = parse(_parser("%scatter", "Deal variables out to ranks.", dim=True), line)
+        variables = self._own(options)
+        current.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
     def pull(self, line: str) -> None:
-        """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force]`.
+        """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy]`.
 
-        Binds a dict rank -> value, or the value itself when --ranks names a single rank. A notebook variable of that
-        name is overwritten only if an earlier %pull made it, or with --force.
+        Example: `%pull losses --ranks 0`. Binds a dict rank -> value, or the value itself when --ranks names a single
+        rank. A distributed tensor comes whole, with --shards each rank's own part. A notebook variable of that name is
+        overwritten only if an earlier %pull made it, or with --force.
         """
-        options = parse(_pull_parser(), line)
-        if options.target and len(options.names) > 1:
-            raise UsageError(f"--as {options.target} names one variable, and {len(options.names)} are pulled.")
+        parser = _fetching("%pull", "Fetch variables from ranks.")
+        parser.add_argument("--shards", action="store_true", help="of distributed tensors each rank's own part")
+        options = parse(parser, line)
         cluster = current.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         single = options.ranks is not None and len(ranks) == 1
-        for name in options.names:
-            target = options.target or name
+
+        def fetch(name: str) -> Any:
+            asked: Any = ranks[0] if single else ranks
+            value = cluster.pull(name, ranks=asked, shards=options.shards, arrays=options.numpy)
+            return value if single else _ByRank(value)
+
+        self._bind(options, fetch)
+
+    @line_magic
+    def gather(self, line: str) -> None:
+        """Fetch variables and join the ranks' parts: `%gather x [--ranks R] [--dim 0] [--as NAME] [--force] [--numpy]`.
+
+        Example: `%gather predictions --as all_predictions`. What %scatter dealt out comes together again.
+        """
+        options = parse(_fetching("%gather", "Fetch variables and join them.", dim=True), line)
+        cluster = current.require("%gather")
+        self._bind(
+            options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, arrays=options.numpy)
+        )
+
+    def _own(self, options: argparse.Namespace) -> dict[str, Any]:
+        missing = [name for name in options.names if name not in self.shell.user_ns]
+        if missing:
+            raise UsageError(f"The notebook has no variable {missing[0]!r}: assign it in a plain cell first.")
+        return {name: self.shell.user_ns[name] for name in options.names}
+
+    def _bind(self, options: argparse.Namespace, fetch: Callable[[str], Any]) -> None:
+        if options.target and len(options.names) > 1:
+            raise UsageError(f"--as {options.target} names one variable, and {len(options.names)} are fetched.")
+        targets = [options.target or name for name in options.names]
+        for target in targets:
             self._may_bind(target, forced=options.force)
-            value: Any = cluster.pull(name, ranks=ranks[0] if single else ranks)
-            self.shell.user_ns[target] = value
-            _pulled[target] = id(value)
+        for name, target in zip(options.names, targets, strict=True):
+            self.shell.user_ns[target] = value = fetch(name)
+            _fetched[target] = recogniser(value)
 
     def _may_bind(self, name: str, *, forced: bool) -> None:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is no variable name: choose one with --as.")
         space = self.shell.user_ns
-        if name in space and _pulled.get(name) != id(space[name]) and not forced:
+        ours = _fetched.get(name, lambda value: False)
+        if name in space and not forced and not ours(space[name]):
             raise UsageError(
                 f"The notebook already has a variable {name!r}: `--as OTHER_NAME` keeps it, `--force` overwrites it."
             )
 
 
-_pulled: dict[str, int] = {}
-"""Names that %pull has bound, with the identity of what it bound."""
+class _ByRank(dict[int, Any]):
+    """A dictionary that can be recognised later without being kept alive."""
+
+
+_fetched: dict[str, Callable[[Any], bool]] = {}
+"""Tells of the names that %pull and %gather have bound whether a value is the one that they bound."""

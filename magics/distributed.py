@@ -15,6 +15,7 @@ from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
 from axon_nb.magics.comforts import COMFORTS
 from axon_nb.magics.examples import help_text
+from axon_nb.magics.export import export_session
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
@@ -56,13 +57,14 @@ class DistributedMagics(Magics):
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed start|status|stop|restart|attach|config|stacks|repair|sync|cancel|vars|diff|auto|seed|debug`.
+        """`%distributed COMMAND`, such as `%distributed start -n 4`; `%distributed start?` tells of one command.
 
-        Example: `%distributed start -n 4`. `%distributed start?` tells of one command.
+        status · stop · restart, and:
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
+        export FILE [--live-only] [--force]: the cells that ran on ranks, as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         auto on|off: plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
@@ -92,6 +94,7 @@ class DistributedMagics(Magics):
             "vars": self._vars,
             "diff": self._diff,
             "config": self._config,
+            "export": self._export,
             **COMFORTS,
         }
 
@@ -170,6 +173,9 @@ class DistributedMagics(Magics):
         parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
         ranks = current.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on ranks {format_ranks(ranks)}." if ranks else "No cell is running.")
+
+    def _export(self, words: list[str]) -> None:
+        print(export_session(self.shell, words))
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from axon_nb.cluster import current, kept, lifecycle, stop_button, warmup
+from axon_nb.cluster import current, journal, kept, lifecycle, stop_button, warmup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics import front_end, rank_names
@@ -41,6 +41,7 @@ def load(shell: InteractiveShell) -> None:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
     _assist(shell)
+    shell.events.register("post_run_cell", journal.ran)
     lifecycle.install()
     stop_button.install()
     if current.get() is not None:
@@ -67,6 +68,8 @@ def unload(shell: InteractiveShell) -> None:
             shell.input_transformers_cleanup.remove(transformer)
     auto_mode.on = False
     _stop_assisting(shell)
+    if journal.ran in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", journal.ran)
     stop_button.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:

@@ -145,7 +145,7 @@ class CellRunning:
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
-        fetched = transfer.last_values(self.connection.client, with_value, run.token)
+        fetched = transfer.last_values(self._whole, with_value, run.token)
         if not options.get("quiet", False):
             self.health.hint("draws", shared_draws(run.told, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}

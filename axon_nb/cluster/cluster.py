@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import presses, transfer
+from axon_nb.cluster import asking, journal, presses, transfer
 from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.difference import difference_frame
@@ -21,6 +21,7 @@ from axon_nb.cluster.repair import repair
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.splitting import join_values, split_value
 from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
 from axon_nb.cluster.sync import SyncReport, sync
@@ -120,18 +121,47 @@ class Cluster(CellRunning):
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
-        self.health.refuse(chosen)
-        transfer.push(self.connection.client, chosen, variables)
+        transfer.push(self, dict.fromkeys(chosen, variables))
+        journal.pushed(variables, chosen)
 
-    def pull(self, name: str, *, ranks: str | int | Iterable[int] | None = None) -> Any:
-        """Fetch a variable, or the value of an expression: by rank, or the value itself when `ranks` is one number.
+    def pull(
+        self, name: str, *, ranks: str | int | Iterable[int] | None = None, shards: bool = False, arrays: bool = False
+    ) -> Any:
+        """Fetch a variable, or the value of an expression, with its tensors on the CPU.
 
-        UsageError when a rank does not have it, or when it does not pickle.
+        Args:
+            name: A name or an expression.
+            ranks: One rank, or which, as for `run`.
+            shards: Whether of a distributed tensor each rank gives its own part; else all of it is put together.
+            arrays: Whether tensors come as NumPy arrays; else torch is loaded here when the first one comes.
+
+        Returns:
+            By rank, or the value itself when `ranks` is one number.
+
+        Raises:
+            UsageError: a rank does not have it, or it does not pickle.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        self.health.refuse(chosen)
-        values = transfer.pull(self.connection.client, chosen, name)
+        values, _ = transfer.pull(self, chosen, name, shards=shards, arrays=arrays)
         return values[chosen[0]] if isinstance(ranks, int) else values
+
+    def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
+        """As `push`, but each rank gets its own part, in their order: tensors and arrays along `dim`."""
+        chosen = resolve_ranks(ranks, self.world_size)
+        parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
+        transfer.push(self, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
+        journal.pushed(variables, chosen, scattered_along=dim)
+
+    def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
+        """Fetch a variable of each rank as `pull` does, and put the values together in the ranks' order.
+
+        Returns:
+            Tensors and arrays joined along `dim`, tables by rows, lists and tuples end to end; a list of anything else,
+            and a distributed tensor as it is, whole.
+        """
+        chosen = resolve_ranks(ranks, self.world_size)
+        values, whole = transfer.pull(self, chosen, name, arrays=arrays)
+        return values[chosen[0]] if whole else join_values(list(values.values()), dim=dim)
 
     def repair(
         self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
@@ -164,7 +194,7 @@ class Cluster(CellRunning):
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return transfer.sample(self.connection.client, [rank for rank in chosen if rank not in self.health.dead])
+        return asking.sample(self.connection.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""
@@ -204,7 +234,7 @@ class Cluster(CellRunning):
         if self.health.gone:
             return
         self.health.gone = "was stopped"
-        transfer.shut_down_foreign(self)
+        asking.shut_down_foreign(self)
         self.connection.stop()
         for run in list(self._runs):
             run.on_lost("was stopped")

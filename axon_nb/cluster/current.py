@@ -37,8 +37,9 @@ def require(command: str) -> Cluster:
 
 def put(cluster: Cluster) -> None:
     """Make `cluster` the current one; it ends with this process unless the kernel is being restarted."""
-    from axon_nb.cluster import lifecycle
+    from axon_nb.cluster import journal, lifecycle
 
+    journal.started(cluster)
     with _lock:
         _current[:] = [cluster]
     lifecycle.install(cluster)

@@ -113,7 +113,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
     wrappers.follow_wrappers()
-    return {**describe(), "device": str(device), "hooks_missing": missing}
+    return {**describe(), "device": str(device), "hooks_missing": missing, "seed": torch.initial_seed()}
 
 
 def _shell() -> Any:

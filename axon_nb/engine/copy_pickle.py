@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.distributed import DistributedSampler
 
 from axon_nb.comm.world import World
+from axon_nb.engine.function_pickle import namespace, reduce_function
 from axon_nb.engine.groups import install
 from axon_nb.engine.groups.wrappers import renew_reducer
 from axon_nb.engine.session import current
@@ -41,8 +42,8 @@ class NamespacePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """How an object is made anew; called for all but the plainest types."""
         kind = type(obj)
-        if kind is types.FunctionType and obj.__globals__ is current().kernel.shell.user_ns:
-            return _reduce_function(obj)
+        if kind is types.FunctionType and obj.__globals__ is namespace():
+            return reduce_function(obj)
         _refuse(obj, kind)
         if issubclass(kind, dist.ProcessGroup):
             return _group, (obj.group_name,)
@@ -87,40 +88,6 @@ def _refuse(obj: Any, kind: type) -> None:
 
 def _new(kind: Any) -> Any:
     return kind.__new__(kind)
-
-
-# A function keeps the namespace that it was defined in. cloudpickle would give it a private copy of the names it uses,
-# and later cells' changes would not reach it.
-def _reduce_function(function: types.FunctionType) -> Any:
-    cells = function.__closure__ or ()
-    names = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__")
-    state = {
-        "attributes": {name: getattr(function, name) for name in names},
-        "dict": dict(vars(function)),
-        "closure": [_contents(cell) for cell in cells],
-    }
-    return _function, (function.__code__, len(cells)), state, None, None, _set_function
-
-
-def _contents(cell: Any) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # not bound yet
-        return []
-
-
-def _function(code: types.CodeType, num_cells: int) -> types.FunctionType:
-    cells = tuple(types.CellType() for _ in range(num_cells))
-    return types.FunctionType(code, current().kernel.shell.user_ns, code.co_name, None, cells)
-
-
-def _set_function(function: types.FunctionType, state: dict[str, Any]) -> None:
-    for name, value in state["attributes"].items():
-        setattr(function, name, value)
-    vars(function).update(state["dict"])
-    for cell, contents in zip(function.__closure__ or (), state["closure"], strict=True):
-        if contents:
-            cell.cell_contents = contents[0]
 
 
 def _group(name: str) -> Any:

@@ -191,6 +191,24 @@ def test_push_and_pull_keep_types(script: Script) -> None:
     assert script.value("c.pull('d', ranks=1), c.pull('a.sum()', ranks=[0])[0].item()") == ({"k": [1, (2, "x")]}, 6.0)
 
 
+def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
+    script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.places)")
+    script.ok("from axon_nb.host import parcels\naddress = parcels.Parcel.address")
+    elsewhere = "c.places[1] = {**c.places[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
+    unreachable = "parcels.Parcel.address = property(lambda self: ('/proc/1/fd/99999', 1))"  # as in a container
+    for difference in (elsewhere, unreachable):
+        script.ok(difference)
+        script.ok("c.push({'b': b, 'n': {'t': torch.ones(3)}})\nc.run('b[0] = rank', quiet=True)")
+        assert script.value("[int(v[0] + v[-1]) for v in c.pull('b').values()]") == [(1 << 18) - 1, 1 << 18]
+        assert script.value("c.pull('n', ranks=1)['t'].tolist(), b[0].item()") == ([1.0] * 3, 0)
+        script.ok("c.scatter({'s': list(range(5))})")
+        assert script.value("c.gather('s'), c.pull('s', ranks=1)") == ([0, 1, 2, 3, 4], [3, 4])
+        answer = script.run("c.pull('nothing_there')")
+        assert "Rank 0 cannot give 'nothing_there': NameError" in answer.message
+    assert script.value("[v for v in c.client.results.values() if isinstance(v, bytes) and len(v) > 9999]") == []
+    script.ok("c.places[:] = places\nparcels.Parcel.address = address")
+
+
 def test_push_to_some_ranks(script: Script) -> None:
     script.ok("c.push({'only': 1}, ranks='1')")
     assert script.value("dict(c.run('\"only\" in globals()').values)") == {0: False, 1: True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("[0-9]*.py"))
+ON_RANKS = [name for name in EXAMPLES if "\n# %%distributed" in (ROOT / "examples" / f"{name}.py").read_text()]
+UNSEEDED = ("04_fsdp_zero",)
 QUICKSTART = "01_quickstart"
+TO_SCRIPT = "10_from_notebook_to_script"
 
 
 def run_notebook(source: Path, out: Path) -> NotebookNode:
@@ -48,7 +52,7 @@ def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICKSTART else pytest.mark.slow) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[] if name in (QUICKSTART, TO_SCRIPT) else pytest.mark.slow) for name in EXAMPLES]
 )
 def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None:
     ended = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.execution_count is not None]
@@ -106,3 +110,56 @@ def test_a_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
     assert found.returncode == 1
     assert "ZeroDivisionError" in found.stderr
     assert (tmp_path / "failing.ipynb").exists()
+
+
+def run_exported(notebook: NotebookNode, folder: Path, *, more: str = "") -> str:
+    """Export an executed notebook with `axon-nb`, let ruff read the script, and run it; returns what it printed.
+
+    Args:
+        notebook: The notebook.
+        folder: Where all files go.
+        more: Lines that the script runs before its last.
+    """
+    source, script = folder / "notebook.ipynb", folder / "train.py"
+    nbformat.write(notebook, source)
+    command = [sys.executable, "-m", "axon_nb.cli", "export", str(source), str(script), "--force"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"--nproc-per-node (\d+)", done.stdout)
+    assert found is not None
+    lint = [sys.executable, "-m", "ruff", "check", "--no-cache", str(script)]
+    checked = subprocess.run(lint, cwd=folder, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    text, end = script.read_text(), "\ndist.destroy_process_group()\n"
+    script.write_text(text.removesuffix(end) + f"\n{more}\n{end}")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", found[1], str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+    run = subprocess.run(launch, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.timeout(900)
+def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: NotebookNode, tmp_path: Path) -> None:
+    (pulled,) = [cell for cell in quickstart.cells if cell.source.startswith("%pull losses")]
+    losses = pulled.outputs[-1]["data"]["text/plain"]
+    printed = run_exported(quickstart, tmp_path, more="if rank == 0:\n    print(losses[-3:])")
+    assert losses in printed
+    shown = re.findall(r"(epoch +\d+: loss [0-9.]+)", streams(quickstart))
+    assert len(shown) == 12
+    assert re.findall(r"(epoch +\d+: loss [0-9.]+)", printed) == shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT)])
+def test_exported_example_prints_the_same_losses(
+    name: str, execute: Callable[[str], NotebookNode], tmp_path: Path
+) -> None:
+    notebook = execute(name)
+    printed = run_exported(notebook, tmp_path)
+    shown = re.findall(r"^(?:\[ranks? [0-9,-]+\] )?(.*\bloss\b.*[0-9]\.[0-9]+.*)$", streams(notebook), re.MULTILINE)
+    if name in UNSEEDED:
+        return  # a saved notebook does not tell with which seed its ranks began
+    missing = [line for line in dict.fromkeys(shown) if line not in printed and " s" not in line]
+    assert not missing, printed

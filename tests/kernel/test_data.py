@@ -1,8 +1,28 @@
-"""`%push` and `%pull`."""
+"""`%push`, `%pull`, `%scatter` and `%gather`."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
 from tests.kernel.driver import Kernel
+from tests.kernel.processes import footprint, until
+
+
+def parcels_of(pid: int) -> list[str]:
+    """The parcels that a process holds open or maps."""
+    found = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    found += Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [text for text in found if "memfd:axon_nb" in text]
+
+
+def family(kernel: Kernel) -> list[int]:
+    """The kernel and its ranks."""
+    return [kernel.pid, *footprint(kernel).ranks]
 
 
 def test_push_reaches_every_rank(kernel: Kernel) -> None:
@@ -16,11 +36,105 @@ def test_push_to_some_ranks(kernel: Kernel) -> None:
     assert sorted(reply.lines()) == ["[ranks 0,2] False", "[ranks 1,3] True"]
 
 
+def test_large_arrays_are_each_ranks_own_and_leave_nothing(kernel: Kernel) -> None:
+    kernel.ok("import numpy as np\nt_big = np.arange(1 << 20, dtype=np.float64)\n%push t_big")
+    kernel.ok("%%distributed\nt_big[rank] = -1.0\nt_sum = float(t_big.sum())")
+    expected = [sum(range(1 << 20)) - rank - 1.0 for rank in range(4)]
+    kernel.ok("%pull t_sum --force")
+    assert kernel.value("[float(t_sum[r]) for r in range(4)]") == expected
+    assert kernel.value("float(t_big.sum())") == float(sum(range(1 << 20)))
+    kernel.ok("%pull t_big --as t_back")
+    assert kernel.value("[int(t_back[r].argmin()) for r in range(4)]") == [0, 1, 2, 3]
+    assert kernel.value("[t_back[r].flags.writeable for r in range(4)]") == [True] * 4
+    kernel.ok("del t_back\n%xdel t_big")
+    kernel.ok("%%distributed\ndel t_big")
+    assert until(lambda: not any(parcels_of(pid) for pid in family(kernel)))
+
+
+def test_tensors_keep_dtype_layout_sharing_and_gradients(kernel: Kernel) -> None:
+    kernel.ok(
+        "%%distributed --ranks 1\n"
+        "t_half = torch.arange(2048, dtype=torch.bfloat16)\n"
+        "t_turned = torch.arange(12288.0).reshape(96, 128).T\n"
+        "t_layer = torch.nn.Linear(64, 64)\n"
+        "t_odd = {'c': torch.ones(3, dtype=torch.complex64).conj() * 1j, 'e': torch.empty(0, 3)}\n"
+        "t_odd |= {'b': torch.ones(2) > 0, 's': torch.eye(2).to_sparse(), 'slice': torch.zeros(1 << 20)[:3]}\n"
+        "t_tied = torch.nn.ModuleList([t_layer, t_layer]).state_dict()"
+    )
+    kernel.ok("%pull t_half t_turned t_odd t_tied t_layer --ranks 1")
+    kernel.ok("import torch")
+    assert kernel.value("str(t_half.dtype), t_half[-1].item(), t_half.requires_grad") == (
+        "torch.bfloat16",
+        2048.0,
+        False,
+    )
+    assert kernel.value("bool((t_turned == torch.arange(12288.0).reshape(96, 128).T).all()), t_turned.stride()") == (
+        True,
+        (1, 128),
+    )
+    assert kernel.value("t_odd['c'].imag.tolist(), tuple(t_odd['e'].shape), t_odd['b'].tolist()") == (
+        [1.0] * 3,
+        (0, 3),
+        [True, True],
+    )
+    assert kernel.value("t_odd['s'].to_dense().tolist(), t_odd['slice'].untyped_storage().nbytes()") == (
+        [[1.0, 0.0], [0.0, 1.0]],
+        12,
+    )
+    assert kernel.value("t_tied['0.weight'].data_ptr() == t_tied['1.weight'].data_ptr()") is True
+    assert kernel.value("type(t_tied).__name__, [p.requires_grad for p in t_layer.parameters()]") == (
+        "OrderedDict",
+        [True, True],
+    )
+    kernel.ok("%push t_layer t_tied t_turned")
+    reply = kernel.ok(
+        "%%distributed\nt_layer.load_state_dict({k[2:]: v for k, v in t_tied.items() if k[0] == '0'})\n"
+        "t_layer(torch.ones(64)).sum().backward()\n"
+        "(t_layer.weight.grad.shape, t_turned.stride(), t_tied['0.bias'].data_ptr() == t_tied['1.bias'].data_ptr())"
+    )
+    assert reply.lines() == ["[ranks 0-3] (torch.Size([64, 64]), (1, 128), True)"]
+
+
+def test_tables_and_any_picklable_object_travel(kernel: Kernel) -> None:
+    kernel.ok(
+        "import pandas as pd\nfrom collections import namedtuple\n"
+        "t_frame = pd.DataFrame({'x': range(1000), 'name': ['ä'] * 1000})\n"
+        "t_factor = 3\ndef t_scaled(x):\n    return x * t_factor + rank\n"
+        "class T_Thing:\n    def __init__(self, n): self.n = n\n    def twice(self): return t_scaled(self.n)\n"
+        "t_thing = T_Thing(5)\n%push t_frame t_scaled t_thing"
+    )
+    reply = kernel.ok("%%distributed\n(int(t_frame.x.sum()), t_scaled(1), t_thing.twice())")
+    assert sorted(reply.lines()) == [f"[rank {r}] (499500, {3 + r}, {15 + r})" for r in range(4)]
+    kernel.ok("%%distributed\nt_factor = 10")
+    assert "[rank 0] 10" in kernel.ok("%%distributed\nt_scaled(1)").lines()
+    kernel.ok("%pull t_frame --ranks 2 --as t_frame2\n%pull t_thing --ranks 0 --as t_thing2")
+    assert kernel.value("t_frame2.equals(t_frame), t_thing2.n") == (True, 5)
+
+
+def test_what_cannot_travel_is_named(kernel: Kernel) -> None:
+    kernel.ok("import threading\nt_fine, t_lock = 1, threading.Lock()")
+    reply = kernel.run("%push t_fine t_lock")
+    assert "UsageError: 't_lock' cannot be sent to ranks: TypeError: cannot pickle" in reply.traceback
+    kernel.ok("%%distributed\nimport threading\nt_there = threading.Lock()")
+    assert "Rank 0 cannot give 't_there': TypeError" in kernel.run("%pull t_there").traceback
+    assert "Rank 0 cannot give 't_nowhere': NameError" in kernel.run("%pull t_nowhere").traceback
+    assert "The notebook has no variable 't_nowhere'" in kernel.run("%push t_nowhere").traceback
+    assert "'t_fine +' is no name or expression" in kernel.run("%pull 't_fine +' --as t_other").traceback
+    assert "--as t_other names one variable" in kernel.run("%pull t_fine t_lock --as t_other").traceback
+
+
 def test_pull_gives_a_dict_by_rank_or_the_value_of_one(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_x = torch.full((2,), float(rank))")
-    kernel.ok("%pull t_x --as t_all\n%pull t_x --ranks 2 --as t_one")
+    kernel.ok("%pull t_x --as t_all\n%pull t_x --ranks 2 --as t_one\n%pull 't_x.sum().item() + rank' --as t_sums")
     assert kernel.value("{r: v.tolist() for r, v in t_all.items()}") == {r: [float(r)] * 2 for r in range(4)}
     assert kernel.value("t_one.tolist(), str(t_one.dtype)") == ([2.0, 2.0], "torch.float32")
+    assert kernel.value("t_sums") == {r: 3.0 * r for r in range(4)}
+
+
+def test_pull_as_numpy(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nt_values = {'w': torch.ones(3, dtype=torch.bfloat16), 'n': [torch.arange(2)]}")
+    kernel.ok("%pull t_values --numpy --ranks 0 --as t_arrays")
+    assert kernel.value("str(t_arrays['w'].dtype), t_arrays['n'][0].tolist()") == ("float32", [0, 1])
 
 
 def test_pull_never_overwrites_unasked(kernel: Kernel) -> None:
@@ -30,19 +144,129 @@ def test_pull_never_overwrites_unasked(kernel: Kernel) -> None:
     kernel.ok("%pull t_mine --force")
     kernel.ok("%pull t_mine")
     assert kernel.value("t_mine") == dict.fromkeys(range(4), "precious")
+    kernel.ok("t_mine = dict(t_mine)")
+    assert "already has a variable" in kernel.run("%gather t_mine").traceback
+
+
+def test_scatter_and_gather(kernel: Kernel) -> None:
+    kernel.ok(
+        "import numpy as np, torch\nt_rows, t_words = np.arange(10), list('abcde')\n"
+        "t_grid = torch.arange(12).reshape(2, 6)"
+    )
+    kernel.ok("%scatter t_rows t_words\n%scatter t_grid --dim 1 --ranks 1,3")
+    reply = kernel.ok("%%distributed\nprint(t_rows.tolist(), t_words)")
+    assert sorted(reply.lines()) == [
+        "[rank 0] [0, 1, 2] ['a', 'b']",
+        "[rank 1] [3, 4, 5] ['c']",
+        "[rank 2] [6, 7] ['d']",
+        "[rank 3] [8, 9] ['e']",
+    ]
+    assert kernel.ok("%%rank 3\nt_grid.tolist()").lines() == ["[rank 3] [[3, 4, 5], [9, 10, 11]]"]
+    kernel.ok("%%distributed\nt_rows = t_rows * 2")
+    kernel.ok(
+        "%gather t_rows --as t_doubled\n%gather t_words --as t_again\n%gather t_grid --dim 1 --ranks 1,3 --as t_whole"
+    )
+    assert kernel.value("t_doubled.tolist(), t_again") == (list(range(0, 20, 2)), list("abcde"))
+    assert kernel.value("torch.equal(t_whole, t_grid)") is True
+    assert "t_mapping is a dict" in kernel.run("t_mapping = {}\n%scatter t_mapping").traceback
+
+
+def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
+    kernel.ok(
+        "%%distributed\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor\n"
+        "t_mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('a', 'b'))\n"
+        "t_w = distribute_tensor(torch.arange(24.0).reshape(6, 4), t_mesh, [Shard(0), Shard(1)])\n"
+        "t_copy = distribute_tensor(torch.ones(2), t_mesh, [Replicate(), Replicate()])\n"
+        "t_parts = {'w': t_w, 'step': 3, 'copy': t_copy}\n"
+        "t_split = torch.nn.Linear(4, 4)\n"
+        "t_split.weight = torch.nn.Parameter(distribute_tensor(t_split.weight.data, t_mesh, [Shard(0), Replicate()]))"
+    )
+    kernel.ok("import torch\n%pull t_w --as t_full\n%pull t_w --ranks 3 --as t_full3\n%pull t_w --shards --as t_shards")
+    assert kernel.value("[torch.equal(t_full[r], torch.arange(24.).reshape(6, 4)) for r in range(4)]") == [True] * 4
+    kernel.ok("t_full[0][0, 0] = 7.0")
+    assert kernel.value("t_full[1][0, 0].item(), torch.equal(t_full3, t_full[1])") == (0.0, True)
+    assert kernel.value("{r: t_shards[r].tolist() for r in (0, 3)}") == {
+        0: [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]],
+        3: [[14.0, 15.0], [18.0, 19.0], [22.0, 23.0]],
+    }
+    kernel.ok("%pull t_parts --ranks 1 --as t_dict\n%gather t_w --as t_gathered")
+    assert kernel.value("t_dict['w'].shape == (6, 4), t_dict['step'], t_dict['copy'].tolist()") == (True, 3, [1.0, 1.0])
+    assert kernel.value("torch.equal(t_gathered, t_full3)") is True
+    reply = kernel.run("%pull t_split")
+    assert "Rank 0 cannot give 't_split': a module or optimizer that is split over ranks stays there" in reply.traceback
+    kernel.ok("%pull t_split.state_dict() --ranks 0 --as t_state")
+    assert kernel.value("{k: tuple(v.shape) for k, v in t_state.items()}") == {"weight": (4, 4), "bias": (4,)}
+
+
+def test_values_of_cells_come_by_the_same_way(kernel: Kernel) -> None:
+    kernel.ok("%%distributed --out t_result\ntorch.full((300_000,), float(rank))")
+    assert kernel.value("[t_result[r].sum().item() for r in range(4)]") == [300_000.0 * r for r in range(4)]
+    kernel.ok("del t_result")
+    assert until(lambda: not parcels_of(kernel.pid))
+
+
+def test_a_push_waits_for_the_cell_that_runs_and_says_so(kernel: Kernel, tmp_path: Path) -> None:
+    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    kernel.ok(f"%%distributed --noblock --ranks 0,2 --out t_handle\n{wait}")
+    request = kernel.submit("t_late = 1\n%push t_late")
+    kernel.wait_for_output(request, "Waiting for the cell that still runs on ranks 0,2.")
+    (tmp_path / "go").touch()
+    assert kernel.collect(request).ok
+    assert kernel.ok("%%distributed\nt_late").lines() == ["[ranks 0-3] 1"]
+
+
+def test_an_interrupt_of_a_pull_gives_control_back(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nimport time\ndef t_slow():\n    print('begun', flush=True)\n    time.sleep(600)")
+    request = kernel.submit("print('asking', flush=True)\n%pull t_slow() --as t_never")
+    kernel.wait_for_output(request, "asking")
+    kernel.interrupt()
+    reply = kernel.collect(request)
+    assert reply.ename in ("CellInterrupt", "KeyboardInterrupt")
+    assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-3] 1"]
+    assert not any(parcels_of(pid) for pid in family(kernel))
+
+
+def test_a_rank_that_dies_in_a_transfer_is_told_and_leaves_nothing() -> None:
+    with Kernel() as kernel:
+        kernel.ok(
+            "%load_ext axon_nb\n%distributed start -n 2\nimport numpy as np, os\nt_big = np.ones(1 << 20)\n%push t_big"
+        )
+        kernel.ok("%%distributed\nimport os, signal\ndef t_die():\n    os.kill(os.getpid(), signal.SIGKILL)")
+        reply = kernel.run("%pull 't_die() if rank else t_big' --as t_none")
+        assert "rank 1 was killed by SIGKILL" in reply.traceback
+        assert "rank 1 was killed by SIGKILL" in kernel.run("%push t_big").traceback
+        assert not parcels_of(kernel.pid)
+        kernel.ok("%distributed repair\n%push t_big")
+        assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
+        ranks = footprint(kernel).ranks
+        kernel.come_back()
+        assert psutil.pid_exists(ranks[0])
+        assert all("(deleted)" in text for text in parcels_of(ranks[0]))
+        kernel.ok("%load_ext axon_nb\n%distributed attach")
+        assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
 
 
 def test_python_api_runs_pushes_and_pulls(kernel: Kernel) -> None:
     kernel.ok("import axon_nb\nt_c = axon_nb.cluster.current.get()\nt_c.push({'t_p': 3}, ranks=[0, 2])")
     assert kernel.value("t_c.pull('t_p + rank', ranks=[0, 2])") == {0: 3, 2: 5}
+    kernel.ok("t_c.scatter({'t_p': list(range(8))})")
+    assert kernel.value("t_c.gather('t_p'), t_c.pull('t_p', ranks=3)") == (list(range(8)), [6, 7])
     assert kernel.value("dict(t_c.run('rank * 2', ranks='1,3').values)") == {1: 2, 3: 6}
     assert kernel.value("t_c.run('rank * 2')[3]") == 6
 
 
-def test_the_notebook_imports_no_torch_until_a_tensor_comes(new_kernel: object) -> None:
-    kernel = new_kernel()  # type: ignore[operator]
-    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+def test_the_notebook_imports_no_torch_until_a_tensor_comes(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport numpy as np\nt_n = np.ones(1 << 20)\n%push t_n")
     kernel.ok("%%distributed\nt = torch.ones(2)\nt")
-    kernel.ok("%distributed status")
+    kernel.ok("%distributed status\n%pull t --numpy\n%pull t_n --as t_m")
     assert kernel.value("'torch' in __import__('sys').modules") is False
     assert kernel.value("'ipywidgets' in __import__('sys').modules") is False
+
+
+@pytest.mark.parametrize("magic", ["push", "pull", "scatter", "gather"])
+def test_help_has_an_example(kernel: Kernel, magic: str) -> None:
+    kernel.ok(f"t_help = get_ipython().find_line_magic('{magic}').__doc__")
+    assert kernel.value(f"'Example: `%{magic} ' in t_help") is True

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import import_module
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,8 @@ def top_level_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.partition(".")[0])
     return names
+
+
+def test_command_is_declared(project: dict[str, Any]) -> None:
+    module, _, function = project["scripts"]["axon-nb"].partition(":")
+    assert callable(getattr(import_module(module), function))

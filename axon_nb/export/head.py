@@ -1,0 +1,157 @@
+"""What stands at a script's head: command line, group, and the names that every rank of a notebook has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection
+from pathlib import PurePath
+
+from axon_nb.export.imports import Imports
+from axon_nb.export.steps import ValueStep
+from axon_nb.records.history import SessionFacts
+
+__all__ = ["Arguments", "data_file", "set_up"]
+
+_FROM_ENVIRONMENT = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+
+
+class Arguments:
+    """The script's command line: values that the notebook had sent to ranks."""
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self._taken = set(taken)
+        self._lines: dict[str, str] = {}
+        self.name = self.free("arguments")
+        """What the script calls the parsed command line."""
+        self.data = self.free("data")
+        """What it calls the content of the file beside it."""
+        self.share, self.show = self.free("share"), self.free("show")
+        """What it calls its helpers."""
+        self.reads_file = False
+        self.reads_paths = False
+
+    def free(self, name: str) -> str:
+        """A name like this that no cell binds."""
+        return name if name not in self._taken else self.free(f"{name}_")
+
+    def code(self, step: ValueStep) -> str:
+        """The lines that give a variable its value."""
+        if step.way == "code":
+            return step.text
+        if step.way == "literal":
+            return f"{step.name} = {step.text}\n"
+        if step.way == "file":
+            self.reads_file = True
+            return f'{step.name} = {self.data}["{step.name}"]\n'
+        plain = step.name.strip("_") == step.name
+        option = f'"--{step.name.replace("_", "-")}"' if plain else f'"--{step.name}", dest="{step.name}"'
+        if step.way == "argument":
+            self._lines[step.name] = f"add_argument({option}, {_kind(step.text)})"
+            return f"{step.name} = {self.name}.{step.name}\n"
+        self.reads_paths = True
+        self._lines[step.name] = (
+            f'add_argument({option}, type=Path, required=True, metavar="FILE", '
+            f'help="where {step.name} is, as torch.save writes it")'
+        )
+        return f"{step.name} = torch.load({self.name}.{step.name}, weights_only=False)\n"
+
+    def lines(self) -> str:
+        """The code that parses the command line; empty: there are no arguments."""
+        if not self._lines:
+            return ""
+        parser = self.free("parser")
+        added = "".join(f"{parser}.{line}\n" for line in self._lines.values())
+        return f"{parser} = argparse.ArgumentParser()\n{added}{self.name} = {parser}.parse_args()\n\n"
+
+
+def _kind(text: str) -> str:
+    value = ast.literal_eval(text)
+    if isinstance(value, bool):
+        return f"action=argparse.BooleanOptionalAction, default={text}"
+    if isinstance(value, (int, float, str)):
+        return f"type={type(value).__name__}, default={text}"
+    return f"type=ast.literal_eval, default={text}"
+
+
+def set_up(
+    facts: SessionFacts,
+    used: Collection[str],
+    bound: Collection[str],
+    imports: Imports,
+    arguments: Arguments,
+    *,
+    file_name: str,
+) -> str:
+    """The code before the first cell.
+
+    Args:
+        facts: The ranks of the notebook.
+        used: Names that the script uses.
+        bound: Names that its cells bind themselves.
+        imports: Gets what this code needs.
+        arguments: The command line.
+        file_name: Name of the script's own file.
+    """
+    for line in ("import os", "import torch", "import torch.distributed as dist"):
+        imports.add(line)
+    text = arguments.lines()
+    if text:
+        imports.add("import argparse")
+    if "ast.literal_eval" in text:
+        imports.add("import ast")
+    if arguments.reads_paths:
+        imports.add("from pathlib import Path")
+    wanted = {name for name in _FROM_ENVIRONMENT if name in used} | ({"local_rank"} if facts.on_gpus else set())
+    for name, variable in _FROM_ENVIRONMENT.items():
+        if name in wanted:
+            text += f'{name} = int(os.environ["{variable}"])\n'
+    text += _threads(facts) + _device(facts, used) + _group(facts)
+    if facts.seed is not None:
+        text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
+    if "world" in used:
+        imports.add("from axon_nb.comm import World")
+        text += "world = World.init()\n"
+    if "mesh" in used and "mesh" not in bound:
+        text += "mesh = None\n"
+    if "axon_nb" in used:
+        imports.add("import axon_nb")
+    if arguments.reads_file:
+        text += _file(imports, arguments, file_name)
+    return text
+
+
+def _threads(facts: SessionFacts) -> str:
+    if facts.threads:
+        return f"torch.set_num_threads({facts.threads})  # as on the notebook's ranks; torchrun sets 1\n"
+    return (
+        "# As on the notebook's ranks, which share the host's cores; torchrun sets 1.\n"
+        'torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))\n'
+    )
+
+
+def _device(facts: SessionFacts, used: Collection[str]) -> str:
+    if not facts.on_gpus:
+        return 'device = torch.device("cpu")\n' if "device" in used else ""
+    return 'device = torch.device("cuda", local_rank % torch.cuda.device_count())\ntorch.cuda.set_device(device)\n'
+
+
+def _group(facts: SessionFacts) -> str:
+    if facts.backend == "nccl":
+        return 'dist.init_process_group("nccl", device_id=device)\n'
+    return f'dist.init_process_group("{facts.backend}")\n'
+
+
+def _file(imports: Imports, arguments: Arguments, file_name: str) -> str:
+    for line in ("import pickle", "from pathlib import Path"):
+        imports.add(line)
+    beside = data_file(file_name)
+    return (
+        f"\n# What the notebook had sent to its ranks, written with this script.\n"
+        f'with Path(__file__).with_name("{beside}").open("rb") as file:\n    {arguments.data} = pickle.load(file)\n'
+    )
+
+
+def data_file(file_name: str) -> str:
+    """Name of the file beside a script that holds values."""
+    return re.sub(r"\W", "_", PurePath(file_name).stem) + "_data.pkl"

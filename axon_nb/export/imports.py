@@ -1,0 +1,118 @@
+"""The imports of a script: those of its cells, brought to its head, each once, without those that nothing uses."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable
+
+from axon_nb.export.flow import effects
+
+__all__ = ["Imports"]
+
+_WIDTH = 100
+_SETTINGS = ("os.environ", "sys.path")
+"""What an import may depend on: behind a change of these it stays where it is."""
+
+
+class Imports:
+    """Collects imports; made first, then given each cell in order."""
+
+    def __init__(self) -> None:
+        self._modules: dict[tuple[str, str | None], None] = {}
+        self._names: dict[str, dict[tuple[str, str | None], None]] = {}
+        self._bound: dict[str, tuple[str, ...]] = {}
+        self._taken: set[str] = set()
+        self._settings_changed = False
+        self.has_star = False
+        """Whether a module's names are imported without being named."""
+
+    def add(self, statement: str) -> None:
+        """One import statement that the script needs."""
+        (node,) = ast.parse(statement).body
+        self._take(node)
+
+    def lift(self, code: str, tree: ast.Module) -> str:
+        """A cell's code without the imports at its top level that can be brought to the script's head."""
+        lines = code.splitlines()
+        for statement in tree.body:
+            first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                if self._can_move(statement):
+                    self._take(statement)
+                    lines[first:last] = [""] * (last - first)
+                else:
+                    lines[last - 1] += "  # noqa: E402"
+                    self.has_star = self.has_star or any(alias.name == "*" for alias in statement.names)
+            else:
+                self._taken |= effects([statement]).binds
+                text = ast.unparse(statement)
+                self._settings_changed = self._settings_changed or any(word in text for word in _SETTINGS)
+        return "\n".join(lines) + "\n"
+
+    def _can_move(self, statement: ast.Import | ast.ImportFrom) -> bool:
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            return True
+        return not self._settings_changed and all(
+            name not in self._taken and self._bound.get(name, key) == key for name, key in _bindings(statement)
+        )
+
+    def _take(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                self._modules[alias.name, alias.asname] = None
+        elif isinstance(statement, ast.ImportFrom):
+            own = self._names.setdefault("." * statement.level + (statement.module or ""), {})
+            for alias in statement.names:
+                own[alias.name, alias.asname] = None
+                self.has_star = self.has_star or alias.name == "*"
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            self._bound.update(_bindings(statement))
+
+    def render(self, used: Iterable[str]) -> str:
+        """The script's import lines, the standard library's first; of no use: what binds no name in `used`."""
+        wanted = set(used)
+        lines: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+        for module, asname in sorted(self._modules, key=str):
+            if self.has_star or (asname or module.partition(".")[0]) in wanted:
+                text = f"import {module}" + (f" as {asname}" if asname and asname != module else "")
+                lines[_is_standard(module)].append(("0" + module, text))
+        for module, names in sorted(self._names.items()):
+            if module == "__future__":
+                continue
+            kept = [
+                name + (f" as {asname}" if asname and asname != name else "")
+                for name, asname in sorted(names, key=str)
+                if name == "*" or self.has_star or (asname or name) in wanted
+            ]
+            if kept:
+                lines[_is_standard(module)].append(("1" + module, _from(module, kept)))
+        blocks = ["\n".join(text for _, text in sorted(lines[standard])) for standard in (True, False)]
+        return "\n\n".join(block for block in blocks if block) + "\n"
+
+    @property
+    def future(self) -> str:
+        """The `from __future__` line; empty: none."""
+        names = sorted(name for name, _ in self._names.get("__future__", {}))
+        return f"from __future__ import {', '.join(names)}\n" if names else ""
+
+
+def _bindings(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:
+    """The names that an import binds, each with what it binds them to."""
+    if isinstance(statement, ast.Import):
+        tops = [alias.name.partition(".")[0] for alias in statement.names]
+        pairs = zip(statement.names, tops, strict=True)
+        return [(alias.asname or top, (alias.name if alias.asname else top,)) for alias, top in pairs]
+    module = "." * statement.level + (statement.module or "")
+    return [(alias.asname or alias.name, (module, alias.name)) for alias in statement.names if alias.name != "*"]
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _from(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= _WIDTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"

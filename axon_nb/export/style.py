@@ -1,0 +1,90 @@
+"""The text of cells, laid out for a script without changing what it does."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+
+__all__ = ["commented", "indented", "one_a_line"]
+
+
+def indented(code: str, by: str = "    ") -> str:
+    """The code one level deeper; lines within strings stay as they are."""
+    within = _lines_in_strings(code)
+    lines = code.splitlines(keepends=True)
+    return "".join(
+        line if number in within or not line.strip() else by + line for number, line in enumerate(lines, start=1)
+    )
+
+
+def _lines_in_strings(code: str) -> set[int]:
+    found, opened = set[int](), list[int]()
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "STRING":
+            found |= set(range(token.start[0] + 1, token.end[0] + 1))
+        elif kind in ("FSTRING_START", "TSTRING_START"):  # Python 3.12 and newer
+            opened.append(token.start[0])
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            found |= set(range(opened.pop() + 1, token.end[0] + 1))
+    return found
+
+
+def commented(code: str) -> str:
+    """The code as comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in code.strip("\n").splitlines())
+
+
+def one_a_line(code: str, tree: ast.Module) -> str:
+    """The code with each statement at its top on lines of its own, and none that is a block written as one line."""
+    lines, pieces, done = code.splitlines(), list[str](), 0
+    groups: list[list[ast.stmt]] = []
+    for statement in tree.body:
+        if groups and statement.lineno <= (groups[-1][-1].end_lineno or 0):
+            groups[-1].append(statement)
+        else:
+            groups.append([statement])
+    for group in groups:
+        start, end = _first_line(group[0]), group[-1].end_lineno or group[-1].lineno
+        pieces += lines[done : start - 1]
+        crowded = len(group) > 1 or _has_semicolon(group[0], lines) or any(map(_is_crowded, ast.walk(group[0])))
+        pieces += [ast.unparse(statement) for statement in group] if crowded else lines[start - 1 : end]
+        done = end
+    pieces += lines[done:]
+    return "\n".join(pieces).rstrip() + "\n"
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", [])
+    return min(statement.lineno, *(int(decorator.lineno) for decorator in decorators), statement.lineno)
+
+
+def _has_semicolon(statement: ast.stmt, lines: list[str]) -> bool:
+    text = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
+    try:
+        return any(token.string == ";" for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, IndentationError):
+        return False
+
+
+def _is_crowded(node: ast.AST) -> bool:
+    """Whether a block stands on the line of its head, or two of its statements on one line."""
+    for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+        if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
+            continue
+        lines = [statement.lineno for statement in block]
+        if len(set(lines)) < len(lines) or (isinstance(node, ast.stmt) and lines[0] == _head_end(node)):
+            return True
+    return False
+
+
+def _head_end(node: ast.stmt) -> int:
+    """The last line of a compound statement's head."""
+    parts = [part for name in ("test", "iter", "items", "args", "returns", "bases") for part in _listed(node, name)]
+    return max([node.lineno, *(getattr(part, "end_lineno", None) or 0 for part in parts)])
+
+
+def _listed(node: ast.AST, name: str) -> list[ast.AST]:
+    value = getattr(node, name, None)
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST)]

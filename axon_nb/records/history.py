@@ -1,0 +1,55 @@
+"""What a notebook has done, in order: the cells that ran, and the values that it sent to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["PushedValues", "RanCell", "SessionFacts"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """The ranks that cells ran on."""
+
+    num_ranks: int = 2
+    """Size of the world."""
+    backend: str = "gloo"
+    """``gloo`` or ``nccl``."""
+    threads: int = 0
+    """Intra-op threads of torch on each rank; 0: usable cores / ranks, at least 1."""
+    on_gpus: bool = False
+    """Whether ranks compute on GPUs."""
+    seed: int | None = None
+    """What torch's generator of each rank was seeded with at the start; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanCell:
+    """One cell that has run."""
+
+    number: int | None
+    """Of its prompt, In [n]; None: not known."""
+    magic: str
+    """What is in its first line after %% if it ran on ranks, such as ``distributed --ranks 0``; empty: it did not."""
+    code: str
+    """Its code, without that line."""
+    outcome: str = "ok"
+    """``ok``, ``failed`` or ``interrupted``."""
+    failed_line: int | None = None
+    """The line of `code`, from 1, at which the first rank failed; None: it did not, or it is not known."""
+    error: str = ""
+    """What was raised, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedValues:
+    """Variables of the notebook that were sent to ranks."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...] | None = None
+    """None: all."""
+    scattered_along: int | None = None
+    """The dimension along which each rank got its own part; None: each got all."""
+    literals: Mapping[str, str] = field(default_factory=dict)
+    """Source text of the values that have one: numbers, texts, and short containers of them."""

@@ -1,0 +1,72 @@
+"""Splitting a value into parts for ranks, and joining them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.cluster.splitting import join_values, split_value
+from axon_nb.errors import UsageError
+
+
+@given(length=st.integers(0, 40), count=st.integers(1, 9))
+def test_parts_are_those_of_numpy_and_of_torch(length: int, count: int) -> None:
+    array = np.arange(length)
+    parts = split_value(array, count)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in np.array_split(array, count)]
+    tensors = split_value(torch.arange(length), count)
+    assert [t.tolist() for t in tensors] == [t.tolist() for t in torch.arange(length).tensor_split(count)]
+    assert split_value(list(range(length)), count) == [part.tolist() for part in parts]
+    assert np.array_equal(join_values(parts), array)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_arrays_and_tensors_come_together_along_a_dimension(dim: int) -> None:
+    array = np.arange(35).reshape(5, 7)
+    assert np.array_equal(join_values(split_value(array, 3, dim=dim), dim=dim), array)
+    tensor = torch.from_numpy(array)
+    assert torch.equal(join_values(split_value(tensor, 3, dim=dim), dim=dim), tensor)
+
+
+def test_tables_keep_their_rows() -> None:
+    frame = pd.DataFrame({"a": range(7), "b": list("abcdefg")})
+    parts = split_value(frame, 3)
+    assert [len(part) for part in parts] == [3, 2, 2]
+    pd.testing.assert_frame_equal(join_values(parts), frame)
+
+
+@pytest.mark.parametrize(
+    ("parts", "joined"),
+    [
+        ([[1], [2, 3]], [1, 2, 3]),
+        ([(1,), (2,)], (1, 2)),
+        ([1.5, 2.5], [1.5, 2.5]),
+        (["a", "b"], ["a", "b"]),
+        ([1, "b"], [1, "b"]),
+        ([{"a": 1}, {"a": 2}], [{"a": 1}, {"a": 2}]),
+    ],
+)
+def test_other_values_are_joined_as_sequences_or_listed(parts: list[Any], joined: Any) -> None:
+    assert join_values(parts) == joined
+
+
+def test_scalars_become_a_vector() -> None:
+    assert join_values([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+    assert join_values([np.array(1.0), np.array(2.0)]).tolist() == [1.0, 2.0]
+
+
+def test_what_cannot_be_split_is_told_with_the_way_out() -> None:
+    with pytest.raises(UsageError, match=r"settings is a dict: .* `%push` sends it whole"):
+        split_value({}, 2, name="settings")
+    with pytest.raises(UsageError, match=r"--dim 2: x has 2 dimensions"):
+        split_value(np.ones((2, 2)), 2, dim=2, name="x")
+    with pytest.raises(UsageError, match=r"--dim 1: .* is a list"):
+        split_value([1, 2], 2, dim=1)
+    with pytest.raises(UsageError, match=r"do not fit together along 0"):
+        join_values([np.ones((2, 2)), np.ones((2, 3))])

@@ -1,0 +1,228 @@
+"""The script of a history: what is in it, that it parses, and that ruff has nothing to say."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axon_nb.cluster import journal
+from axon_nb.errors import UsageError
+from axon_nb.export import export_history
+from axon_nb.export.lint import settled
+from axon_nb.export.script import make_script
+from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+
+FACTS = SessionFacts(4, "gloo", threads=3)
+
+
+def cell(code: str, magic: str = "distributed", **more: Any) -> RanCell:
+    return RanCell(more.pop("number", 1), magic, code, **more)
+
+
+def script(*history: RanCell | PushedValues, **options: Any) -> str:
+    """The text for these entries; it parses, and passes ruff."""
+    facts = options.pop("facts", FACTS)
+    target = Path(tempfile.gettempdir(), "train.py")
+    text, undefined = settled(make_script(history, facts, title="a test", file_name="train.py", **options).text, target)
+    ast.parse(text)
+    assert undefined == options.pop("undefined", [])
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", str(target), "-"]
+    run = subprocess.run(command, input=text, cwd=target.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"{run.stdout}\n{text}"
+    return text
+
+
+def test_set_up_and_teardown() -> None:
+    text = script(cell("x = torch.ones(2, device=device) * rank\ndist.all_reduce(x)\nprint(x)\n"))
+    assert text.startswith('"""Exported from a test. Run it with\n\n    torchrun --nproc-per-node 4 train.py\n"""\n')
+    for line in (
+        'rank = int(os.environ["RANK"])',
+        "torch.set_num_threads(3)  # as on the notebook's ranks; torchrun sets 1",
+        'device = torch.device("cpu")',
+        'dist.init_process_group("gloo")',
+        "# In [1]: %%distributed",
+    ):
+        assert f"{line}\n" in text
+    assert "local_rank" not in text
+    assert text.endswith("\ndist.destroy_process_group()\n")
+
+
+def test_on_gpus_each_rank_takes_its_own() -> None:
+    text = script(cell("x = torch.ones(1, device=device)\n"), facts=SessionFacts(2, "nccl", 1, on_gpus=True))
+    assert 'device = torch.device("cuda", local_rank % torch.cuda.device_count())' in text
+    assert 'dist.init_process_group("nccl", device_id=device)' in text
+
+
+def test_ranks_begin_with_the_seed_that_the_notebooks_ranks_had() -> None:
+    assert "\ntorch.manual_seed(7)  #" in script(cell("x = 1\n"), facts=SessionFacts(2, seed=7))
+    assert "manual_seed" not in script(cell("x = 1\n"))
+
+
+def test_without_known_threads_cores_are_shared_as_in_the_notebook() -> None:
+    text = script(cell("x = 1\n"), facts=SessionFacts(2))
+    assert 'len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])' in text
+
+
+def test_cells_of_some_ranks_stand_under_an_if() -> None:
+    text = script(
+        cell('import json\nif rank:\n    text = """a\nb"""\n', "distributed --ranks 0,2-3"),
+        cell("print(json.dumps(text))\n", "rank 2", number=2),
+        cell("dist.all_reduce(torch.ones(1), group=subgroup)\n", "distributed --ranks 1,3", number=3),
+        cell("x = 1\n", "distributed --ranks 0-3", number=4),
+    )
+    assert 'if rank in (0, 2, 3):\n    if rank:\n        text = """a\nb"""\n' in text
+    assert "if rank == 2:\n    print(json.dumps(text))\n" in text
+    assert "subgroup = dist.new_group([1, 3])  # every rank takes part in forming it\nif rank in (1, 3):\n" in text
+    assert "\nx = 1\n" in text
+    assert text.index("import json") < text.index("rank = int")
+
+
+def test_imports_are_brought_to_the_head_once() -> None:
+    text = script(
+        cell("from torch import nn\nimport math, os\nmodel = nn.Linear(1, 1)\n"),
+        cell("from torch import nn\nimport json\nprint(nn, math.pi)\n", number=2),
+        cell("os.environ['X'] = '1'\nimport random\nprint(random.random())\n", number=3),
+    )
+    assert text.count("from torch import nn\n") == 1
+    assert "import json" not in text
+    assert "\nos.environ['X'] = '1'\nimport random\n" in text
+
+
+def test_values_at_a_cells_end_are_printed() -> None:
+    text = script(cell("x = 1\nx + 1\n"), cell("x.append(2)\n", number=2), cell("len([x])\n", number=3))
+    assert "show(x + 1)\n" in text
+    assert "\nx.append(2)\n" in text
+    assert "show(len([x]))" in text
+    assert text.count("def show(value):") == 1
+
+
+def test_pushed_values_are_options_files_or_code() -> None:
+    history = [
+        cell("import numpy as np\nrows = np.arange(6) * 2\nrows[0] = 9\nunused = 1\n", ""),
+        PushedValues(("lr", "flag", "sizes"), literals={"lr": "0.1", "flag": "True", "sizes": "(1, 2)"}),
+        PushedValues(("rows",)),
+        PushedValues(("images", "lost", "never")),
+        PushedValues(("lr",), literals={"lr": "0.01"}),
+        cell("print(lr, flag, sizes, rows, images, lost)\n", number=3),
+    ]
+    made = make_script(history, FACTS, title="t", file_name="my-train.py", values=["images"])
+    assert made.file_names == ("images",)
+    assert made.paths == ("lost",)
+    text = script(*history, values=["images"])
+    assert 'parser.add_argument("--lr", type=float, default=0.1)' in text
+    assert "action=argparse.BooleanOptionalAction, default=True" in text
+    assert "type=ast.literal_eval, default=(1, 2)" in text
+    assert "rows = np.arange(6) * 2\nrows[0] = 9\n" in text
+    assert 'images = data["images"]\n' in text
+    assert 'metavar="FILE"' in text
+    assert "\nlr = 0.01\n" in text
+    assert "unused" not in text
+    assert "never" not in text
+
+
+def test_scattered_values_are_dealt_out() -> None:
+    text = script(
+        PushedValues(("x",), scattered_along=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("y",), ranks=(1, 3), scattered_along=1),
+        cell("print(x, y)\n"),
+        values=["y"],
+    )
+    assert "x = [1, 2, 3]\nx = share(x, rank, world_size)\n" in text
+    assert "if rank in (1, 3,):\n    y = share(y, [1, 3].index(rank), 2, dim=1)\n" in text
+
+
+def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
+    text = script(
+        PushedValues(("x", "__y"), scattered_along=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("lr",), literals={"lr": "1"}),
+        cell("share = show = parser = arguments = data = 1\nprint(x, __y, lr)\nshare\n"),
+        values=["__y"],
+    )
+    for name in ("def share_(", "def show_(", "parser_ = ", "arguments_ = ", "data_ = ", "show_(share)"):
+        assert name in text
+
+
+def test_failed_cells_do_what_they_did_before_they_failed() -> None:
+    failed = cell("a = {}\nb = a[rank]\nc = 1\n", outcome="failed", failed_line=2, error="rank 0: KeyError: 0")
+    text = script(failed, cell("a[0] = 1\nprint(a)\n", number=2))
+    assert (
+        "\na = {}\n# It failed there at line 2 (rank 0: KeyError: 0); from that statement on it is left out:\n" in text
+    )
+    assert "# b = a[rank]\n# c = 1\n" in text
+    alone = script(failed, cell("print(1)\n", number=2))
+    assert "# a = {}\n# b = a[rank]\n" in alone
+    unknown = cell("a = {}\n", outcome="failed", error="boom")
+    assert "\n# a = {}\n" in script(unknown, cell("print(1)\n", number=2))
+
+
+def test_interrupted_cells_are_whole_and_said_to_be() -> None:
+    text = script(cell("for i in range(9):\n    print(i)\n", outcome="interrupted"))
+    assert "# In [1]: %%distributed (was interrupted in the notebook)\nfor i in range(9):\n" in text
+
+
+def test_awaiting_cells_run_in_a_coroutine() -> None:
+    text = script(cell("import asyncio\nawait asyncio.sleep(0)\nx = 1\n", number=7), cell("print(x)\n", number=8))
+    assert "async def cell_7():\n    global x\n" in text
+    assert "\nasyncio.run(cell_7())\n" in text
+
+
+def test_magics_of_plain_cells_that_concern_ranks() -> None:
+    text = script(cell("%distributed seed 5 --per-rank\n", ""), cell("print(torch.rand(1))\n"))
+    assert "random.seed(5 + rank)\nnp.random.seed((5 + rank) % 2**32)\ntorch.manual_seed(5 + rank)\n" in text
+
+
+def test_dead_cells_are_left_out_on_request() -> None:
+    history = [
+        cell("import math\nx = math.pi\n"),
+        cell("y = math.e\nprint(y)\n", number=2),
+    ]
+    assert "x = math.pi" in script(*history)
+    made = make_script(history, FACTS, title="t", file_name="t.py", live_only=True)
+    assert made.left_out == 1
+    assert "x = math.pi" not in made.text
+    assert "import math" in made.text
+
+
+def test_redefined_functions_and_ugly_style_pass_ruff() -> None:
+    script(
+        cell("def f(): return 1\n"),
+        cell("def f(x):\n    l = 1; unused = 2\n    return l if x == None else f''\n", number=2),
+        cell("from axon_nb.prelude import *\ng = lambda: rank\nworld, mesh, axon_nb\n", number=3),
+    )
+
+
+def test_nothing_to_export_is_told() -> None:
+    with pytest.raises(UsageError, match=r"no %%distributed cell has run"):
+        script(cell("x = 1\n", ""))
+
+
+def test_values_are_written_beside_the_script(tmp_path: Path) -> None:
+    history = [PushedValues(("x",)), cell("print(x)\n")]
+    report = export_history(history, FACTS, {"x": [1.5] * 99}, tmp_path / "t.py")
+    assert report.data == tmp_path / "t_data.pkl"
+    with pytest.raises(UsageError, match="cannot be written to a file"):
+        export_history(history, FACTS, {"x": lambda: 1}, tmp_path / "u.py")
+    assert not (tmp_path / "u.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1, "1"),
+        (0.1, "0.1"),
+        ("a", "'a'"),
+        ((1, [2]), "(1, [2])"),
+        (None, "None"),
+        (float("inf"), ""),
+        ([0] * 999, ""),
+        ({1}, ""),
+    ],
+)
+def test_short_plain_values_have_a_source_text(value: Any, text: str) -> None:
+    assert journal.literal(value) == text
