@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
+from axon_nb.parallel.pipeline.simulation import simulate
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.records.span import Span
 
@@ -38,6 +39,8 @@ def ideal_timeline(
 ) -> list[Span]:
     """The spans of one step if every stage took as long, and a message no time.
 
+    `axon_nb.plan.schedule` takes stages that differ, and messages that take time.
+
     Args:
         schedule: The schedule, or its name.
         num_ranks: Ranks of the pipeline; they are numbered from 0.
@@ -58,33 +61,24 @@ def ideal_timeline(
     counts = {"num_ranks": num_ranks, "num_stages": stages, "num_microbatches": num_microbatches}
     check_counts(chosen, **counts)
     orders = actions(chosen, **counts)
-    lengths = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
-    over: dict[tuple[str, int, int], float] = {}
-    """When each action ended, in seconds; a whole backward stands for its part for inputs, too."""
-    next_one, free, spans = [0] * num_ranks, [0.0] * num_ranks, [list[Span]() for _ in orders]
-    while any(place < len(order) for place, order in zip(next_one, orders, strict=True)):
-        before = sum(next_one)
-        for rank, order in enumerate(orders):
-            while next_one[rank] < len(order):
-                action, stage, microbatch = order[next_one[rank]]
-                needed = [(kind, place, microbatch) for kind, place in _needs(action, stage, stages)]
-                if any(need not in over for need in needed):
-                    break
-                start = max([free[rank], *(over[need] for need in needed)])
-                free[rank] = start + lengths[action]
-                over["I" if action == "B" else action, stage, microbatch] = free[rank]
-                kind = "forward" if action == "F" else "backward"
-                begin, end = round(start * 1e9), round(free[rank] * 1e9)
-                spans[rank].append(Span(rank, kind, action, begin, end, stage=stage, microbatch=microbatch))
-                next_one[rank] += 1
-        assert sum(next_one) > before, f"{chosen.value} waits for itself"
-    return [span for of_rank in spans for span in of_rank]
-
-
-def _needs(action: str, stage: int, num_stages: int) -> list[tuple[str, int]]:
-    """What must be over before: (action, stage) of the same microbatch."""
-    if action == "F":
-        return [("F", stage - 1)] if stage else []
-    if action == "W":
-        return [("I", stage)]
-    return [("F", stage)] + ([("I", stage + 1)] if stage < num_stages - 1 else [])
+    times = simulate(
+        orders,
+        num_microbatches=num_microbatches,
+        forward_s=[forward_s] * stages,
+        backward_s=[backward_s] * stages,
+        weight_s=[backward_s / 2] * stages,
+        latency_s=[0.0] * (stages - 1),
+    )
+    return [
+        Span(
+            rank,
+            "forward" if action == "F" else "backward",
+            action,
+            round(begin * 1e9),
+            round(end * 1e9),
+            stage=stage,
+            microbatch=microbatch,
+        )
+        for rank, order in enumerate(orders)
+        for (action, stage, microbatch), (begin, end) in zip(order, times[rank], strict=True)
+    ]
