@@ -63,6 +63,8 @@ def traffic_of(layout: Layout, links: Any) -> CommunicationPlan:
 def _notes(layout: Layout) -> Iterator[str]:
     if not layout.trace.called:
         yield "without inputs=: gradients are taken to be ready in the reverse order of parameters"
+    if layout.size("tp") > 1 and not layout.styles:
+        yield "tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut"
     if layout.size(*DATA_AXES) > 1:
         yield "a step in which gradients are averaged; steps that only accumulate send less"
     if layout.stages is not None:
@@ -89,7 +91,7 @@ def _rows(layout: Layout) -> Iterator[Traffic]:
             for row in _data_rows(layout, here):
                 yield replace(row, place=place)
     if stages is not None:
-        shares = {name: tp for name in _in_parts(layout)} if layout.sequence else {}
+        shares = dict.fromkeys(_in_parts(layout), tp) if layout.sequence else {}
         yield from pipeline(layout.trace, stages, shares=shares)
 
 

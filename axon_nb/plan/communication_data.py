@@ -31,6 +31,8 @@ class Held:
     dtype: torch.dtype
     has_grad: bool = True
     """Whether it gets a gradient in a step."""
+    trained: bool = True
+    """Whether it could."""
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +128,7 @@ def zero1(
         yield Traffic(axis, ranks, "barrier", "optimizer", "all ranks have come to the step", ((0, 1),))
     owned = deal_out([math.prod(held.shape) for held in parameters], ranks)
     empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank that has none
-    sizes = [sum(parameters[place].nbytes for place in places) or empty for places in owned]
+    sizes = [sum(parameters[i].nbytes for i in places if parameters[i].trained) or empty for places in owned]
     yield Traffic(axis, ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
 
 

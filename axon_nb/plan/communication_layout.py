@@ -105,6 +105,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         trace = trace_model(self.given, optimizer=self.optimizer)
+        if self.size("tp", "pp") > 1 and not trace.called:
+            raise UsageError(
+                "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
+                "torch.zeros(8, 128, dtype=torch.int64)."
+            )
         styles = _styles(trace.model, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
@@ -115,11 +120,6 @@ class Layout:
                 microbatches=self.microbatches,
                 num_stages=self.num_stages,
                 at=self.at,
-            )
-        if (styles or stages) and not trace.called:
-            raise UsageError(
-                "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
-                "torch.zeros(8, 128, dtype=torch.int64)."
             )
         for name, value in (("trace", trace), ("styles", styles), ("stages", stages)):
             object.__setattr__(self, name, value)

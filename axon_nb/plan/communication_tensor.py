@@ -142,7 +142,7 @@ def local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -
             if dim is not None:
                 shape[dim] //= ranks
         has_grad = parameter.requires_grad if ready is None else name in ready
-        found.append(Held(name, tuple(shape), parameter.dtype, has_grad))
+        found.append(Held(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
     return found
 
 

@@ -209,6 +209,11 @@ CASES = {
         _three_d,
         options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
+    "pp x dp x tp": Case(
+        {"pp": 2, "dp": 2, "tp": 2},
+        _three_d,
+        options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+    ),
 }
 """By name."""
 

@@ -52,7 +52,8 @@ def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limi
 
 def test_zero_paper() -> None:
     """ZeRO-3 sends 1.5 times as much as data parallelism, whose all_reduce is a reduce_scatter and an all_gather:
-    Rajbhandari et al., ZeRO, 2020, section 7.2.2 (3 Psi against 2 Psi); stage 2 the same as data parallelism (7.2.1)."""
+    Rajbhandari et al., ZeRO, 2020, section 7.2.2 (3 Psi against 2 Psi); stage 2 the same as data parallelism (7.2.1).
+    """
 
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -68,7 +69,8 @@ def test_zero_paper() -> None:
 
 def test_megatron_paper() -> None:
     """Two all_reduces of b s h forward and two backward in each block: Shoeybi et al., Megatron-LM, 2019, section 3; as
-    many bytes with sequence parallelism: Korthikanti et al., 2022, section 4.2.2."""
+    many bytes with sequence parallelism: Korthikanti et al., 2022, section 4.2.2.
+    """
     config = GPTConfig(vocab=64, context=16, hidden=32, heads=8, blocks=5)
     found = plan.communication(config, mesh={"tp": 4}, batch=2)
     message = 2 * 16 * 32 * 4
@@ -124,6 +126,12 @@ def test_a_model_that_is_there_stays_as_it_is() -> None:
     assert found.by_operation() == plan.communication(odd, 2, strategy="ddp", inputs=rows()).by_operation()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_tp_that_cuts_nothing_is_told() -> None:
+    found = plan.communication(odd, mesh={"tp": 2}, inputs=rows())
+    assert found.rows == ()
+    assert "tp cuts nothing" in str(found)
 
 
 def test_times_are_those_of_the_links() -> None:

@@ -20,7 +20,8 @@ RANKS = st.integers(2, 1024)
 
 def by_simulated_ring(ranks: int) -> tuple[int, float]:
     """Rounds and parts of the tensor that a rank sends in a ring all_reduce, step by step: parts are summed while they
-    go round once, and copied while they go round again."""
+    go round once, and copied while they go round again.
+    """
     parts = [{(rank, part): {rank} for part in range(ranks)} for rank in range(ranks)]
     held = {key: set(value) for own in parts for key, value in own.items()}
     rounds, sent = 0, 0.0

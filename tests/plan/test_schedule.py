@@ -55,7 +55,8 @@ def test_bubble_of_zero_bubble_1p(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zbv_is_never_idle_between_first_and_last(ranks: int) -> None:
     """No bubble with F = B = W and twice as many microbatches as ranks: Qi et al., 2024, Pipeline Parallelism with
-    Controllable Memory, section 3 (V-ZB); ramps at the beginning and the end belong to no rank's own time."""
+    Controllable Memory, section 3 (V-ZB); ramps at the beginning and the end belong to no rank's own time.
+    """
     found = plan.schedule("ZBVZeroBubble", 2 * ranks, 2 * ranks, (0.01, 0.02, 0.01))
     for rank, moments in enumerate(found.moments):
         assert moments[-1][1] - moments[0][0] == pytest.approx(found.busy_s[rank])
@@ -149,7 +150,8 @@ def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
 @settings(max_examples=100, deadline=None)
 def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], microbatches: int, latency: float) -> None:
     """Equal jobs through machines in a row take the sum of one job's times and M - 1 times the longest: Conway, Maxwell
-    and Miller, Theory of Scheduling, 1967, chapter 5; once forward, once back, with a latency at each boundary."""
+    and Miller, Theory of Scheduling, 1967, chapter 5; once forward, once back, with a latency at each boundary.
+    """
     found = plan.schedule("GPipe", len(times), microbatches, times, latency_s=latency)
     forward, backward = zip(*times, strict=True)
     expected = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
