@@ -1,4 +1,4 @@
-"""Planned steps against measured ones on 2 ranks of 1 thread, calibrated on another model; and how long a plan takes."""
+"""Planned steps against measured ones on 2 ranks of 1 thread, calibrated on another model; how long plans take."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calib
     with torch.enable_grad():
         rates = measured_rates(everyone, repeats=repeats, dtype=options["dtype"])
         if options["given"] is not None:
-            rates = measured_phases(
-                everyone, rates, options["given"], options["optimizer"], repeats=max(repeats, 5)
-            )
+            rates = measured_phases(everyone, rates, options["given"], options["optimizer"], repeats=max(repeats, 5))
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
     samples: list[Sample] = []

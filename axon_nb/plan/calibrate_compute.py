@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -34,10 +35,10 @@ def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
     products, moves = [], []
     for side in _SIDES[kind]:
         a, b = (torch.ones(side, side, device=bench.device, dtype=dtype) for _ in range(2))
-        products.append((2.0 * side**3, _seconds(bench, lambda a=a, b=b: a @ b, repeats)))
+        products.append((2.0 * side**3, _seconds(bench, functools.partial(torch.matmul, a, b), repeats)))
     for count in _ELEMENTS[kind]:
         x = torch.ones(count, device=bench.device, dtype=dtype)
-        moves.append((2.0 * x.nbytes, _seconds(bench, lambda x=x: x * 2.0, repeats)))
+        moves.append((2.0 * x.nbytes, _seconds(bench, functools.partial(torch.mul, x, 2.0), repeats)))
     launch, a_byte = line_through(moves)
     _, a_flop = line_through(products)
     least = min(seconds / flops for flops, seconds in products)

@@ -79,7 +79,9 @@ class Calibration:
 
     def _summary(self) -> str:
         rates = self.rates
-        moving = "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
+        moving = (
+            "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
+        )
         return (
             f"{self.where}: {rates.flops_per_s / 1e9:.4g} GFLOP/s a rank{moving}, {1e6 * rates.op_s:.3g} us an "
             f"operation; {self.overlap:.0%} of communication passes behind computation"

@@ -196,7 +196,7 @@ def _width(held: Held, dtype: torch.dtype | None) -> int:
 def units_of(
     model: nn.Module, parameters: Sequence[Held], inner: Collection[nn.Module], backward: Collection[str] | None
 ) -> list[Unit]:
-    """The parameters of each unit, in the order in which modules are made; what no other has, the model itself has first.
+    """The parameters of each unit, in the order in which modules are made; first those that only the model itself has.
 
     Args:
         model: The model.

@@ -193,7 +193,8 @@ def resolved_axes(world: int | None, mesh: Mapping[str, int] | None, strategy: s
         if not isinstance(world, int) or isinstance(world, bool) or world < 1:
             raise UsageError(f"world={world!r}: how many ranks, such as world=8, or mesh={{'dp': 4, 'tp': 2}}.")
         mesh = {"dp": world}
-    for axis, size in mesh.items():
+    sizes: dict[str, Any] = dict(mesh)
+    for axis, size in sizes.items():
         if axis not in _AXES:
             raise UsageError(f"axis {axis!r}: a mesh has {', '.join(_AXES)}.")
         if not isinstance(size, int) or size < 1:

@@ -95,7 +95,12 @@ class CommunicationPlan:
         return tuple(range(self.mesh.get("pp", 1)))
 
     def select(
-        self, *, axis: str | None = None, operation: str | None = None, phase: str | None = None, place: int | None = None
+        self,
+        *,
+        axis: str | None = None,
+        operation: str | None = None,
+        phase: str | None = None,
+        place: int | None = None,
     ) -> tuple[Traffic, ...]:
         """Some of the rows.
 

@@ -1,8 +1,8 @@
 """What tensor parallelism sends in a step, by the style in which each module is cut.
 
 Shoeybi et al., Megatron-LM (2019), section 3: of a block's attention and of its MLP the output is summed once forward
-and the gradient of the input once backward. Korthikanti et al. (2022), section 4.2.2: with sequence parallelism each sum
-is a reduce_scatter on one side and an all_gather on the other.
+and the gradient of the input once backward. Korthikanti et al. (2022), section 4.2.2: with sequence parallelism each
+sum is a reduce_scatter on one side and an all_gather on the other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tensor_parallel(
     calls: dict[tuple[int, str, str, str], list[int]] = {}
     for name, style in styles.items():
         place = 0 if among is None else among[name.partition(".")[0]]
-        for call in _calls(trace, name, style, styles, ranks=ranks, sequence=sequence):
+        for call in _calls(trace, name, style, styles, sequence=sequence):
             once = call.purpose == _NORMS
             sizes = [call.size] if once else [call.size // parts] * parts
             calls.setdefault((place, call.phase, call.operation, call.purpose), []).extend(sizes)
@@ -75,37 +75,37 @@ def tensor_parallel(
 _NORMS = "gradients of norms"
 
 
-def _calls(
-    trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, ranks: int, sequence: bool
-) -> Iterator[_Call]:
-    module = trace.model.get_submodule(name)
+def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:
     given, made = _first(trace.inputs.get(name, ())), _first(trace.outputs.get(name, ()))
     if given is None or made is None:
         return
-    wants = given.requires_grad
+    module = trace.model.get_submodule(name)
     inside = any(styles.get(above) in ("share", "gather") for above in _above(name))
-    gathers = sequence and style in ("column", "column+gather") and not inside and not isinstance(module, nn.Embedding)
-    if style == "gather" or gathers:
-        yield _Call(_FORWARD, "all_gather", "positions of the input", given.nbytes)
-        if wants:
-            yield _Call(_BACKWARD, "reduce_scatter", "gradient of the input", given.nbytes)
-    elif style == "share" or (style in ("column", "column+gather") and not inside):
-        if wants:
-            yield _Call(_BACKWARD, "all_reduce", "gradient of the input", given.nbytes)
+    yield from _of_input(given, style, inside=inside, sequence=sequence and not isinstance(module, nn.Embedding))
+    if style in ("row", "split+row"):
+        yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", made.nbytes)
     if style == "column+gather":
         yield _Call(_FORWARD, "all_gather", "features of the output", made.nbytes)
-    if style in ("row", "split+row"):
-        operation = "reduce_scatter" if sequence else "all_reduce"
-        yield _Call(_FORWARD, operation, "sum of the output", made.nbytes)
-        if sequence:
-            yield _Call(_BACKWARD, "all_gather", "gradient of the output", made.nbytes)
-    if style == "split+row" and wants:
-        yield _Call(_BACKWARD, "all_gather", "gradient of the input", given.nbytes)
-    if style == "split" and made.requires_grad:
+    if (style in ("row", "split+row") and sequence) or (style == "split" and made.requires_grad):
         yield _Call(_BACKWARD, "all_gather", "gradient of the output", made.nbytes)
     if style == "sequence":
         for parameter in module.parameters():
             yield _Call(_BACKWARD, "all_reduce", _NORMS, parameter.numel() * parameter.dtype.itemsize)
+
+
+def _of_input(given: TensorFacts, style: str, *, inside: bool, sequence: bool) -> Iterator[_Call]:
+    """Of a module's input, and of its gradient."""
+    takes = style in ("column", "column+gather") and not inside
+    backward = ""
+    if style == "gather" or (takes and sequence):
+        yield _Call(_FORWARD, "all_gather", "positions of the input", given.nbytes)
+        backward = "reduce_scatter"
+    elif style == "share" or takes:
+        backward = "all_reduce"
+    elif style == "split+row":
+        backward = "all_gather"
+    if backward and given.requires_grad:
+        yield _Call(_BACKWARD, backward, "gradient of the input", given.nbytes)
 
 
 def _above(name: str) -> Iterator[str]:

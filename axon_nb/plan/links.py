@@ -52,8 +52,8 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
 
     Log is to base 2, rounded up. The tree of all_reduce is a pair of trees that halve the payload between them and
     stream it (Sanders, Speck and Träff, 2009, as NCCL has it); of all_gather and reduce_scatter, recursive doubling and
-    halving; of broadcast, a binomial tree. The ring of broadcast is a scatter and an all_gather (van de Geijn). Barrier:
-    dissemination (Hensgen, Finkel and Manber, 1988).
+    halving; of broadcast, a binomial tree. The ring of broadcast is a scatter and an all_gather (van de Geijn).
+    Barrier: dissemination (Hensgen, Finkel and Manber, 1988).
 
     Args:
         operation: One of `OPERATIONS`.

@@ -50,7 +50,8 @@ def schedule(
         UsageError: the schedule cannot run with these numbers, or a time is none.
     """
     chosen = PipelineSchedule.of(name)
-    for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", 1 if ranks is None else ranks)):
+    numbers: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "ranks": 1 if ranks is None else ranks}
+    for what, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise UsageError(f"{what}={number!r}: it is a whole number from 1.")
     count = _default_ranks(chosen, stages) if ranks is None else ranks
@@ -103,7 +104,7 @@ def _known(
     return orders, stats.peak_per_stage, stats.peak_per_rank
 
 
-def _stage_times(given: StageTimes | Sequence[Any] | None, stages: int) -> tuple[StageTimes, ...]:
+def _stage_times(given: Any, stages: int) -> tuple[StageTimes, ...]:
     if given is None:
         given = StageTimes(0.01, 0.02)
     if isinstance(given, StageTimes) or (isinstance(given, Sequence) and given and isinstance(given[0], Real)):
@@ -118,31 +119,33 @@ def _stage_times(given: StageTimes | Sequence[Any] | None, stages: int) -> tuple
 
 
 def _one(given: Any) -> StageTimes:
-    if not isinstance(given, StageTimes):
+    if isinstance(given, StageTimes):
+        times = given
+    else:
         numbers = isinstance(given, Sequence) and all(isinstance(value, Real) for value in given)
         if not numbers or len(given) not in (2, 3):
             raise UsageError(
                 f"times: {given!r} is no time of a stage; it is (forward, backward) in seconds, or "
                 "(forward, backward, the part of the backward for weights)."
             )
-        given = StageTimes(*map(float, given))
-    forward, backward, weight = given.forward_s, given.backward_s, given.weight_s or 0.0
+        times = StageTimes(*map(float, given))
+    forward, backward, weight = times.forward_s, times.backward_s, times.weight_s or 0.0
     if not all(math.isfinite(value) and value >= 0 for value in (forward, backward, weight)) or weight > backward:
         raise UsageError(
             f"times: forward {forward} s, backward {backward} s, of it for weights {weight} s; each is 0 or more, and "
             "the part for weights no more than the backward."
         )
-    return given
+    return times
 
 
-def _latencies(given: float | Sequence[float], boundaries: int) -> tuple[float, ...]:
-    values = (given,) * boundaries if isinstance(given, Real) else tuple(given)  # type: ignore[arg-type]
+def _latencies(given: Any, boundaries: int) -> tuple[float, ...]:
+    values = (given,) * boundaries if isinstance(given, Real) else tuple(given)
     if len(values) != boundaries:
         raise UsageError(
-            f"latency_s has {len(values)} entries, and {boundaries + 1} stages have {boundaries} boundaries: one number "
-            "for all of them, or one each."
+            f"latency_s has {len(values)} entries, and {boundaries + 1} stages have {boundaries} boundaries: one "
+            "number for all of them, or one each."
         )
-    bad = [value for value in values if not (isinstance(value, Real) and math.isfinite(value) and value >= 0)]
+    bad = [value for value in values if not isinstance(value, int | float) or not math.isfinite(value) or value < 0]
     if bad:
         raise UsageError(f"latency_s: {bad[0]!r} is no latency; it is seconds, 0 or more.")
     return tuple(float(value) for value in values)

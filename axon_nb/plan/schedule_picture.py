@@ -65,9 +65,10 @@ def svg_of(spans: Sequence[Span]) -> str:
         return ""
     scale = (_WIDTH - _LEFT) / length
     lanes = max(span.rank for span in spans) + 1
-    parts = []
-    for rank in range(lanes):
-        parts.append(f"<text x='0' y='{rank * _LANE + 15}' font-size='12' fill='currentColor'>rank {rank}</text>")
+    parts = [
+        f"<text x='0' y='{rank * _LANE + 15}' font-size='12' fill='currentColor'>rank {rank}</text>"
+        for rank in range(lanes)
+    ]
     for span in spans:
         left, width = _LEFT + span.start_ns * scale, (span.end_ns - span.start_ns) * scale
         what = f"{_NAMES.get(span.name, span.name)} of microbatch {span.microbatch} in stage {span.stage}"
@@ -80,9 +81,7 @@ def svg_of(spans: Sequence[Span]) -> str:
     for place, action in enumerate(used):
         left, top = _LEFT + 170 * place, lanes * _LANE + 6
         parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLOURS[action]}'/>")
-        parts.append(
-            f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>"
-        )
+        parts.append(f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>")
     label = f"timeline of {lanes} ranks over {length / 1e6:.4g} ms"
     height = lanes * _LANE + 24
     return (

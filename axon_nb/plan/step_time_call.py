@@ -68,7 +68,7 @@ def _predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap
     plan: SchedulePlan | None = None
     if layout.stages is not None:
         plan = pipelined(layout, traffic, rates)
-    found = [_parts(layout, traffic, rates, overlap, place, plan) for place in traffic.places]
+    found = [_parts(layout, traffic, rates, overlap=overlap, place=place, plan=plan) for place in traffic.places]
     slowest = max(traffic.places, key=lambda place: sum(found[place].values()))
     work = computed(layout, slowest)
     return StepTime(
@@ -82,7 +82,13 @@ def _predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap
 
 
 def _parts(
-    layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float, place: int, plan: SchedulePlan | None
+    layout: Layout,
+    traffic: CommunicationPlan,
+    rates: Rates,
+    *,
+    overlap: float,
+    place: int,
+    plan: SchedulePlan | None,
 ) -> dict[str, float]:
     """Seconds by part, of one rank along ``pp``."""
     work = computed(layout, place)

@@ -100,6 +100,4 @@ def pipelined(layout: Layout, traffic: CommunicationPlan, rates: Rates) -> Sched
             inside /= stages.microbatches * len(stages.held(place))
             seconds.append(rates.seconds(_of_stage(layout, stage, phase), phase) + inside)
         times.append(StageTimes(*seconds))
-    return schedule(
-        stages.schedule, stages.count, stages.microbatches, times, ranks=stages.ranks, latency_s=delays
-    )
+    return schedule(stages.schedule, stages.count, stages.microbatches, times, ranks=stages.ranks, latency_s=delays)

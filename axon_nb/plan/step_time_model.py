@@ -28,7 +28,9 @@ def first_line(error: Exception) -> str:
 
 def sum_of(output: Any) -> torch.Tensor:
     """A number that depends on all that a model returns and that has a gradient."""
-    parts = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    parts = [
+        leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     return sum(parts[1:], parts[0]) if parts else torch.zeros(())
 
 
@@ -74,7 +76,9 @@ class Given:
         if isinstance(self.model, GPTConfig):
             given = self._of_config(self.model)
         elif is_dataclass(self.model):
-            raise UsageError(f"model={self.model!r}: of configs only GPTConfig is known; give a function that makes it.")
+            raise UsageError(
+                f"model={self.model!r}: of configs only GPTConfig is known; give a function that makes it."
+            )
         model = given._build(mode)
         if given.inputs is None:
             return Subject(model, None, sum_of)
@@ -140,7 +144,7 @@ def _made(given: Any, sizes: Mapping[str, int | None]) -> Any:
     """A tensor of zeros for what describes one; anything else as it is."""
     if isinstance(given, torch.Tensor) or not hasattr(given, "shape"):
         return given
-    shape = [sizes.get(size, size) if isinstance(size, str) else size for size in given.shape]
+    shape: list[Any] = [sizes.get(size, size) if isinstance(size, str) else size for size in given.shape]
     lost = [said for said, size in zip(given.shape, shape, strict=True) if not isinstance(size, int)]
     if lost:
         raise UsageError(f"{given}: the size {lost[0]!r} is not known; give {lost[0]}=….")

@@ -157,7 +157,7 @@ class _Counting(TorchDispatchMode):
     """Counts what is computed."""
 
     def __init__(self, root: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
         """What is counted now; empty: nothing."""
         self.found: dict[str, dict[str, Work]] = {}

@@ -55,7 +55,7 @@ class Rates:
     source: str = "given"
     """Where the numbers are from."""
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """How much longer a measured model took than these rates say, by phase: ``forward``, ``backward``, ``optimizer``."""
+    """How much longer a measured model took than these rates say, by phase, one of `PHASES`."""
 
     def seconds(self, work: Work, phase: str) -> float:
         """How long some work takes.

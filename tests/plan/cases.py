@@ -171,9 +171,7 @@ CASES = {
         odd,
         {"strategy": "ddp", "bucket_size_mb": 0.0001},
     ),
-    "zero-1": Case(
-        {"dp": 2}, _data(_fsdp("optimizer_state"), gpt, tokens), options={"strategy": "optimizer_state"}
-    ),
+    "zero-1": Case({"dp": 2}, _data(_fsdp("optimizer_state"), gpt, tokens), options={"strategy": "optimizer_state"}),
     "full_shard": Case({"dp": 2}, _data(_fsdp("full_shard"), gpt, tokens), options={"strategy": "full_shard"}),
     "full_shard, odd": Case({"dp": 2}, _data(_fsdp("full_shard"), odd, rows), odd),
     "full_shard, blocks in bfloat16": Case(
@@ -181,9 +179,7 @@ CASES = {
         _data(_fsdp("full_shard", wrap=Block, mixed_precision=torch.bfloat16), gpt, tokens),
         options={"wrap": Block, "mixed_precision": torch.bfloat16},
     ),
-    "shard_grad_op": Case(
-        {"dp": 2}, _data(_fsdp("shard_grad_op"), gpt, tokens), options={"strategy": "shard_grad_op"}
-    ),
+    "shard_grad_op": Case({"dp": 2}, _data(_fsdp("shard_grad_op"), gpt, tokens), options={"strategy": "shard_grad_op"}),
     "no_shard": Case({"dp": 2}, _data(_no_shard, gpt, tokens), options={"strategy": "no_shard"}),
     "tp": Case({"tp": 2}, _tensor()),
     "tp, sequence": Case({"tp": 2}, _tensor(sequence=True), options={"sequence": True, "parallel_loss": True}),

@@ -51,8 +51,9 @@ def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limi
 
 
 def test_zero_paper() -> None:
-    """ZeRO-3 sends 1.5 times as much as data parallelism, whose all_reduce is a reduce_scatter and an all_gather:
-    Rajbhandari et al., ZeRO, 2020, section 7.2.2 (3 Psi against 2 Psi); stage 2 the same as data parallelism (7.2.1).
+    """Stage 2 sends 2 Psi as data parallelism does, stage 3 sends 3 Psi.
+
+    Rajbhandari et al., ZeRO, 2020, sections 7.2.1 and 7.2.2.
     """
 
     def make() -> nn.Module:
@@ -68,8 +69,9 @@ def test_zero_paper() -> None:
 
 
 def test_megatron_paper() -> None:
-    """Two all_reduces of b s h forward and two backward in each block: Shoeybi et al., Megatron-LM, 2019, section 3; as
-    many bytes with sequence parallelism: Korthikanti et al., 2022, section 4.2.2.
+    """Two all_reduces of b s h forward and two backward in each block; as many bytes with sequence parallelism.
+
+    Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section 4.2.2.
     """
     config = GPTConfig(vocab=64, context=16, hidden=32, heads=8, blocks=5)
     found = plan.communication(config, mesh={"tp": 4}, batch=2)

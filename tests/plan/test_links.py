@@ -19,8 +19,9 @@ RANKS = st.integers(2, 1024)
 
 
 def by_simulated_ring(ranks: int) -> tuple[int, float]:
-    """Rounds and parts of the tensor that a rank sends in a ring all_reduce, step by step: parts are summed while they
-    go round once, and copied while they go round again.
+    """Rounds and parts of the tensor that a rank sends in a ring all_reduce, step by step.
+
+    Parts are summed while they go round once, and copied while they go round again.
     """
     parts = [{(rank, part): {rank} for part in range(ranks)} for rank in range(ranks)]
     held = {key: set(value) for own in parts for key, value in own.items()}

@@ -27,7 +27,7 @@ def per_rank(name: str) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int) -> None:
-    """(K - 1) / (M + K - 1): Huang et al., GPipe, 2019, section 2.3; the same for 1F1B: Narayanan et al., 2021, 2.2.1."""
+    """(K - 1) / (M + K - 1): Huang et al., GPipe, 2019, section 2.3; 1F1B: Narayanan et al., 2021, section 2.2.1."""
     for microbatches in (ranks, ranks + 3, 4 * ranks):
         found = plan.schedule(name, ranks, microbatches, (0.013, 0.021))
         assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
@@ -45,7 +45,7 @@ def test_bubble_of_interleaved_schedules(name: str, ranks: int, a_rank: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubble_of_zero_bubble_1p(ranks: int) -> None:
-    """(p - 1) (F + B - W) of idle time, F = B = W: Qi et al., Zero Bubble Pipeline Parallelism, 2023, table 2 (ZB-H1)."""
+    """(p - 1) (F + B - W) of idle time, with F = B = W: Qi et al., Zero Bubble, 2023, table 2 (ZB-H1)."""
     for microbatches in (2 * ranks, 4 * ranks):
         found = plan.schedule("InterleavedZeroBubble", 2 * ranks, microbatches, (0.01, 0.02, 0.01))
         idle = found.bubble * found.step_s
@@ -54,8 +54,9 @@ def test_bubble_of_zero_bubble_1p(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_zbv_is_never_idle_between_first_and_last(ranks: int) -> None:
-    """No bubble with F = B = W and twice as many microbatches as ranks: Qi et al., 2024, Pipeline Parallelism with
-    Controllable Memory, section 3 (V-ZB); ramps at the beginning and the end belong to no rank's own time.
+    """No bubble with F = B = W and twice as many microbatches as ranks, but for the ramps at both ends.
+
+    Qi et al., Pipeline Parallelism with Controllable Memory, 2024, section 3 (V-ZB).
     """
     found = plan.schedule("ZBVZeroBubble", 2 * ranks, 2 * ranks, (0.01, 0.02, 0.01))
     for rank, moments in enumerate(found.moments):
@@ -144,13 +145,12 @@ def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
     assert found.bubble == pytest.approx(1 - work / (found.num_ranks * found.step_s))
 
 
-@given(
-    st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6), st.integers(1, 8), st.floats(0, 0.01)
-)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6), st.integers(1, 8), st.floats(0, 0.01))
 @settings(max_examples=100, deadline=None)
 def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], microbatches: int, latency: float) -> None:
-    """Equal jobs through machines in a row take the sum of one job's times and M - 1 times the longest: Conway, Maxwell
-    and Miller, Theory of Scheduling, 1967, chapter 5; once forward, once back, with a latency at each boundary.
+    """Equal jobs through machines in a row take the sum of one job's times and M - 1 times the longest.
+
+    Conway, Maxwell and Miller, Theory of Scheduling, 1967, chapter 5; once forward, once back, with latencies.
     """
     found = plan.schedule("GPipe", len(times), microbatches, times, latency_s=latency)
     forward, backward = zip(*times, strict=True)
