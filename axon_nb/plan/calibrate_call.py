@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -17,7 +18,10 @@ from axon_nb.errors import UsageError
 from axon_nb.plan.calibrate_collectives import MEASURED, Bench, fitted_link
 from axon_nb.plan.calibrate_compute import measured_overlap, measured_phases, measured_rates
 from axon_nb.plan.calibrate_record import Calibration, Sample
+from axon_nb.plan.calibrate_wrappers import measured_wrappers
+from axon_nb.plan.links import Link
 from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import trace_model
 
 __all__ = ["calibrate", "calibrate_here"]
 
@@ -34,6 +38,7 @@ def calibrate(
     target: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
+    strategies: Sequence[str] = ("ddp", "full_shard"),
     batch: int = 1,
     seq: int | None = None,
     operations: Sequence[str] = MEASURED,
@@ -60,6 +65,8 @@ def calibrate(
         target: What its loss takes besides the output.
         loss: From output and target, or from the output alone; None: the sum of the output.
         optimizer: Made from parameters, such as `torch.optim.AdamW`; its step is measured, too.
+        strategies: With a model: ``ddp`` or values of `ShardingStrategy`, whose wrappers are measured around it; not on
+            a mesh of several axes.
         batch: Of a GPTConfig, and of inputs that are described.
         seq: The same: tokens of a sample.
         operations: Collectives to measure.
@@ -80,6 +87,7 @@ def calibrate(
     options: dict[str, Any] = {
         "given": None if model is None else Given(model, inputs, target, loss, batch, seq),
         "optimizer": optimizer,
+        "strategies": tuple(strategies),
         "operations": tuple(operations),
         "sizes": tuple(sizes),
         "repeats": repeats,
@@ -126,14 +134,11 @@ def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calib
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     everyone = Bench("all", dist.group.WORLD, device)
     repeats = options["repeats"]
-    with torch.enable_grad():
-        rates = measured_rates(everyone, repeats=repeats, dtype=options["dtype"])
-        if options["given"] is not None:
-            rates = measured_phases(everyone, rates, options["given"], options["optimizer"], repeats=max(repeats, 5))
+    rates = measured_rates(everyone, repeats=repeats, dtype=options["dtype"])
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
     samples: list[Sample] = []
-    links = {}
+    links: dict[str, Link] = {}
     for bench in _benches(mesh, everyone):
         if bench.ranks < 2:
             continue
@@ -147,7 +152,30 @@ def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calib
         samples += own
         links[bench.axis] = fitted_link(bench.axis, own, where)
     overlap = measured_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
-    return Calibration(links, rates, overlap, where, tuple(samples))
+    plain = Calibration(links, rates, overlap, where, tuple(samples))
+    return plain if options["given"] is None else _adjusted(plain, everyone, options)
+
+
+def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> Calibration:
+    """The same, with rates as a model has them, and what wrappers around it take."""
+    given, optimizer, repeats = options["given"], options["optimizer"], options["repeats"]
+    with torch.enable_grad(), torch.random.fork_rng():
+        trace = trace_model(given, optimizer=optimizer)
+        rates = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
+        if len(plain.links) == 1 and plain.samples[0].ranks == everyone.ranks:
+            wrappers = measured_wrappers(
+                everyone,
+                given,
+                trace,
+                optimizer,
+                strategies=options["strategies"],
+                rates=rates,
+                link=next(iter(plain.links.values())),
+                overlap=plain.overlap,
+                repeats=repeats,
+            )
+            rates = replace(rates, wrappers=wrappers)
+    return replace(plain, rates=rates)
 
 
 def _benches(mesh: Any, everyone: Bench) -> list[Bench]:

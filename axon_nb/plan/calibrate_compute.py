@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from axon_nb.plan.calibrate_collectives import Bench, line_through
 from axon_nb.plan.step_time_model import Given
-from axon_nb.plan.step_time_trace import trace_model
+from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import PHASES, Rates
 
 __all__ = ["measured_overlap", "measured_phases", "measured_rates"]
@@ -96,7 +96,13 @@ def measured_overlap(bench: Bench, *, repeats: int) -> float:
 
 
 def measured_phases(
-    bench: Bench, rates: Rates, given: Given, optimizer: Callable[..., Optimizer] | None, *, repeats: int
+    bench: Bench,
+    rates: Rates,
+    given: Given,
+    trace: ModelTrace,
+    optimizer: Callable[..., Optimizer] | None,
+    *,
+    repeats: int,
 ) -> Rates:
     """Rates with the factors by which a model's forward, backward and optimizer take longer, run here without others.
 
@@ -104,10 +110,10 @@ def measured_phases(
         bench: Of all ranks that compute; each runs the model by itself, all at once.
         rates: What the factors are of.
         given: The model, with its inputs and loss.
+        trace: Of its step.
         optimizer: Made from the parameters; None: there is no such phase.
         repeats: Steps, after two that warm up; medians count.
     """
-    trace = trace_model(given, optimizer=optimizer)
     subject = given.real()
     model: nn.Module = subject.model.to(bench.device)
     args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())

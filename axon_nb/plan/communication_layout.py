@@ -96,6 +96,8 @@ class Layout:
     device: str = "cuda"
     optimizer: Callable[..., Optimizer] | None = None
     """Its step is counted, too."""
+    known: ModelTrace | None = None
+    """The trace, where it has been made already."""
     trace: ModelTrace = field(init=False)
     """Of one step of the whole model on a rank's batch."""
     styles: Mapping[str, str] = field(init=False)
@@ -104,7 +106,7 @@ class Layout:
     """How the model is cut over ``pp``; None: it is not."""
 
     def __post_init__(self) -> None:
-        trace = trace_model(self.given, optimizer=self.optimizer)
+        trace = self.known or trace_model(self.given, optimizer=self.optimizer)
         if self.size("tp", "pp") > 1 and not trace.called:
             raise UsageError(
                 "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "

@@ -14,11 +14,11 @@ from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
 from axon_nb.plan.communication_plan import CommunicationPlan
 from axon_nb.plan.links import Link
 from axon_nb.plan.schedule_plan import SchedulePlan
-from axon_nb.plan.step_time_compute import computed, optimizer_work, pipelined
+from axon_nb.plan.step_time_compute import computed, copied, optimizer_work, pipelined, wrapped_s, wrapper_of
 from axon_nb.plan.step_time_plan import StepTime
 from axon_nb.plan.step_time_work import Rates, as_rates
 
-__all__ = ["step_time"]
+__all__ = ["predicted", "step_time"]
 
 
 def step_time(
@@ -61,10 +61,18 @@ def step_time(
             "ranks communicate, so links= is needed: a preset such as 'nvlink4', Link(…), or what plan.calibrate() has "
             "returned."
         )
-    return _predicted(laid_out, traffic, found, share)
+    return predicted(laid_out, traffic, found, share)
 
 
-def _predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float) -> StepTime:
+def predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float) -> StepTime:
+    """The step of a layout.
+
+    Args:
+        layout: With the optimizer.
+        traffic: What it sends, with times.
+        rates: Of a rank.
+        overlap: The share of communication, 0 to 1, that passes behind computation where it may.
+    """
     plan: SchedulePlan | None = None
     if layout.stages is not None:
         plan = pipelined(layout, traffic, rates)
@@ -96,6 +104,8 @@ def _parts(
     step = optimizer_work(layout, place)
     if step.ops:
         parts["compute, optimizer"] = rates.seconds(step, "optimizer")
+    if extra := rates.seconds(copied(layout, traffic, place), "") + wrapped_s(layout, rates, place):
+        parts["copies and wrapper"] = extra
     for phase in ("forward", "backward", "optimizer"):
         # What a pipeline sends between stages, and within them over tp, is in its schedule.
         rows = [row for row in traffic.select(phase=phase, place=place) if plan is None or row.axis not in ("pp", "tp")]
@@ -120,6 +130,9 @@ def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
         said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
         yield f"times these factors of the model that was measured: {said}"
     if layout.size(*DATA_AXES) > 1:
+        wrapper = wrapper_of(rates, layout.strategy)
+        known = "its wrapper takes no time" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us a parameter"
+        yield f"{layout.strategy} copies what it sends, at the rate of other operations; {known}"
         yield (
             f"{overlap:.0%} of what may pass behind computation does, up to the computation's length: all but the last "
             "bucket or unit of gradients, and of what FSDP gathers all but the first unit"

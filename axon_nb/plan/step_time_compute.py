@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.communication_layout import DATA_AXES, Layout
 from axon_nb.plan.communication_pipeline import boundaries
 from axon_nb.plan.communication_plan import CommunicationPlan
 from axon_nb.plan.communication_tensor import local_parameters
@@ -12,9 +12,10 @@ from axon_nb.plan.schedule_call import schedule
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
 from axon_nb.plan.step_time_work import Rates, Work
 
-__all__ = ["computed", "optimizer_work", "pipelined"]
+__all__ = ["computed", "copied", "optimizer_work", "pipelined", "wrapped_s", "wrapper_of"]
 
 _PHASES = ("forward", "backward")
+_COPIED = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def computed(layout: Layout, place: int) -> dict[str, Work]:
@@ -74,6 +75,44 @@ def optimizer_work(layout: Layout, place: int) -> Work:
     sharded = ways.get(layout.strategy, layout.size(layout.data_axis))
     calls = sharded if layout.strategy == "optimizer_state" else 1  # whole parameters are dealt out, not parts
     return Work(whole.flops * elements / sharded, whole.bytes * elements / sharded, whole.ops * count / calls)
+
+
+def copied(layout: Layout, traffic: CommunicationPlan, place: int) -> Work:
+    """What data parallelism copies besides: whole tensors into buffers that are sent, or out of them.
+
+    DDP copies gradients into buckets and back; FSDP2 parameters out of the gathered buffer, and gradients into the one
+    that is reduced (`split_with_sizes_copy` and `chunk_cat` of torch.distributed.fsdp). Each is a read and a write.
+
+    Args:
+        layout: The layout.
+        traffic: What is sent.
+        place: The rank along ``pp``.
+    """
+    ways = 4 if layout.strategy == "ddp" else 2
+    rows = [row for row in traffic.select(place=place) if row.axis in DATA_AXES and row.operation in _COPIED]
+    return Work(bytes=float(ways * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
+
+
+def wrapped_s(layout: Layout, rates: Rates, place: int) -> float:
+    """Seconds of a step that the strategy's wrapper takes by itself.
+
+    Args:
+        layout: The layout.
+        rates: Of a rank.
+        place: The rank along ``pp``.
+    """
+    if layout.size(*DATA_AXES) == 1:
+        return 0.0
+    among = layout.stages.among if layout.stages is not None else None
+    names = [name for name, _ in layout.trace.model.named_parameters()]
+    here = [name for name in names if among is None or among[name.partition(".")[0]] == place]
+    return (wrapper_of(rates, layout.strategy) or 0.0) * len(here)
+
+
+def wrapper_of(rates: Rates, strategy: str) -> float | None:
+    """Seconds a parameter of the strategy's wrapper, or of one alike; None: none was measured."""
+    alike = "ddp" if strategy in ("ddp", "optimizer_state") else "full_shard"
+    return rates.wrappers.get(strategy, rates.wrappers.get(alike))
 
 
 def pipelined(layout: Layout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:

@@ -93,7 +93,8 @@ class Given:
 
     def _build(self, mode: FakeTensorMode | None) -> nn.Module:
         if isinstance(self.model, nn.Module):
-            return self.model if mode is None else _without_data(self.model, mode)
+            # A copy: what is measured takes steps.
+            return copy.deepcopy(self.model) if mode is None else _without_data(self.model, mode)
         if not callable(self.model):
             raise UsageError(f"model={self.model!r}: a function without arguments that makes one, or a GPTConfig.")
         try:

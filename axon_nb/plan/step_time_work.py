@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from axon_nb.errors import UsageError
 
@@ -54,8 +53,11 @@ class Rates:
     """Seconds that an operation takes besides: its launch."""
     source: str = "given"
     """Where the numbers are from."""
-    factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    factors: Mapping[str, float] = field(default_factory=dict)
     """How much longer a measured model took than these rates say, by phase, one of `PHASES`."""
+    wrappers: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step that a strategy's wrapper takes for each parameter of the model, besides what it sends and
+    copies: its hooks, and the dispatch of distributed tensors. By strategy; measured with a model."""
 
     def seconds(self, work: Work, phase: str) -> float:
         """How long some work takes.
@@ -74,7 +76,7 @@ class Rates:
             measured: Work and seconds, by phase.
             source: What was measured.
         """
-        bare = replace(self, factors=MappingProxyType({}))
+        bare = replace(self, factors={})
         factors = {
             phase: seconds / said
             for phase, (work, seconds) in measured.items()

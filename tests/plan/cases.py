@@ -88,13 +88,14 @@ def _ddp(**options: Any) -> Callable[[nn.Module, Any], Any]:
     return lambda model, mesh: DDP(model, mesh, **options)
 
 
-def _tensor(*, sequence: bool = False, plan: Any = "auto") -> Callable[[Any], Step]:
+def _tensor(*, sequence: bool = False, plan: Any = "auto", adam: bool = False) -> Callable[[Any], Step]:
     def make(mesh: Any) -> Step:
         model = gpt()
         parallelize(model, plan, mesh["tp"], sequence=sequence, parallel_loss=sequence)
         loss = parallel_cross_entropy if sequence else next_byte_loss
         group = {"group": axis_group(mesh, "tp")} if sequence else {}
-        return _training(model, lambda: loss(model(tokens()), tokens(), **group))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if adam else None
+        return _training(model, lambda: loss(model(tokens()), tokens(), **group), optimizer)
 
     return make
 
@@ -183,6 +184,9 @@ CASES = {
     "no_shard": Case({"dp": 2}, _data(_no_shard, gpt, tokens), options={"strategy": "no_shard"}),
     "tp": Case({"tp": 2}, _tensor()),
     "tp, sequence": Case({"tp": 2}, _tensor(sequence=True), options={"sequence": True, "parallel_loss": True}),
+    "tp, sequence, AdamW": Case(
+        {"tp": 2}, _tensor(sequence=True, adam=True), options={"sequence": True, "parallel_loss": True}
+    ),
     "tp, by patterns": Case({"tp": 2}, _tensor(plan=_PLAN), options={"tp_plan": _PLAN}),
     "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "microbatches": 4}),
     "1f1b": Case({"pp": 2}, _pipeline("1F1B", 2, 2), options={"microbatches": 2}),
