@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
+from torch.optim import Optimizer
 
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.units import make_units
@@ -27,6 +28,7 @@ def communication(
     world: int | None = None,
     *,
     links: Link | str | Mapping[str, Link | str] | Any = None,
+    optimizer: Callable[..., Optimizer] | str | None = None,
     **layout: Unpack[LayoutOptions],
 ) -> CommunicationPlan:
     """Calls and bytes of a training step, by axis and collective, and how long they take on given links.
@@ -43,6 +45,8 @@ def communication(
         world: Number of ranks, all of them along ``dp``; None: as the mesh has.
         links: Of all axes or by axis: a `Link`, the name of a preset such as ``"nvlink4"``, or what `calibrate` has
             returned; None: no times.
+        optimizer: Made from parameters, or the name of one of torch's. With sequence parallelism DTensor sums gradients
+            of norms each time that the optimizer takes them: three times with Adam; None: once, as with SGD.
         **layout: The fields of `LayoutOptions`: mesh, strategy, inputs, target, loss, batch, seq, mixed_precision,
             wrap, bucket_size_mb, broadcast_buffers, tp_plan, sequence, parallel_loss, schedule, microbatches,
             num_stages, at, device.
@@ -50,7 +54,7 @@ def communication(
     Raises:
         UsageError: the model cannot be built or laid out so; the message says what can.
     """
-    return traffic_of(Layout.of(model, world, layout), links)
+    return traffic_of(Layout.of(model, world, layout, optimizer), links)
 
 
 def traffic_of(layout: Layout, links: Any) -> CommunicationPlan:

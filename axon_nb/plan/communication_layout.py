@@ -132,7 +132,7 @@ class Layout:
         model: Any,
         world: int | None,
         options: Mapping[str, Any],
-        optimizer: Callable[..., Optimizer] | None = None,
+        optimizer: Callable[..., Optimizer] | str | None = None,
     ) -> Layout:
         """The layout that a user asks for.
 
@@ -140,7 +140,7 @@ class Layout:
             model: As in `communication`.
             world: Number of ranks; None: as the mesh has.
             options: Those of `LayoutOptions`.
-            optimizer: Made from parameters; its step is counted.
+            optimizer: Made from parameters, or the name of one of torch's; its step is counted.
 
         Raises:
             UsageError: an option is unknown or has no meaning, or the model cannot be laid out so.
@@ -158,7 +158,7 @@ class Layout:
         limit = rest.get("bucket_size_mb", 25.0)
         if not limit > 0:
             raise UsageError(f"bucket_size_mb={limit}: it is a number of MiB above 0.")
-        return cls(Given(model, **subject), mesh, strategy, optimizer=optimizer, **rest)
+        return cls(Given(model, **subject), mesh, strategy, optimizer=_optimizer(optimizer), **rest)
 
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""
@@ -212,6 +212,16 @@ def resolved_axes(world: int | None, mesh: Mapping[str, int] | None, strategy: s
     if hybrid and "pp" in mesh:
         raise UsageError("hybrid_shard with pp: stages are sharded over one axis, dp.")
     return dict(sorted(mesh.items(), key=lambda item: _AXES.index(item[0])))
+
+
+def _optimizer(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
+    if not isinstance(given, str):
+        return given
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    if given.lower() not in kinds:
+        raise UsageError(f"optimizer={given!r}: torch.optim has none of this name; or give what makes one.")
+    kind: Callable[..., Optimizer] = kinds[given.lower()]
+    return kind
 
 
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:

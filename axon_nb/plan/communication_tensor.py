@@ -89,8 +89,11 @@ def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], 
     if (style in ("row", "split+row") and sequence) or (style == "split" and made.requires_grad):
         yield _Call(_BACKWARD, "all_gather", "gradient of the output", made.nbytes)
     if style == "sequence":
-        for parameter in module.parameters():
-            yield _Call(_BACKWARD, "all_reduce", _NORMS, parameter.numel() * parameter.dtype.itemsize)
+        # DTensor leaves them as sums over ranks that are to be made, and makes them each time that they are taken.
+        for own, parameter in module.named_parameters():
+            size = parameter.numel() * parameter.dtype.itemsize
+            for _ in range(trace.grad_uses.get(f"{name}.{own}", 1)):
+                yield _Call("optimizer", "all_reduce", _NORMS, size)
 
 
 def _of_input(given: TensorFacts, style: str, *, inside: bool, sequence: bool) -> Iterator[_Call]:

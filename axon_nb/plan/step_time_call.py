@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
-import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
@@ -52,7 +51,7 @@ def step_time(
         UsageError: the model cannot be built or laid out so; rates or links are missing; the message says what can.
     """
     found, share = as_rates(rates), _overlap(overlap, rates, links)
-    laid_out = Layout.of(model, world, layout, _optimizer(optimizer))
+    laid_out = Layout.of(model, world, layout, optimizer)
     if not laid_out.trace.called:
         raise UsageError("how long a step takes depends on the batch: give inputs=, such as torch.zeros(8, 64).")
     traffic = traffic_of(laid_out, links)
@@ -150,13 +149,3 @@ def _overlap(given: float | None, *calibrations: Any) -> float:
     if not 0 <= given <= 1:
         raise UsageError(f"overlap={given}: a share, from 0 (nothing passes behind computation) to 1.")
     return given
-
-
-def _optimizer(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
-    if not isinstance(given, str):
-        return given
-    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    if given.lower() not in kinds:
-        raise UsageError(f"optimizer={given!r}: torch.optim has none of this name; or give what makes one.")
-    kind: Callable[..., Optimizer] = kinds[given.lower()]
-    return kind

@@ -5,6 +5,7 @@ Nothing is allocated or computed, so that models of any size are traced on a lap
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class ModelTrace:
     """By module: the tensors that it is called with."""
     outputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)
     """By module: the tensors that it returns."""
+    grad_uses: dict[str, int] = field(default_factory=dict)
+    """How often the optimizer's step takes each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
     """By phase, then by child of the model; what is outside of all children is under an empty name."""
 
@@ -104,6 +107,8 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
         for handle in handles:
             handle.remove()
     told.work, told.called = counted.found, True
+    names = {id(parameter.grad): name for name, parameter in subject.model.named_parameters()}
+    told.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return told
 
 
@@ -161,6 +166,8 @@ class _Counting(TorchDispatchMode):
         self.phase = "forward"
         """What is counted now; empty: nothing."""
         self.found: dict[str, dict[str, Work]] = {}
+        self.uses: Counter[int] = Counter()
+        """How often the optimizer takes each tensor, by its id."""
         self.tracker: Any = None
         self._prefix = f"{root}."
 
@@ -170,6 +177,8 @@ class _Counting(TorchDispatchMode):
         if self.phase and not func.is_view:
             place = self.found.setdefault(self.phase, {})
             child = "" if self.phase == "optimizer" else self._child()
+            if self.phase == "optimizer":
+                self.uses.update(map(id, _tensors((args, kwargs))))
             place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
         return result
 

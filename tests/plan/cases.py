@@ -161,6 +161,7 @@ class Case:
 
 
 _PLAN = {"block*.up": "column", "block*.down": "row", "head.logits": "column+gather"}
+_SEQUENCE = {"sequence": True, "parallel_loss": True}
 CASES = {
     "ddp": Case({"dp": 2}, _data(_ddp(), gpt, tokens), options={"strategy": "ddp"}),
     "ddp, small buckets": Case(
@@ -183,9 +184,9 @@ CASES = {
     "shard_grad_op": Case({"dp": 2}, _data(_fsdp("shard_grad_op"), gpt, tokens), options={"strategy": "shard_grad_op"}),
     "no_shard": Case({"dp": 2}, _data(_no_shard, gpt, tokens), options={"strategy": "no_shard"}),
     "tp": Case({"tp": 2}, _tensor()),
-    "tp, sequence": Case({"tp": 2}, _tensor(sequence=True), options={"sequence": True, "parallel_loss": True}),
+    "tp, sequence": Case({"tp": 2}, _tensor(sequence=True), options=_SEQUENCE),
     "tp, sequence, AdamW": Case(
-        {"tp": 2}, _tensor(sequence=True, adam=True), options={"sequence": True, "parallel_loss": True}
+        {"tp": 2}, _tensor(sequence=True, adam=True), options=_SEQUENCE | {"optimizer": "AdamW"}
     ),
     "tp, by patterns": Case({"tp": 2}, _tensor(plan=_PLAN), options={"tp_plan": _PLAN}),
     "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "microbatches": 4}),
