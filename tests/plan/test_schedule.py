@@ -97,6 +97,20 @@ def test_timeline_is_the_ideal_one_for_equal_stages(name: str) -> None:
     assert bubble_fraction(found.timeline) == pytest.approx(found.bubble)
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if per_rank(name) == 2])
+def test_orders_are_those_that_torch_tells(name: str) -> None:
+    """They are read from classes of torch that are kept from adding messages."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    for ranks, microbatches in ((2, 4), (4, 8), (4, 12)):
+        told = get_schedule_ops(name, ranks, microbatches)
+        found = plan.schedule(name, 2 * ranks, microbatches)
+        for order, theirs in zip(found.orders, told, strict=True):
+            parts = [part for action in theirs if action is not None for part in (action.sub_actions or (action,))]
+            kinds = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
+            assert list(order) == [kind for kind in kinds if kind[0] in ("F", "B", "I", "W")]
+
+
 @st.composite
 def cases(draw: Any) -> dict[str, Any]:
     """A schedule with uneven stages and latencies."""
