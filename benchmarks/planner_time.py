@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from axon_nb import plan
 from axon_nb.comm import World
@@ -33,6 +32,7 @@ MODELS: dict[str, tuple[GPTConfig, int]] = {
 STRATEGIES = ("ddp", "full_shard")
 ERROR = 0.20
 SCHEDULE_MS = 10.0
+SEARCH_S = 30.0
 STAGES, MICROBATCHES = 16, 64
 
 
@@ -133,15 +133,18 @@ def plan_rows(repeats: int) -> list[Row]:
     return rows
 
 
-def large() -> Row:
-    """A plan of the communication of a large model."""
-
-    def make() -> nn.Module:
-        return GPT(GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34))
-
+def large() -> list[Row]:
+    """Plans of a large model."""
+    config = GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34)
     start = time.perf_counter()
-    plan.communication(make, 1024, links="ib-ndr")
-    return Row("plan of the communication of 7 billion parameters on 1024 ranks", time.perf_counter() - start, "s")
+    plan.communication(config, 1024, links="ib-ndr")
+    counted = time.perf_counter()
+    found = plan.search(config, 64, 80, batch=128, rates=400e12, links={"all": "ib-ndr", "tp": "nvlink4"})
+    name = f"search over {len(found.candidates)} layouts of 7 billion parameters on 64 GPUs"
+    return [
+        Row("plan of the communication of 7 billion parameters on 1024 ranks", counted - start, "s"),
+        Row(name, time.perf_counter() - counted, "s", limit=SEARCH_S),
+    ]
 
 
 def main() -> None:
@@ -164,7 +167,7 @@ def main() -> None:
         note = f"predicted {predicted:.1f} ms, measured {seconds:.1f} ms; {parts}"
         rows.append(Row(f"error of a step, {step['name']}", abs(predicted / seconds - 1), "", limit=ERROR, note=note))
     rows += plan_rows(repeats)
-    rows.append(large())
+    rows += large()
     print(answer["here"])
     print(write("planner_time", rows, options.out))
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from axon_nb.plan.links_presets import PRESETS
     from axon_nb.plan.schedule_call import schedule
     from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
+    from axon_nb.plan.search_call import search
+    from axon_nb.plan.search_plan import SearchPlan
     from axon_nb.plan.step_time_call import step_time
     from axon_nb.plan.step_time_plan import StepTime
     from axon_nb.plan.step_time_work import Rates
@@ -29,12 +31,14 @@ __all__ = [
     "Link",
     "Rates",
     "SchedulePlan",
+    "SearchPlan",
     "StageTimes",
     "StepTime",
     "calibrate",
     "communication",
     "recorded_communication",
     "schedule",
+    "search",
     "step_time",
 ]
 
@@ -48,6 +52,8 @@ _HOME = {
     "links_presets": ("PRESETS",),
     "schedule_call": ("schedule",),
     "schedule_plan": ("SchedulePlan", "StageTimes"),
+    "search_call": ("search",),
+    "search_plan": ("SearchPlan",),
     "step_time_call": ("step_time",),
     "step_time_plan": ("StepTime",),
     "step_time_work": ("Rates",),

@@ -96,6 +96,8 @@ class Layout:
     device: str = "cuda"
     optimizer: Callable[..., Optimizer] | None = None
     """Its step is counted, too."""
+    recompute: bool = False
+    """Each child of the model keeps its input alone for backward, and is computed again."""
     known: ModelTrace | None = None
     """The trace, where it has been made already."""
     trace: ModelTrace = field(init=False)
@@ -133,6 +135,7 @@ class Layout:
         world: int | None,
         options: Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | str | None = None,
+        **own: Any,
     ) -> Layout:
         """The layout that a user asks for.
 
@@ -141,6 +144,7 @@ class Layout:
             world: Number of ranks; None: as the mesh has.
             options: Those of `LayoutOptions`.
             optimizer: Made from parameters, or the name of one of torch's; its step is counted.
+            **own: Fields of `Layout` that users do not give.
 
         Raises:
             UsageError: an option is unknown or has no meaning, or the model cannot be laid out so.
@@ -158,7 +162,7 @@ class Layout:
         limit = rest.get("bucket_size_mb", 25.0)
         if not limit > 0:
             raise UsageError(f"bucket_size_mb={limit}: it is a number of MiB above 0.")
-        return cls(Given(model, **subject), mesh, strategy, optimizer=_optimizer(optimizer), **rest)
+        return cls(Given(model, **subject), mesh, strategy, optimizer=_optimizer(optimizer), **rest, **own)
 
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""

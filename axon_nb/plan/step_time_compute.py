@@ -43,6 +43,8 @@ def _of_children(layout: Layout, phase: str, names: tuple[str, ...] | None) -> W
     for child, work in layout.trace.work.get(phase, {}).items():
         if names is None or child in names:
             total += work.scaled(1 / ways) if child in cut else work
+    if layout.recompute and phase == "backward":
+        total += _of_children(layout, "forward", names)
     return total
 
 

@@ -60,6 +60,8 @@ class ModelTrace:
     """By module: the tensors that it is called with."""
     outputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)
     """By module: the tensors that it returns."""
+    saved: dict[str, int] = field(default_factory=dict)
+    """Bytes that forward keeps for backward, parameters aside, by child of the model; each storage once."""
     grad_uses: dict[str, int] = field(default_factory=dict)
     """How often the optimizer's step takes each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
@@ -93,7 +95,8 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
             stack.enter_context(mode)
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
-            number = subject.loss(subject.model(*subject.args))
+            with torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda kept: kept):
+                number = subject.loss(subject.model(*subject.args))
             if number.requires_grad:
                 counted.phase = "backward"
                 number.backward()
@@ -106,7 +109,7 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
     finally:
         for handle in handles:
             handle.remove()
-    told.work, told.called = counted.found, True
+    told.work, told.saved, told.called = counted.found, dict(counted.saved), True
     names = {id(parameter.grad): name for name, parameter in subject.model.named_parameters()}
     told.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return told
@@ -166,6 +169,9 @@ class _Counting(TorchDispatchMode):
         self.phase = "forward"
         """What is counted now; empty: nothing."""
         self.found: dict[str, dict[str, Work]] = {}
+        self.saved: Counter[str] = Counter()
+        """Bytes kept for backward, by child."""
+        self._kept: set[int] = set()
         self.uses: Counter[int] = Counter()
         """How often the optimizer takes each tensor, by its id."""
         self.tracker: Any = None
@@ -181,6 +187,14 @@ class _Counting(TorchDispatchMode):
                 self.uses.update(map(id, _tensors((args, kwargs))))
             place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
         return result
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is saved for backward."""
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._kept:
+            self._kept.add(storage._cdata)
+            self.saved[self._child()] += storage.nbytes()
+        return tensor
 
     def _child(self) -> str:
         for name in self.tracker.parents:
