@@ -68,7 +68,7 @@ def search(
     Raises:
         UsageError: the numbers make no sense, or the model cannot be traced.
     """
-    if not isinstance(gpus, int) or gpus < 1 or not memory > 0 or batch < 1:
+    if gpus < 1 or gpus != int(gpus) or not memory > 0 or batch < 1:
         raise UsageError(f"gpus={gpus}, memory={memory} GiB, batch={batch}: each is above 0, GPUs and batch whole.")
     subject = {"inputs": inputs, "target": target, "loss": loss, "seq": seq}
     traces: dict[int, ModelTrace] = {}
