@@ -15,7 +15,8 @@ from axon_nb.plan.links import Link
 from axon_nb.plan.search_memory import MemoryEstimate, estimated_memory
 from axon_nb.plan.search_plan import Candidate, SearchPlan
 from axon_nb.plan.step_time_call import predicted
-from axon_nb.plan.step_time_trace import ModelTrace
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 from axon_nb.plan.step_time_work import Rates, as_rates
 
 __all__ = ["search"]
@@ -70,7 +71,7 @@ def search(
     """
     if gpus < 1 or gpus != int(gpus) or not memory > 0 or batch < 1:
         raise UsageError(f"gpus={gpus}, memory={memory} GiB, batch={batch}: each is above 0, GPUs and batch whole.")
-    subject = {"inputs": inputs, "target": target, "loss": loss, "seq": seq}
+    subject: dict[str, Any] = {"inputs": inputs, "target": target, "loss": loss, "seq": seq}
     traces: dict[int, ModelTrace] = {}
     found = []
     for mesh, strategy, microbatches, recompute in _layouts(gpus, batch, strategies, largest_tp):
@@ -79,6 +80,10 @@ def search(
             options["microbatches"] = microbatches
         plain = Candidate(mesh["dp"], mesh["tp"], mesh["pp"], strategy, microbatches or 1, recompute)
         try:
+            if traces and mesh["dp"] not in traces:
+                traces[mesh["dp"]] = _other_batch(
+                    next(iter(traces.values())), Given(model, batch=batch // mesh["dp"], **subject)
+                )
             layout = Layout.of(model, None, options, optimizer, recompute=recompute, known=traces.get(mesh["dp"]))
         except UsageError as error:
             if not traces and mesh == {"pp": 1, "dp": gpus, "tp": 1}:
@@ -96,6 +101,14 @@ def search(
         raise UsageError(f"batch={batch} on {gpus} GPUs: no data axis divides it; take a multiple of {gpus}.")
     title = f"{gpus} GPUs of {memory:g} GiB, {batch} samples a step"
     return SearchPlan(title, tuple(sorted(found, key=lambda one: (not one.fits, one.reason != "", one.rank_key))))
+
+
+def _other_batch(known: ModelTrace, given: Given) -> ModelTrace:
+    """The trace of another batch; what the optimizer does is the same."""
+    trace = trace_model(given)
+    trace.grad_uses = known.grad_uses
+    trace.work |= {phase: work for phase, work in known.work.items() if phase == "optimizer"}
+    return trace
 
 
 def _layouts(
