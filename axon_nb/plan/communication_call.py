@@ -16,7 +16,7 @@ from axon_nb.plan.communication_data import Held
 from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
 from axon_nb.plan.communication_pipeline import pipeline
 from axon_nb.plan.communication_plan import CommunicationPlan, Traffic
-from axon_nb.plan.communication_tensor import local_parameters, tensor_parallel
+from axon_nb.plan.communication_tensor import tensor_parallel
 from axon_nb.plan.links import Link
 from axon_nb.plan.links_presets import links_of
 
@@ -88,7 +88,7 @@ def _rows(layout: Layout) -> Iterator[Traffic]:
             parts=stages.microbatches if stages is not None else 1,
             among=among,
         )
-    parameters = local_parameters(layout.trace, layout.styles, tp)
+    parameters = layout.parameters
     for place in range(layout.size("pp")):
         here = [held for held in parameters if among is None or among[held.name.partition(".")[0]] == place]
         if layout.size(*DATA_AXES) > 1:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -18,7 +19,9 @@ from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.tensor.recognise import automatic_plan
 from axon_nb.parallel.tensor.styles import STYLES, check_fits
 from axon_nb.parallel.units import Wrap
+from axon_nb.plan.communication_data import Held
 from axon_nb.plan.communication_pipeline import Stages, stages_for
+from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 
@@ -167,6 +170,11 @@ class Layout:
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+    @cached_property
+    def parameters(self) -> list[Held]:
+        """Each parameter as one rank along ``tp`` has it."""
+        return local_parameters(self.trace, self.styles, self.size("tp"))
 
     @property
     def data_axis(self) -> str:

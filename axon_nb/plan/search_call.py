@@ -90,6 +90,8 @@ def search(
                 raise
             found.append(plain.rejected(str(error)))
             continue
+        if not layout.trace.called:
+            raise UsageError("how long a step takes depends on the batch: give inputs=, described by shapes.")
         traces[mesh["dp"]] = layout.trace
         if mesh["tp"] > 1 and not layout.styles:
             found.append(plain.rejected("tp cuts nothing of this model"))

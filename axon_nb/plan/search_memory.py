@@ -14,7 +14,6 @@ from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.communication_data import Held
 from axon_nb.plan.communication_layout import Layout
-from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.schedule_call import schedule
 
 __all__ = ["MemoryEstimate", "estimated_memory"]
@@ -34,7 +33,7 @@ def estimated_memory(layout: Layout) -> dict[str, int]:
     Args:
         layout: The layout.
     """
-    held = local_parameters(layout.trace, layout.styles, layout.size("tp"))
+    held = layout.parameters
     places = range(layout.size("pp"))
     return max((_of_place(layout, held, place) for place in places), key=lambda parts: sum(parts.values()))
 

@@ -7,7 +7,6 @@ import math
 from axon_nb.plan.communication_layout import DATA_AXES, Layout
 from axon_nb.plan.communication_pipeline import boundaries
 from axon_nb.plan.communication_plan import CommunicationPlan
-from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.schedule_call import schedule
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
 from axon_nb.plan.step_time_work import Rates, Work
@@ -67,7 +66,7 @@ def optimizer_work(layout: Layout, place: int) -> Work:
     trained = set(layout.trace.ready)
     total = [p for name, p in layout.trace.model.named_parameters() if name in trained]
     among = layout.stages.among if layout.stages is not None else None
-    held = [h for h in local_parameters(layout.trace, layout.styles, layout.size("tp")) if h.name in trained]
+    held = [h for h in layout.parameters if h.name in trained]
     here = [h for h in held if among is None or among[h.name.partition(".")[0]] == place]
     if not total:
         return whole

@@ -91,6 +91,11 @@ def test_states_are_those_of_the_formula_and_recomputing_saves() -> None:
     assert estimated_memory(piped)["activations"] < parts["activations"]
 
 
+def test_inputs_are_needed() -> None:
+    with pytest.raises(UsageError, match="give inputs="):
+        plan.search(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, 80, **OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"gpus": 0}, "each is above 0"), ({"memory": 0}, "each is above 0"), ({"batch": 0}, "each is above 0")],
