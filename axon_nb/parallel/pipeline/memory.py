@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
+from axon_nb.parallel.pipeline.simulation import Order
 from axon_nb.parallel.pipeline.torch_hooks import actions
 
-__all__ = ["PipelineMemoryStats"]
+__all__ = ["PipelineMemoryStats", "peaks_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,8 @@ class PipelineMemoryStats:
         stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
         counts = {"num_ranks": num_ranks, "num_stages": stages, "num_microbatches": num_microbatches}
         check_counts(chosen, **counts)
-        per_stage, per_rank = [0] * stages, []
-        for order in actions(chosen, **counts):
-            live, most = [0] * stages, 0
-            for action, stage, _ in order:
-                live[stage] += {"F": 1, "I": 0}.get(action, -1)
-                per_stage[stage] = max(per_stage[stage], live[stage])
-                most = max(most, sum(live))
-            per_rank.append(most)
-        return cls(chosen, num_ranks, stages, num_microbatches, tuple(per_stage), tuple(per_rank))
+        per_stage, per_rank = peaks_of(actions(chosen, **counts), num_stages=stages)
+        return cls(chosen, num_ranks, stages, num_microbatches, per_stage, per_rank)
 
     @staticmethod
     def gpipe_peak_activations(num_stages: int, num_microbatches: int) -> int:
@@ -110,6 +105,21 @@ class PipelineMemoryStats:
     def dual_pipe_v_peak_activations(num_stages: int, num_microbatches: int) -> int:
         """Of the busiest rank with DualPipeV, in microbatches of one stage."""
         return _peak(PipelineSchedule.DUAL_PIPE_V, num_stages, num_microbatches, 2)
+
+
+def peaks_of(orders: Sequence[Order], *, num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Most live microbatches of each stage, and over the stages of each rank together, from what ranks compute."""
+    per_stage, per_rank = [0] * num_stages, []
+    for order in orders:
+        live, together, most = [0] * num_stages, 0, 0
+        for action, stage, _ in order:
+            change = 1 if action == "F" else 0 if action == "I" else -1
+            live[stage] += change
+            together += change
+            per_stage[stage] = max(per_stage[stage], live[stage])
+            most = max(most, together)
+        per_rank.append(most)
+    return tuple(per_stage), tuple(per_rank)
 
 
 def _peak(schedule: PipelineSchedule, num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:

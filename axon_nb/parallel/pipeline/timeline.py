@@ -21,6 +21,8 @@ def ideal_timeline(
 ) -> list[Span]:
     """The spans of one step if every stage took as long, and a message no time.
 
+    `axon_nb.plan.schedule` takes stages that differ, and messages that take time.
+
     Args:
         schedule: The schedule, or its name.
         num_ranks: Ranks of the pipeline; they are numbered from 0.

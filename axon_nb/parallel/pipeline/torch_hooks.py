@@ -204,7 +204,9 @@ def actions(
         for index in stages_of(schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
     ]
     try:
-        orders = schedule_class(schedule)(places, num_microbatches).pipeline_order
+        # Without the messages between them, which take torch most of the time and are not asked for.
+        unsent = {"_prepare_schedule_with_comms": lambda *_, **__: None}
+        orders = type("Order", (schedule_class(schedule),), unsent)(places, num_microbatches).pipeline_order
         return [[item for action in orders[rank] for item in _computations(action)] for rank in range(num_ranks)]
     except (AttributeError, KeyError, TypeError) as error:
         raise CommError(f"this torch does not tell the order of {schedule.value}: {error!r}.") from error

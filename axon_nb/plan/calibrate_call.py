@@ -1,0 +1,187 @@
+"""`plan.calibrate`: what the ranks that run can do, measured."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from axon_nb.comm.group import resolve
+from axon_nb.comm.kinds import Backend
+from axon_nb.errors import UsageError
+from axon_nb.plan.calibrate_collectives import MEASURED, Bench, fitted_link
+from axon_nb.plan.calibrate_compute import measured_overlap, measured_phases, measured_rates
+from axon_nb.plan.calibrate_record import Calibration, Sample
+from axon_nb.plan.calibrate_wrappers import measured_wrappers
+from axon_nb.plan.links import Link
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import trace_model
+
+__all__ = ["calibrate", "calibrate_here"]
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of whole tensors that are sent."""
+
+
+def calibrate(
+    mesh: Any = None,
+    *,
+    cluster: Any = None,
+    model: Any = None,
+    inputs: Any = None,
+    target: Any = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    strategies: Sequence[str] = ("ddp", "full_shard"),
+    batch: int = 1,
+    seq: int | None = None,
+    operations: Sequence[str] = MEASURED,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    budget_s: float = 5.0,
+    dtype: torch.dtype = torch.float32,
+) -> Calibration:
+    """Measure the links of each axis and the speed of the ranks; some seconds. Every rank calls it.
+
+    In a `%%distributed` cell, under torchrun, or wherever there is a default group:
+
+        here = plan.calibrate(make_mesh(dp=2, tp=2))
+        plan.step_time(make, 64, inputs=make_batch, rates=here, links=here)
+
+    In the notebook: ``plan.calibrate(cluster=axon_nb.current_cluster())`` runs it on the ranks.
+
+    Args:
+        mesh: Whose axes are measured; None: one axis ``all``, of all ranks. With `cluster` the name of a mesh there.
+        cluster: Run it on this cluster's ranks, from the notebook.
+        model: A model to adjust the rates to, in the forms of `plan.step_time`; its own rates then are reckoned with,
+            by phase. None: those of plain matrix products and additions.
+        inputs: What it is called with.
+        target: What its loss takes besides the output.
+        loss: From output and target, or from the output alone; None: the sum of the output.
+        optimizer: Made from parameters, such as `torch.optim.AdamW`; its step is measured, too.
+        strategies: With a model: ``ddp`` or values of `ShardingStrategy`, whose wrappers are measured around it; not on
+            a mesh of several axes.
+        batch: Of a GPTConfig, and of inputs that are described.
+        seq: The same: tokens of a sample.
+        operations: Collectives to measure.
+        sizes: Bytes of whole tensors.
+        repeats: Timings of each, of which the median counts.
+        budget_s: Seconds after which no larger tensor is begun on an axis.
+        dtype: In which ranks compute.
+
+    Raises:
+        UsageError: there is no default group, or nothing to measure.
+    """
+    unknown = [name for name in operations if name not in MEASURED]
+    if unknown or not sizes or repeats < 1:
+        raise UsageError(
+            f"operations={list(operations)}, sizes={list(sizes)}, repeats={repeats}: operations are "
+            f"{', '.join(MEASURED)}; there is at least one size and one repeat."
+        )
+    options: dict[str, Any] = {
+        "given": None if model is None else Given(model, inputs, target, loss, batch, seq),
+        "optimizer": optimizer,
+        "strategies": tuple(strategies),
+        "operations": tuple(operations),
+        "sizes": tuple(sizes),
+        "repeats": repeats,
+        "budget_s": budget_s,
+        "dtype": dtype,
+    }
+    if cluster is not None:
+        return _on(cluster, mesh, options)
+    return calibrate_here(mesh, **options)
+
+
+def _on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
+    """Run it on a cluster's ranks; rank 0's answer, which all have."""
+    if mesh is not None and not (isinstance(mesh, str) and mesh.isidentifier()):
+        raise UsageError(f"mesh={mesh!r} with cluster=: the name that a mesh has on the ranks, such as 'mesh'.")
+    sent = base64.b85encode(cloudpickle.dumps(options)).decode()
+    module = "__import__('axon_nb.plan.calibrate_call', fromlist=['calibrate_here'])"
+    code = f"{module}.calibrate_here({mesh}, sent={sent!r})"
+    answer = cluster.run(code, quiet=True)
+    found: Calibration = answer.values[min(answer.values)]
+    return found
+
+
+def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calibration:
+    """What `calibrate` does on a rank.
+
+    Args:
+        mesh: As there.
+        sent: The options, as they come from a notebook.
+        **options: Those of `calibrate`, with the model and its inputs as `given`.
+
+    Raises:
+        UsageError: there is no default group.
+    """
+    if sent:
+        options = cloudpickle.loads(base64.b85decode(sent))
+    if not dist.is_initialized():
+        raise UsageError(
+            "There is no world to measure: call it on ranks, in a `%%distributed` cell or under torchrun after "
+            "World.init(), or give cluster=axon_nb.current_cluster()."
+        )
+    world = resolve(None)
+    on_gpu = world.backend is Backend.NCCL
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    everyone = Bench("all", dist.group.WORLD, device)
+    repeats = options["repeats"]
+    rates = measured_rates(everyone, repeats=repeats, dtype=options["dtype"])
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
+    samples: list[Sample] = []
+    links: dict[str, Link] = {}
+    for bench in _benches(mesh, everyone):
+        if bench.ranks < 2:
+            continue
+        own = bench.measure(
+            options["operations"],
+            options["sizes"],
+            repeats=repeats,
+            budget_s=options["budget_s"],
+            agree=everyone.slowest,
+        )
+        samples += own
+        links[bench.axis] = fitted_link(bench.axis, own, where)
+    overlap = measured_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
+    plain = Calibration(links, rates, overlap, where, tuple(samples))
+    return plain if options["given"] is None else _adjusted(plain, everyone, options)
+
+
+def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> Calibration:
+    """The same, with rates as a model has them, and what wrappers around it take."""
+    given, optimizer, repeats = options["given"], options["optimizer"], options["repeats"]
+    with torch.enable_grad(), torch.random.fork_rng():
+        trace = trace_model(given, optimizer=optimizer)
+        rates = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
+        if len(plain.links) == 1 and plain.samples[0].ranks == everyone.ranks:
+            wrappers = measured_wrappers(
+                everyone,
+                given,
+                trace,
+                optimizer,
+                strategies=options["strategies"],
+                rates=rates,
+                link=next(iter(plain.links.values())),
+                overlap=plain.overlap,
+                repeats=repeats,
+            )
+            rates = replace(rates, wrappers=wrappers)
+    return replace(plain, rates=rates)
+
+
+def _benches(mesh: Any, everyone: Bench) -> list[Bench]:
+    if mesh is None:
+        return [everyone]
+    names = mesh.mesh_dim_names
+    if not names:
+        raise UsageError("the mesh has no named axes: make_mesh(dp=2, tp=2) names them.")
+    return [Bench(name, mesh.get_group(name), everyone.device) for name in names]

@@ -1,0 +1,165 @@
+"""How long collectives take on the ranks that run; every rank calls these together, and all get the same answers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
+from axon_nb.plan.calibrate_record import Sample
+from axon_nb.plan.links import Cost, Link, rounds_and_volume
+
+__all__ = ["MEASURED", "Bench", "fitted_link", "line_through"]
+
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+"""Operations that are measured, in this order."""
+
+_CALLS = 4
+"""Calls that are timed together."""
+
+
+class Bench:
+    """Measures on one axis.
+
+    Args:
+        axis: Its name.
+        group: torch's group of the ranks along it, with this one.
+        device: Where tensors are.
+    """
+
+    def __init__(self, axis: str, group: Any, device: torch.device) -> None:
+        self.axis, self.group, self.device = axis, group, device
+
+    @property
+    def ranks(self) -> int:
+        """Along the axis."""
+        return int(dist.get_world_size(self.group))
+
+    def measure(
+        self,
+        operations: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        repeats: int,
+        budget_s: float,
+        agree: Callable[[float], float],
+    ) -> list[Sample]:
+        """Time each operation at each size, the small ones first.
+
+        Args:
+            operations: Some of `MEASURED`.
+            sizes: In bytes, of the whole tensor.
+            repeats: Timings of each, of which the median counts.
+            budget_s: No further size is begun when so many seconds are gone.
+            agree: The largest number of all ranks of the world: groups along one axis differ a little, and all go on or
+                none.
+        """
+        began = time.perf_counter()
+        found: list[Sample] = []
+        for size in sorted(sizes):
+            if agree(time.perf_counter() - began) > budget_s:
+                break
+            for operation in operations:
+                call, whole = self._call(operation, size)
+                seconds = agree(self._median(call, repeats)) / (2 if operation == "send" else 1)
+                found.append(Sample(self.axis, self.ranks, operation, whole, seconds))
+        return found
+
+    def slowest(self, seconds: float) -> float:
+        """The largest number of all ranks of the axis."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return float(value)
+
+    def wait(self) -> None:
+        """Until all ranks of the axis are here and their devices are idle."""
+        dist.barrier(group=self.group)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Until this rank's device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _median(self, call: Callable[[], object], repeats: int) -> float:
+        call()
+        taken = []
+        for _ in range(repeats):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            self.synchronize()
+            taken.append((time.perf_counter() - start) / _CALLS)
+        return statistics.median(taken)
+
+    def _call(self, operation: str, size: int) -> tuple[Callable[[], object], int]:
+        """What is timed, and how many bytes the whole tensor has."""
+        group, ranks = self.group, self.ranks
+        part = torch.zeros(max(1, size // 4 // ranks), device=self.device)
+        whole = torch.zeros(len(part) * ranks, device=self.device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: all_gather_single(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+            "send": lambda: self._there_and_back(whole),
+        }
+        return calls[operation], whole.nbytes
+
+    def _there_and_back(self, tensor: torch.Tensor) -> None:
+        """Two messages between each pair of neighbours, one each way; of an odd number of ranks the last one rests."""
+        rank, group = dist.get_rank(self.group), self.group
+        if rank % 2:
+            dist.recv(tensor, group=group, group_src=rank - 1)
+            dist.send(tensor, group=group, group_dst=rank - 1)
+        elif rank + 1 < self.ranks:
+            dist.send(tensor, group=group, group_dst=rank + 1)
+            dist.recv(tensor, group=group, group_src=rank + 1)
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of y = a + b x, neither below 0, that has the least sum of squared relative errors.
+
+    Args:
+        points: (x, y) with y above 0.
+    """
+    weights = [1.0 / (y * y) for _, y in points]
+    total = sum(weights)
+    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if not spread:
+        return y_mean, 0.0
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True)) / spread
+    if slope < 0:
+        return y_mean, 0.0
+    start = y_mean - slope * x_mean
+    if start >= 0:
+        return start, slope
+    squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+    return 0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
+
+
+def fitted_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
+    """The link of an axis: latency and bandwidth of each operation that was measured.
+
+    Args:
+        axis: Its name.
+        samples: Of this axis.
+        where: What was measured, in words.
+    """
+    costs: dict[str, Cost] = {}
+    for operation in dict.fromkeys(sample.operation for sample in samples):
+        own = [sample for sample in samples if sample.operation == operation]
+        start, slope = line_through([(float(sample.bytes), sample.seconds) for sample in own])
+        rounds, volume = rounds_and_volume(operation, own[0].ranks)
+        costs[operation] = Cost(start / rounds, slope / volume)
+    plain = costs.get("send") or next(iter(costs.values()))
+    bandwidth = 1.0 / plain.byte_s if plain.byte_s else float("inf")
+    return Link(f"measured on {axis}", plain.latency_s, bandwidth, where, measured=costs)

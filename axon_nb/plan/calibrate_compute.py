@@ -1,0 +1,140 @@
+"""How fast a rank computes, while all the others do as well."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from axon_nb.plan.calibrate_collectives import Bench, line_through
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import ModelTrace
+from axon_nb.plan.step_time_work import PHASES, Rates
+
+__all__ = ["measured_overlap", "measured_phases", "measured_rates"]
+
+_SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
+_ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
+
+
+def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
+    """The slowest rank's rates: matrix products, and operations that move memory.
+
+    Args:
+        bench: Of all ranks that compute.
+        repeats: Timings of each, of which the median counts.
+        dtype: Of the tensors.
+    """
+    kind = bench.device.type if bench.device.type in _SIDES else "cpu"
+    products, moves = [], []
+    for side in _SIDES[kind]:
+        a, b = (torch.ones(side, side, device=bench.device, dtype=dtype) for _ in range(2))
+        products.append((2.0 * side**3, _seconds(bench, functools.partial(torch.matmul, a, b), repeats)))
+    for count in _ELEMENTS[kind]:
+        x = torch.ones(count, device=bench.device, dtype=dtype)
+        moves.append((2.0 * x.nbytes, _seconds(bench, functools.partial(torch.mul, x, 2.0), repeats)))
+    launch, a_byte = line_through(moves)
+    _, a_flop = line_through(products)
+    least = min(seconds / flops for flops, seconds in products)
+    return Rates(
+        1.0 / (a_flop or least),
+        1.0 / a_byte if a_byte else None,
+        launch,
+        f"measured on {bench.device.type} with {str(dtype).removeprefix('torch.')}",
+    )
+
+
+def _seconds(bench: Bench, call: Callable[[], object], repeats: int, count: int = 4) -> float:
+    """Of one call, on the slowest rank, all at once."""
+    call()
+    taken = []
+    for _ in range(repeats):
+        bench.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        bench.synchronize()
+        taken.append((time.perf_counter() - start) / count)
+    return bench.slowest(statistics.median(taken))
+
+
+def measured_overlap(bench: Bench, *, repeats: int) -> float:
+    """The share of an all_reduce, 0 to 1, that passes while matrix products go on at full speed.
+
+    Args:
+        bench: Of the ranks that communicate.
+        repeats: Timings of each.
+    """
+    side = 256 if bench.device.type == "cpu" else 4096
+    a = torch.ones(side, side, device=bench.device)
+    message = torch.zeros((4 if bench.device.type == "cpu" else 64) * (1 << 20) // 4, device=bench.device)
+
+    def reduce() -> None:
+        dist.all_reduce(message, group=bench.group)
+
+    alone = _seconds(bench, reduce, repeats, 1)
+    count = max(1, round(alone / max(_seconds(bench, lambda: a @ a, repeats), 1e-7)))
+
+    def compute() -> None:
+        for _ in range(count):
+            _ = a @ a
+
+    def both() -> None:
+        work = dist.all_reduce(message, group=bench.group, async_op=True)
+        compute()
+        if work is not None:
+            work.wait()
+
+    computing, together = _seconds(bench, compute, repeats, 1), _seconds(bench, both, repeats, 1)
+    return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))
+
+
+def measured_phases(
+    bench: Bench,
+    rates: Rates,
+    given: Given,
+    trace: ModelTrace,
+    optimizer: Callable[..., Optimizer] | None,
+    *,
+    repeats: int,
+) -> Rates:
+    """Rates with the factors by which a model's forward, backward and optimizer take longer, run here without others.
+
+    Args:
+        bench: Of all ranks that compute; each runs the model by itself, all at once.
+        rates: What the factors are of.
+        given: The model, with its inputs and loss.
+        trace: Of its step.
+        optimizer: Made from the parameters; None: there is no such phase.
+        repeats: Steps, after two that warm up; medians count.
+    """
+    subject = given.real()
+    model: nn.Module = subject.model.to(bench.device)
+    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
+    made = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer is not None else None
+    taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for _ in range(repeats + 2):
+        model.zero_grad()
+        bench.wait()
+        moments = [time.perf_counter()]
+        number = subject.loss(model(*args))
+        bench.synchronize()
+        moments.append(time.perf_counter())
+        number.backward()
+        bench.synchronize()
+        moments.append(time.perf_counter())
+        if made is not None:
+            made.step()
+            bench.synchronize()
+        moments.append(time.perf_counter())
+        for place, phase in enumerate(PHASES):
+            taken[phase].append(moments[place + 1] - moments[place])
+    slowest = {phase: bench.slowest(statistics.median(taken[phase][2:])) for phase in PHASES}
+    found = {phase: (trace.total(phase), slowest[phase]) for phase in PHASES if trace.total(phase).ops}
+    return rates.fitted(found, f"adjusted to a {type(model).__name__}")

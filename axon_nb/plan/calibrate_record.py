@@ -1,0 +1,107 @@
+"""What a calibration has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.links import Link
+from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.plan.step_time_work import Rates
+from axon_nb.records.quantity import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Calibration", "Sample"]
+
+_HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "by the fit, ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement."""
+
+    axis: str
+    ranks: int
+    """Along the axis."""
+    operation: str
+    bytes: int
+    """The whole tensor."""
+    seconds: float
+    """Of one call, the slowest rank's median."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Links and rates of the ranks that run; goes wherever `links=` or `rates=` is asked for."""
+
+    links: Mapping[str, Link]
+    """By axis; ``all``: there was no mesh."""
+    rates: Rates
+    """Of the slowest rank, while all of them compute."""
+    overlap: float
+    """The share of a collective's time, 0 to 1, that passes while the rank computes at full speed."""
+    where: str
+    """Ranks, backend, device and threads, in words."""
+    samples: tuple[Sample, ...] = field(default=(), repr=False)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a measurement: axis, ranks, operation, mib, ms, fit_ms."""
+        import pandas as pd
+
+        rows = [
+            (s.axis, s.ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s)) for s in self.samples
+        ]
+        return pd.DataFrame(rows, columns=["axis", "ranks", "operation", "mib", "ms", "fit_ms"])
+
+    def figure(self) -> Any:
+        """A plotly figure: milliseconds over bytes, both on logarithmic axes; points measured, lines fitted."""
+        traces = []
+        for key in dict.fromkeys((sample.axis, sample.operation) for sample in self.samples):
+            own = sorted((s for s in self.samples if (s.axis, s.operation) == key), key=lambda s: s.bytes)
+            name = f"{key[1]}, {key[0]}"
+            sizes = [sample.bytes for sample in own]
+            measured, fitted = [1e3 * s.seconds for s in own], [1e3 * self._fit(s) for s in own]
+            traces.append({"type": "scatter", "mode": "markers", "name": name, "x": sizes, "y": measured})
+            traces.append({"type": "scatter", "mode": "lines", "name": f"{name}, fit", "x": sizes, "y": fitted})
+        layout = {
+            "title": {"text": self.where},
+            "xaxis": {"type": "log", "title": {"text": "bytes"}},
+            "yaxis": {"type": "log", "title": {"text": "ms"}},
+        }
+        return plotly_figure(traces, layout)
+
+    def _fit(self, sample: Sample) -> float:
+        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.ranks)
+
+    def _summary(self) -> str:
+        rates = self.rates
+        moving = (
+            "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
+        )
+        return (
+            f"{self.where}: {rates.flops_per_s / 1e9:.4g} GFLOP/s a rank{moving}, {1e6 * rates.op_s:.3g} us an "
+            f"operation; {self.overlap:.0%} of communication passes behind computation"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for sample in self.samples:
+            yield (
+                sample.axis,
+                str(sample.ranks),
+                sample.operation,
+                format_bytes(sample.bytes),
+                f"{1e3 * sample.seconds:.4g}",
+                f"{1e3 * self._fit(sample):.4g}",
+            )
+
+    def __str__(self) -> str:
+        return text_table(self._summary(), _HEAD, list(self._rows()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), _HEAD, list(self._rows()))

@@ -1,0 +1,92 @@
+"""What a strategy's wrapper takes by itself: measured steps of a wrapped model, less what is predicted without it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from axon_nb.parallel.ddp import DDP
+from axon_nb.parallel.fsdp import FSDP
+from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.calibrate_collectives import Bench
+from axon_nb.plan.communication_call import traffic_of
+from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.links import Link
+from axon_nb.plan.step_time_call import predicted
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import ModelTrace
+from axon_nb.plan.step_time_work import Rates
+
+__all__ = ["measured_wrappers"]
+
+
+def measured_wrappers(
+    bench: Bench,
+    given: Given,
+    trace: ModelTrace,
+    optimizer: Callable[..., Optimizer] | None,
+    *,
+    strategies: Sequence[str],
+    rates: Rates,
+    link: Link,
+    overlap: float,
+    repeats: int,
+) -> Mapping[str, float]:
+    """Seconds of a step for each parameter, by strategy; 0 where a step takes no longer than predicted.
+
+    Args:
+        bench: Of all ranks.
+        given: The model, with its inputs and loss.
+        trace: Of its step.
+        optimizer: Made from the parameters; None: there is none.
+        strategies: ``ddp``, or values of `ShardingStrategy`.
+        rates: Adjusted to the model.
+        link: Between the ranks.
+        overlap: As `step_time` takes it.
+        repeats: Steps, after two that warm up; the median counts.
+    """
+    found = {}
+    for strategy in strategies:
+        layout = Layout(given, {"dp": bench.ranks}, strategy, device=bench.device.type, known=trace)
+        said = predicted(layout, traffic_of(layout, link), rates, overlap).total_s
+        step = _stepper(bench, given, optimizer, strategy)
+        taken = []
+        for _ in range(repeats + 2):
+            bench.wait()
+            start = time.perf_counter()
+            step()
+            bench.synchronize()
+            taken.append(time.perf_counter() - start)
+        slowest = bench.slowest(statistics.median(taken[2:]))
+        found[strategy] = max(0.0, slowest - said) / max(1, len(list(layout.trace.model.parameters())))
+    return found
+
+
+def _stepper(
+    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, strategy: str
+) -> Callable[[], object]:
+    subject = given.real()
+    model: nn.Module = subject.model.to(bench.device)
+    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
+    wrapped: Any
+    if strategy == "ddp":
+        wrapped = DDP(model, dist.group.WORLD)
+        made = None if optimizer is None else optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    else:
+        wrapped = FSDP(model, dist.group.WORLD, strategy=ShardingStrategy(strategy))
+        made = None if optimizer is None else wrapped.optimizer(optimizer)
+
+    def step() -> None:
+        wrapped.zero_grad()
+        subject.loss(wrapped(*args)).backward()
+        if made is not None:
+            made.step()
+
+    return step

@@ -1,0 +1,151 @@
+"""`plan.communication`: what ranks send each other in a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from torch.optim import Optimizer
+
+from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.parallel.units import make_units
+from axon_nb.plan import communication_data as data
+from axon_nb.plan.communication_data import Held
+from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
+from axon_nb.plan.communication_pipeline import pipeline
+from axon_nb.plan.communication_plan import CommunicationPlan, Traffic
+from axon_nb.plan.communication_tensor import tensor_parallel
+from axon_nb.plan.links import Link
+from axon_nb.plan.links_presets import links_of
+
+__all__ = ["communication", "traffic_of"]
+
+
+def communication(
+    model: Any,
+    world: int | None = None,
+    *,
+    links: Link | str | Mapping[str, Link | str] | Any = None,
+    optimizer: Callable[..., Optimizer] | str | None = None,
+    **layout: Unpack[LayoutOptions],
+) -> CommunicationPlan:
+    """Calls and bytes of a training step, by axis and collective, and how long they take on given links.
+
+        plan.communication(GPTConfig(hidden=1024, blocks=24), 64, strategy="ddp", links="ib-ndr")
+        plan.communication(make, mesh={"pp": 2, "dp": 4, "tp": 8}, inputs=make_batch,
+                           links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"})
+
+    Nothing is run or allocated: the model takes a step on tensors without data. Counts are those of a step in which
+    gradients are averaged, from the second one on, with the wrappers of `axon_nb.parallel`.
+
+    Args:
+        model: A function without arguments that makes it, a model of plain tensors, or a `GPTConfig`.
+        world: Number of ranks, all of them along ``dp``; None: as the mesh has.
+        links: Of all axes or by axis: a `Link`, the name of a preset such as ``"nvlink4"``, or what `calibrate` has
+            returned; None: no times.
+        optimizer: Made from parameters, or the name of one of torch's. With sequence parallelism DTensor sums gradients
+            of norms each time that the optimizer takes them: three times with Adam; None: once, as with SGD.
+        **layout: The fields of `LayoutOptions`: mesh, strategy, inputs, target, loss, batch, seq, mixed_precision,
+            wrap, bucket_size_mb, broadcast_buffers, tp_plan, sequence, parallel_loss, schedule, microbatches,
+            num_stages, at, device.
+
+    Raises:
+        UsageError: the model cannot be built or laid out so; the message says what can.
+    """
+    return traffic_of(Layout.of(model, world, layout, optimizer), links)
+
+
+def traffic_of(layout: Layout, links: Any) -> CommunicationPlan:
+    """What a layout sends, with times on links."""
+    found = links_of(links, layout.mesh)
+    rows = [row.timed(found.get(row.axis)) for row in _rows(layout)]
+    return CommunicationPlan(layout.title, layout.mesh, tuple(rows), found, tuple(_notes(layout)))
+
+
+def _notes(layout: Layout) -> Iterator[str]:
+    if not layout.trace.called:
+        yield "without inputs=: gradients are taken to be ready in the reverse order of parameters"
+    if layout.size("tp") > 1 and not layout.styles:
+        yield "tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut"
+    if layout.size(*DATA_AXES) > 1:
+        yield "a step in which gradients are averaged; steps that only accumulate send less"
+    if layout.stages is not None:
+        yield "pipelines receive as much as they send; the time is counted where it is sent"
+
+
+def _rows(layout: Layout) -> Iterator[Traffic]:
+    stages, tp = layout.stages, layout.size("tp")
+    among = stages.among if stages is not None else None
+    if layout.styles:
+        yield from tensor_parallel(
+            layout.trace,
+            layout.styles,
+            ranks=tp,
+            sequence=layout.sequence,
+            parallel_loss=layout.parallel_loss,
+            parts=stages.microbatches if stages is not None else 1,
+            among=among,
+        )
+    parameters = layout.parameters
+    for place in range(layout.size("pp")):
+        here = [held for held in parameters if among is None or among[held.name.partition(".")[0]] == place]
+        if layout.size(*DATA_AXES) > 1:
+            for row in _data_rows(layout, here):
+                yield replace(row, place=place)
+    if stages is not None:
+        shares = dict.fromkeys(_in_parts(layout), tp) if layout.sequence else {}
+        yield from pipeline(layout.trace, stages, shares=shares)
+
+
+def _in_parts(layout: Layout) -> list[str]:
+    """Children whose output each rank of ``tp`` has its own positions of."""
+    return [name for name, _ in layout.trace.model.named_children()][:-1]
+
+
+def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
+    axis, ranks = layout.data_axis, layout.size(layout.data_axis)
+    if layout.strategy in ("ddp", "optimizer_state"):
+        trace = layout.trace
+        buffers = [
+            Held(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
+        ] * layout.broadcast_buffers
+        known = {held.name: held for held in parameters if held.has_grad}
+        order = trace.ready if trace.called else list(known)[::-1]
+        ready = [known[name] for name in order if name in known]
+        limit = layout.bucket_size_mb * 1024 * 1024
+        if layout.strategy == "ddp":
+            yield from data.ddp(ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit)
+        else:
+            yield from data.zero1(
+                parameters, ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit, waits=layout.device == "cpu"
+            )
+        return
+    units = data.units_of(layout.trace.model, parameters, _inner(layout), _runs_backward(layout))
+    strategy = ShardingStrategy(layout.strategy)
+    shard, replicate = (axis, ranks), None
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        shard, replicate = ("shard", layout.size("shard")), ("replicate", layout.size("replicate"))
+    elif strategy is ShardingStrategy.NO_SHARD:
+        shard, replicate = (axis, 1), (axis, ranks)
+    if layout.stages is not None and strategy is ShardingStrategy.FULL_SHARD:
+        strategy = ShardingStrategy.SHARD_GRAD_OP  # a pipeline's stages keep parameters until the step's end
+    dtype = layout.mixed_precision
+    reduce_dtype = None if dtype is None else torch.float32
+    yield from data.fsdp(
+        units, strategy, shard=shard, replicate=replicate, param_dtype=dtype, reduce_dtype=reduce_dtype
+    )
+
+
+def _inner(layout: Layout) -> list[torch.nn.Module]:
+    if layout.stages is None:
+        return make_units(layout.trace.model, layout.wrap)
+    return [child for child in layout.trace.model.children() if any(True for _ in child.parameters())]
+
+
+def _runs_backward(layout: Layout) -> set[str] | None:
+    trace = layout.trace
+    if not trace.called:
+        return None
+    return {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)}

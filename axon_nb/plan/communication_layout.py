@@ -1,0 +1,266 @@
+"""A model laid out over a world, as far as its communication and its compute time depend on that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from axon_nb.errors import UsageError
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule
+from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.parallel.tensor.recognise import automatic_plan
+from axon_nb.parallel.tensor.styles import STYLES, check_fits
+from axon_nb.parallel.units import Wrap
+from axon_nb.plan.communication_data import Held
+from axon_nb.plan.communication_pipeline import Stages, stages_for
+from axon_nb.plan.communication_tensor import local_parameters
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import ModelTrace, trace_model
+
+__all__ = ["DATA_AXES", "Layout", "LayoutOptions", "resolved_axes"]
+
+DATA_AXES = ("replicate", "dp", "shard")
+"""Axes along which ranks have different samples."""
+_AXES = ("pp", *DATA_AXES, "tp")
+_STRATEGIES = ("ddp", *(member.value for member in ShardingStrategy))
+_TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
+
+
+class LayoutOptions(TypedDict, total=False):
+    """Keyword arguments of `communication` and `step_time`: how a model is laid out over a world."""
+
+    mesh: Mapping[str, int] | None
+    """Ranks by axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp``; ``pp``. None: all along ``dp``."""
+    strategy: ShardingStrategy | str
+    """``ddp``, or a `ShardingStrategy` or its value; full_shard unless said. With ``pp``, as `Parallel3D` has it."""
+    inputs: Any
+    """What a rank's batch looks like: a tensor, a tuple of the model's arguments, or a function that makes them. Needed
+    with ``tp`` and ``pp``, and for times; without, gradients are taken to be ready in reverse."""
+    target: Any
+    """What the loss takes besides the output, in the same forms."""
+    loss: Callable[..., torch.Tensor] | None
+    """From output and target, or from the output alone, to a number; None: the sum of the output."""
+    batch: int
+    """Of a GPTConfig, and of inputs that are described: samples of a rank's batch; 1 unless said."""
+    seq: int | None
+    """The same: tokens of a sample."""
+    mixed_precision: torch.dtype | str | None
+    """As in `FSDP`: dtype of parameters while they are whole; gradients then travel in float32."""
+    wrap: Wrap
+    """As in `FSDP`: which modules are units."""
+    bucket_size_mb: float
+    """As in `DDP`: 25 unless said."""
+    broadcast_buffers: bool
+    """As in `DDP`: True unless said."""
+    tp_plan: Any
+    """As `plan` of `parallelize`: ``auto`` unless said."""
+    sequence: bool
+    """As in `parallelize`."""
+    parallel_loss: bool
+    """The loss is `parallel_cross_entropy`."""
+    schedule: PipelineSchedule | str
+    """As in `Pipeline`: 1F1B unless said."""
+    microbatches: int | None
+    """As `num_microbatches` of `Pipeline`; None: as many as stages."""
+    num_stages: int | None
+    """As in `Pipeline.split`."""
+    at: Sequence[str] | None
+    """As in `Pipeline.split`: children that begin a stage."""
+    device: str
+    """What ranks compute on, ``cuda`` unless said, or ``cpu``: with ZeRO-1 on CPUs they wait for each other."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is asked for, and what follows from it. Fields that are not explained are those of `LayoutOptions`."""
+
+    given: Given
+    mesh: Mapping[str, int]
+    strategy: str = "full_shard"
+    mixed_precision: torch.dtype | None = None
+    wrap: Wrap = None
+    bucket_size_mb: float = 25.0
+    broadcast_buffers: bool = True
+    tp_plan: Any = "auto"
+    sequence: bool = False
+    parallel_loss: bool = False
+    schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B
+    microbatches: int | None = None
+    num_stages: int | None = None
+    at: Sequence[str] | None = None
+    device: str = "cuda"
+    optimizer: Callable[..., Optimizer] | None = None
+    """Its step is counted, too."""
+    recompute: bool = False
+    """Each child of the model keeps its input alone for backward, and is computed again."""
+    known: ModelTrace | None = None
+    """The trace, where it has been made already."""
+    trace: ModelTrace = field(init=False)
+    """Of one step of the whole model on a rank's batch."""
+    styles: Mapping[str, str] = field(init=False)
+    """How modules are cut over ``tp``."""
+    stages: Stages | None = field(init=False)
+    """How the model is cut over ``pp``; None: it is not."""
+
+    def __post_init__(self) -> None:
+        trace = self.known or trace_model(self.given, optimizer=self.optimizer)
+        if self.size("tp", "pp") > 1 and not trace.called:
+            raise UsageError(
+                "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
+                "torch.zeros(8, 128, dtype=torch.int64)."
+            )
+        styles = _styles(trace.model, self) if self.size("tp") > 1 else {}
+        stages = None
+        if self.size("pp") > 1:
+            stages = stages_for(
+                trace,
+                ranks=self.size("pp"),
+                schedule=self.schedule,
+                microbatches=self.microbatches,
+                num_stages=self.num_stages,
+                at=self.at,
+            )
+        for name, value in (("trace", trace), ("styles", styles), ("stages", stages)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        world: int | None,
+        options: Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | str | None = None,
+        **own: Any,
+    ) -> Layout:
+        """The layout that a user asks for.
+
+        Args:
+            model: As in `communication`.
+            world: Number of ranks; None: as the mesh has.
+            options: Those of `LayoutOptions`.
+            optimizer: Made from parameters, or the name of one of torch's; its step is counted.
+            **own: Fields of `Layout` that users do not give.
+
+        Raises:
+            UsageError: an option is unknown or has no meaning, or the model cannot be laid out so.
+        """
+        unknown = options.keys() - LayoutOptions.__annotations__.keys()
+        if unknown:
+            names = ", ".join(LayoutOptions.__annotations__)
+            raise UsageError(f"{min(unknown)}=: there is no such option; there are {names}.")
+        rest = dict(options)
+        subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
+        strategy = rest.pop("strategy", "full_shard")
+        strategy = str(strategy.value if isinstance(strategy, ShardingStrategy) else strategy).lower()
+        mesh = resolved_axes(world, rest.pop("mesh", None), strategy)
+        rest["mixed_precision"] = _dtype(rest.pop("mixed_precision", None))
+        limit = rest.get("bucket_size_mb", 25.0)
+        if not limit > 0:
+            raise UsageError(f"bucket_size_mb={limit}: it is a number of MiB above 0.")
+        return cls(Given(model, **subject), mesh, strategy, optimizer=_optimizer(optimizer), **rest, **own)
+
+    def size(self, *axes: str) -> int:
+        """Ranks along these axes together; 1 for those that are not there."""
+        return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+    @cached_property
+    def parameters(self) -> list[Held]:
+        """Each parameter as one rank along ``tp`` has it."""
+        return local_parameters(self.trace, self.styles, self.size("tp"))
+
+    @property
+    def data_axis(self) -> str:
+        """The axis over which gradients are averaged, of one axis alone."""
+        return next((axis for axis in DATA_AXES if axis in self.mesh), "dp")
+
+    @property
+    def title(self) -> str:
+        """Model and layout, in words."""
+        shown = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        parts = [f"{type(self.trace.model).__name__} on {shown}"]
+        if self.size(*DATA_AXES) > 1:
+            parts.append(self.strategy)
+        if self.stages is not None:
+            parts.append(f"{self.stages.schedule.value} with {self.stages.microbatches} microbatches")
+        if self.sequence and self.size("tp") > 1:
+            parts.append("sequence parallel")
+        return ", ".join(parts)
+
+
+def resolved_axes(world: int | None, mesh: Mapping[str, int] | None, strategy: str) -> dict[str, int]:
+    """The axes of a plan and their sizes, the last one varying fastest.
+
+    Raises:
+        UsageError: an axis or a strategy is unknown, or the numbers do not fit.
+    """
+    if strategy not in _STRATEGIES:
+        raise UsageError(f"strategy={strategy!r}: it is one of {', '.join(_STRATEGIES)}.")
+    if mesh is None:
+        if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+            raise UsageError(f"world={world!r}: how many ranks, such as world=8, or mesh={{'dp': 4, 'tp': 2}}.")
+        mesh = {"dp": world}
+    sizes: dict[str, Any] = dict(mesh)
+    for axis, size in sizes.items():
+        if axis not in _AXES:
+            raise UsageError(f"axis {axis!r}: a mesh has {', '.join(_AXES)}.")
+        if not isinstance(size, int) or size < 1:
+            raise UsageError(f"{axis}={size!r}: an axis has at least 1 rank.")
+    ranks = math.prod(mesh.values())
+    if world not in (None, ranks):
+        raise UsageError(f"mesh {dict(mesh)} makes {ranks} ranks, and world={world}: leave one of the two away.")
+    hybrid = {"replicate", "shard"} <= mesh.keys()
+    if (strategy == "hybrid_shard") != hybrid or ("dp" in mesh and {"replicate", "shard"} & mesh.keys()):
+        raise UsageError(
+            f"strategy={strategy!r} on {dict(mesh)}: hybrid_shard has the axes replicate and shard, the others dp."
+        )
+    if hybrid and "pp" in mesh:
+        raise UsageError("hybrid_shard with pp: stages are sharded over one axis, dp.")
+    return dict(sorted(mesh.items(), key=lambda item: _AXES.index(item[0])))
+
+
+def _optimizer(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
+    if not isinstance(given, str):
+        return given
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    if given.lower() not in kinds:
+        raise UsageError(f"optimizer={given!r}: torch.optim has none of this name; or give what makes one.")
+    kind: Callable[..., Optimizer] = kinds[given.lower()]
+    return kind
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is not None and not isinstance(found, torch.dtype):
+        raise UsageError(f"mixed_precision={given!r}: a dtype, such as torch.bfloat16.")
+    return found
+
+
+def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
+    ranks = layout.size("tp")
+    if isinstance(layout.tp_plan, str):
+        if layout.tp_plan != "auto":
+            raise UsageError(f"tp_plan={layout.tp_plan!r}: 'auto', or patterns of module names to styles.")
+        styles, _ = automatic_plan(model, ranks=ranks, sequence=layout.sequence, parallel_loss=layout.parallel_loss)
+        return styles
+    names = [name for name, _ in model.named_modules() if name]
+    found: dict[str, str] = {}
+    for pattern, style in layout.tp_plan.items():
+        word = style if isinstance(style, str) else _TORCH_STYLES.get(type(style).__name__, "")
+        if word not in STYLES:
+            raise UsageError(f"tp_plan[{pattern!r}]: {style!r} is no style that can be planned: {', '.join(STYLES)}.")
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            raise UsageError(f"tp_plan[{pattern!r}]: no module of {type(model).__name__} has a name like that.")
+        found |= dict.fromkeys(hits, word)
+    for name, word in found.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        check_fits(name, model.get_submodule(name), word, parent=parent, ranks=ranks)
+    return found

@@ -1,0 +1,224 @@
+"""The record of a planned step's communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.links import Link, rounds_and_volume
+from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.records.quantity import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CommunicationPlan", "Traffic", "grouped"]
+
+_HEAD = ("axis", "ranks", "collective", "when", "what for", "calls", "bytes", "sent by a rank", "time, ms")
+_MIB = 1024.0 * 1024.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls of one kind that a rank makes in a step."""
+
+    axis: str
+    """The mesh axis over which they go."""
+    ranks: int
+    """Ranks along it."""
+    operation: str
+    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or ``barrier``."""
+    phase: str
+    """``forward``, ``backward`` or ``optimizer``."""
+    purpose: str
+    """What for, in words."""
+    messages: tuple[tuple[int, int], ...]
+    """(bytes, calls): the whole tensor, which is what an all_gather ends with and a reduce_scatter starts from."""
+    behind: str = ""
+    """The phase whose computation goes on meanwhile; empty: nothing does."""
+    place: int = 0
+    """The rank along ``pp`` that makes them; 0 without a pipeline."""
+    seconds: float | None = None
+    """How long they take one after the other; None: there is no link. Of what is received: 0, for it is in `send`."""
+
+    @property
+    def calls(self) -> int:
+        """Number of calls."""
+        return sum(count for _, count in self.messages)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all calls together."""
+        return sum(size * count for size, count in self.messages)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the rank sends, if collectives go in a ring."""
+        if self.operation == "recv":
+            return 0
+        _, volume = rounds_and_volume(self.operation, self.ranks)
+        return round(volume * self.bytes)
+
+    def timed(self, link: Link | None) -> Traffic:
+        """The same, with the time that it takes on a link."""
+        if link is None:
+            return self
+        seconds = 0.0
+        if self.operation != "recv":
+            seconds = sum(count * link.seconds(self.operation, size, self.ranks) for size, count in self.messages)
+        return Traffic(
+            self.axis, self.ranks, self.operation, self.phase, self.purpose, self.messages, self.behind, self.place,
+            seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommunicationPlan:
+    """What the ranks of a world send each other in a training step; made by `axon_nb.plan.communication`."""
+
+    title: str
+    """Model and layout, in words."""
+    mesh: Mapping[str, int]
+    """Ranks along each axis."""
+    rows: tuple[Traffic, ...]
+    """By rank along ``pp``; ranks that differ along other axes only do the same."""
+    links: Mapping[str, Link]
+    """By axis; empty: no times were asked for."""
+    notes: tuple[str, ...] = ()
+    """What the numbers rest on."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Ranks along ``pp``."""
+        return tuple(range(self.mesh.get("pp", 1)))
+
+    def select(
+        self,
+        *,
+        axis: str | None = None,
+        operation: str | None = None,
+        phase: str | None = None,
+        place: int | None = None,
+    ) -> tuple[Traffic, ...]:
+        """Some of the rows.
+
+        Args:
+            axis: Of this axis alone.
+            operation: Of this operation alone.
+            phase: Of this phase alone.
+            place: Of this rank along ``pp`` alone.
+        """
+        wanted = {"axis": axis, "operation": operation, "phase": phase, "place": place}
+        asked = {name: value for name, value in wanted.items() if value is not None}
+        return tuple(row for row in self.rows if all(getattr(row, name) == value for name, value in asked.items()))
+
+    def calls(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
+        """Calls of one rank in a step."""
+        return sum(row.calls for row in self.select(axis=axis, operation=operation, place=place))
+
+    def bytes(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
+        """Bytes of one rank's calls in a step, whole tensors."""
+        return sum(row.bytes for row in self.select(axis=axis, operation=operation, place=place))
+
+    def seconds(self, axis: str | None = None, *, place: int = 0) -> float:
+        """Time of one rank's calls, one after the other."""
+        return sum(row.seconds or 0.0 for row in self.select(axis=axis, place=place))
+
+    def by_operation(self, *, place: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
+        """(calls, bytes) by axis and operation, of one rank."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for row in self.select(place=place):
+            calls, size = found.get((row.axis, row.operation), (0, 0))
+            found[row.axis, row.operation] = calls + row.calls, size + row.bytes
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a kind of call: place, axis, ranks, operation, phase, purpose, calls, mib, sent_mib, ms."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "place": [row.place for row in self.rows],
+                "axis": [row.axis for row in self.rows],
+                "ranks": [row.ranks for row in self.rows],
+                "operation": [row.operation for row in self.rows],
+                "phase": [row.phase for row in self.rows],
+                "purpose": [row.purpose for row in self.rows],
+                "calls": [row.calls for row in self.rows],
+                "mib": [row.bytes / _MIB for row in self.rows],
+                "sent_mib": [row.sent_bytes / _MIB for row in self.rows],
+                "ms": [None if row.seconds is None else 1e3 * row.seconds for row in self.rows],
+            }
+        )
+
+    def figure(self) -> Any:
+        """A plotly figure: MiB that a rank sends by axis and phase, or milliseconds where links are known."""
+        timed = bool(self.links)
+        value: Callable[[Traffic], float] = (
+            (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: row.sent_bytes / _MIB)
+        )
+        busiest = max(self.places, key=lambda place: sum(value(row) for row in self.select(place=place)), default=0)
+        rows = [row for row in self.select(place=busiest) if row.operation != "recv"]
+        bars = [
+            {
+                "type": "bar",
+                "name": operation,
+                "x": [f"{row.axis}, {row.phase}" for row in rows if row.operation == operation],
+                "y": [value(row) for row in rows if row.operation == operation],
+                "customdata": [row.purpose for row in rows if row.operation == operation],
+                "hovertemplate": "%{customdata}<br>%{y:.4g}",
+            }
+            for operation in dict.fromkeys(row.operation for row in rows)
+        ]
+        unit = "ms" if timed else "MiB that a rank sends"
+        return plotly_figure(
+            bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
+        )
+
+    def _summary(self) -> str:
+        parts = []
+        for place in self.places:
+            rows = self.select(place=place)
+            sent = format_bytes(sum(row.sent_bytes for row in rows))
+            who = f"rank {place} of pp" if len(self.places) > 1 else "a rank"
+            time = f" in {1e3 * self.seconds(place=place):.4g} ms" if self.links else ""
+            parts.append(f"{who} makes {sum(row.calls for row in rows)} calls and sends {sent}{time}")
+        shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
+        return f"{self.title}, a step: {'; '.join(shown)}"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.axis,
+                str(row.ranks),
+                row.operation,
+                row.phase,
+                row.purpose + (f" (rank {row.place} of pp)" if len(self.places) > 1 else ""),
+                str(row.calls),
+                format_bytes(row.bytes),
+                format_bytes(row.sent_bytes),
+                "" if row.seconds is None else f"{1e3 * row.seconds:.4g}",
+            )
+            for row in self.rows
+        ]
+
+    def _remarks(self) -> list[str]:
+        return [*self.notes, *(f"{axis}: {link}" for axis, link in self.links.items() if self.mesh.get(axis, 1) > 1)]
+
+    def __str__(self) -> str:
+        return text_table(self._summary(), _HEAD, self._table(), self._remarks())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), _HEAD, self._table(), self._remarks())
+
+
+def grouped(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Sizes of messages as (bytes, how many), in the order in which they come first."""
+    found: dict[int, int] = {}
+    for size in sizes:
+        found[size] = found.get(size, 0) + 1
+    return tuple(found.items())

@@ -1,0 +1,157 @@
+"""What tensor parallelism sends in a step, by the style in which each module is cut.
+
+Shoeybi et al., Megatron-LM (2019), section 3: of a block's attention and of its MLP the output is summed once forward
+and the gradient of the input once backward. Korthikanti et al. (2022), section 4.2.2: with sequence parallelism each
+sum is a reduce_scatter on one side and an all_gather on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from axon_nb.plan.communication_data import Held
+from axon_nb.plan.communication_plan import Traffic, grouped
+from axon_nb.plan.step_time_trace import ModelTrace, TensorFacts
+
+__all__ = ["CUT", "local_parameters", "tensor_parallel"]
+
+CUT = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
+"""The dimension of a linear layer's weight that a style cuts."""
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    phase: str
+    operation: str
+    purpose: str
+    size: int
+
+
+def tensor_parallel(
+    trace: ModelTrace,
+    styles: Mapping[str, str],
+    *,
+    ranks: int,
+    sequence: bool,
+    parallel_loss: bool,
+    parts: int = 1,
+    among: Mapping[str, int] | None = None,
+    axis: str = "tp",
+) -> Iterator[Traffic]:
+    """What the ranks of the axis send each other.
+
+    Args:
+        trace: Of the model, whole, with a rank's batch.
+        styles: By name of a module, as `parallelize` takes them.
+        ranks: Along the axis.
+        sequence: Between blocks each rank has its own positions.
+        parallel_loss: The loss is of logits that are cut over the vocabulary.
+        parts: Microbatches that the batch is cut into.
+        among: Rank along ``pp`` of each child of the model; None: there is no pipeline.
+        axis: Its name.
+    """
+    calls: dict[tuple[int, str, str, str], list[int]] = {}
+    for name, style in styles.items():
+        place = 0 if among is None else among[name.partition(".")[0]]
+        for call in _calls(trace, name, style, styles, sequence=sequence):
+            once = call.purpose == _NORMS
+            sizes = [call.size] if once else [call.size // parts] * parts
+            calls.setdefault((place, call.phase, call.operation, call.purpose), []).extend(sizes)
+    if parallel_loss:
+        place = 0 if among is None else max(among.values())
+        tokens = _tokens(trace)
+        for size in (tokens * 4, 2 * tokens * 4):
+            key = (place, _FORWARD, "all_reduce", "loss of logits in parts")
+            calls.setdefault(key, []).extend([size // parts] * parts)
+    for (place, phase, operation, purpose), sizes in calls.items():
+        yield Traffic(axis, ranks, operation, phase, purpose, grouped(sizes), place=place)
+
+
+_NORMS = "gradients of norms"
+
+
+def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:
+    given, made = _first(trace.inputs.get(name, ())), _first(trace.outputs.get(name, ()))
+    if given is None or made is None:
+        return
+    module = trace.model.get_submodule(name)
+    inside = any(styles.get(above) in ("share", "gather") for above in _above(name))
+    yield from _of_input(given, style, inside=inside, sequence=sequence and not isinstance(module, nn.Embedding))
+    if style in ("row", "split+row"):
+        yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", made.nbytes)
+    if style == "column+gather":
+        yield _Call(_FORWARD, "all_gather", "features of the output", made.nbytes)
+    if (style in ("row", "split+row") and sequence) or (style == "split" and made.requires_grad):
+        yield _Call(_BACKWARD, "all_gather", "gradient of the output", made.nbytes)
+    if style == "sequence":
+        # DTensor leaves them as sums over ranks that are to be made, and makes them each time that they are taken.
+        for own, parameter in module.named_parameters():
+            size = parameter.numel() * parameter.dtype.itemsize
+            for _ in range(trace.grad_uses.get(f"{name}.{own}", 1)):
+                yield _Call("optimizer", "all_reduce", _NORMS, size)
+
+
+def _of_input(given: TensorFacts, style: str, *, inside: bool, sequence: bool) -> Iterator[_Call]:
+    """Of a module's input, and of its gradient."""
+    takes = style in ("column", "column+gather") and not inside
+    backward = ""
+    if style == "gather" or (takes and sequence):
+        yield _Call(_FORWARD, "all_gather", "positions of the input", given.nbytes)
+        backward = "reduce_scatter"
+    elif style == "share" or takes:
+        backward = "all_reduce"
+    elif style == "split+row":
+        backward = "all_gather"
+    if backward and given.requires_grad:
+        yield _Call(_BACKWARD, backward, "gradient of the input", given.nbytes)
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _first(found: tuple[TensorFacts, ...]) -> TensorFacts | None:
+    return found[0] if found else None
+
+
+def _tokens(trace: ModelTrace) -> int:
+    """Rows of the logits: what the model returns, without the last dimension."""
+    logits = trace.outputs[""][0]
+    return TensorFacts(logits.shape[:-1], torch.uint8, False).nbytes
+
+
+def local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -> list[Held]:
+    """Each parameter as one rank of the axis has it.
+
+    Args:
+        trace: Of the whole model.
+        styles: By name of a module.
+        ranks: Along ``tp``.
+    """
+    ready = set(trace.ready) if trace.called else None
+    found = []
+    for name, parameter in trace.model.named_parameters():
+        path, _, own = name.rpartition(".")
+        shape = list(parameter.shape)
+        style = styles.get(path, "")
+        if ranks > 1 and style in CUT:
+            dim = _cut_dim(trace.model.get_submodule(path), style, own)
+            if dim is not None:
+                shape[dim] //= ranks
+        has_grad = parameter.requires_grad if ready is None else name in ready
+        found.append(Held(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
+    return found
+
+
+def _cut_dim(module: nn.Module, style: str, own: str) -> int | None:
+    if isinstance(module, nn.Embedding):
+        return 1 - CUT[style]
+    if own == "weight":
+        return CUT[style]
+    return 0 if CUT[style] == 0 else None

@@ -1,0 +1,90 @@
+"""A pipeline's timeline as a picture: a figure of plotly's, and a small SVG that needs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+from axon_nb.records.span import Span
+
+__all__ = ["figure_of", "plotly_figure", "svg_of"]
+
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eeca3b", "W": "#54a24b"}
+_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_WIDTH, _LANE, _LEFT = 900, 22, 56
+_MOST = 6000
+"""More actions are not drawn in the SVG: it would slow the page down."""
+
+
+def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
+    """A figure of plotly's.
+
+    Args:
+        traces: As plotly takes them, in plain dicts.
+        layout: The same.
+    """
+    # By name: what runs without a notebook does not depend on plotly, and ranks never load it.
+    figures = import_module("plotly.graph_objects")
+    return figures.Figure({"data": list(traces), "layout": layout})
+
+
+def figure_of(spans: Iterable[Span], *, title: str) -> Any:
+    """A line a rank, milliseconds along it, a bar an action."""
+    by_action: dict[str, list[Span]] = {}
+    for span in spans:
+        by_action.setdefault(span.name, []).append(span)
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": _NAMES.get(action, action),
+            "marker": {"color": _COLOURS.get(action)},
+            "base": [span.start_ns / 1e6 for span in own],
+            "x": [(span.end_ns - span.start_ns) / 1e6 for span in own],
+            "y": [span.rank for span in own],
+            "customdata": [[span.stage, span.microbatch] for span in own],
+            "hovertemplate": "stage %{customdata[0]}, microbatch %{customdata[1]}<br>from %{base:.3f} ms, %{x:.3f} ms",
+        }
+        for action, own in by_action.items()
+    ]
+    layout = {
+        "title": {"text": title},
+        "barmode": "overlay",
+        "bargap": 0.1,
+        "xaxis": {"title": {"text": "ms"}},
+        "yaxis": {"title": {"text": "rank"}, "autorange": "reversed", "dtick": 1},
+    }
+    return plotly_figure(traces, layout)
+
+
+def svg_of(spans: Sequence[Span]) -> str:
+    """The same, small; nothing when there are too many actions to draw."""
+    length = max((span.end_ns for span in spans), default=0)
+    if not length or len(spans) > _MOST:
+        return ""
+    scale = (_WIDTH - _LEFT) / length
+    lanes = max(span.rank for span in spans) + 1
+    parts = [
+        f"<text x='0' y='{rank * _LANE + 15}' font-size='12' fill='currentColor'>rank {rank}</text>"
+        for rank in range(lanes)
+    ]
+    for span in spans:
+        left, width = _LEFT + span.start_ns * scale, (span.end_ns - span.start_ns) * scale
+        what = f"{_NAMES.get(span.name, span.name)} of microbatch {span.microbatch} in stage {span.stage}"
+        when = f"{span.start_ns / 1e6:.3f}-{span.end_ns / 1e6:.3f} ms"
+        parts.append(
+            f"<rect x='{left:.1f}' y='{span.rank * _LANE + 2}' width='{max(width - 0.5, 0.2):.1f}' "
+            f"height='{_LANE - 4}' fill='{_COLOURS.get(span.name, '#888')}'><title>{what}, {when}</title></rect>"
+        )
+    used = [action for action in _COLOURS if any(span.name == action for span in spans)]
+    for place, action in enumerate(used):
+        left, top = _LEFT + 170 * place, lanes * _LANE + 6
+        parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLOURS[action]}'/>")
+        parts.append(f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>")
+    label = f"timeline of {lanes} ranks over {length / 1e6:.4g} ms"
+    height = lanes * _LANE + 24
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {height}' width='100%' style='max-width:{_WIDTH}px' role='img' "
+        f"aria-label='{label}'>{''.join(parts)}</svg>"
+    )

@@ -1,0 +1,151 @@
+"""`plan.step_time`: how long a training step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Unpack
+
+from torch.optim import Optimizer
+
+from axon_nb.errors import UsageError
+from axon_nb.plan.communication_call import traffic_of
+from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
+from axon_nb.plan.communication_plan import CommunicationPlan
+from axon_nb.plan.links import Link
+from axon_nb.plan.schedule_plan import SchedulePlan
+from axon_nb.plan.step_time_compute import computed, copied, optimizer_work, pipelined, wrapped_s, wrapper_of
+from axon_nb.plan.step_time_plan import StepTime
+from axon_nb.plan.step_time_work import Rates, as_rates
+
+__all__ = ["predicted", "step_time"]
+
+
+def step_time(
+    model: Any,
+    world: int | None = None,
+    *,
+    rates: Rates | float | Any,
+    links: Link | str | Mapping[str, Link | str] | Any = None,
+    overlap: float | None = None,
+    optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    **layout: Unpack[LayoutOptions],
+) -> StepTime:
+    """Compute, communication that nothing hides, and the pipeline's bubble.
+
+        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates=400e12, links="ib-ndr")
+        here = plan.calibrate(model=small, inputs=batch, optimizer=torch.optim.AdamW)   # on ranks
+        plan.step_time(large, 2, inputs=batch, rates=here, links=here, strategy="ddp")
+
+    Args:
+        model: As in `communication`.
+        world: Number of ranks; None: as the mesh has.
+        rates: Floating point operations a second that a rank does, in the dtype that it computes in; `Rates`, which
+            knows of other operations too; or what `calibrate` has returned.
+        links: As in `communication`.
+        overlap: The share of communication, 0 to 1, that passes behind computation where it may; None: as `calibrate`
+            has measured, or 1.
+        optimizer: Made from parameters, or the name of one of torch's; None: there is none.
+        **layout: The fields of `LayoutOptions`, as in `communication`; ``inputs`` is needed, but for a GPTConfig.
+
+    Raises:
+        UsageError: the model cannot be built or laid out so; rates or links are missing; the message says what can.
+    """
+    found, share = as_rates(rates), _overlap(overlap, rates, links)
+    laid_out = Layout.of(model, world, layout, optimizer)
+    if not laid_out.trace.called:
+        raise UsageError("how long a step takes depends on the batch: give inputs=, such as torch.zeros(8, 64).")
+    traffic = traffic_of(laid_out, links)
+    if traffic.rows and not traffic.links:
+        raise UsageError(
+            "ranks communicate, so links= is needed: a preset such as 'nvlink4', Link(…), or what plan.calibrate() has "
+            "returned."
+        )
+    return predicted(laid_out, traffic, found, share)
+
+
+def predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float) -> StepTime:
+    """The step of a layout.
+
+    Args:
+        layout: With the optimizer.
+        traffic: What it sends, with times.
+        rates: Of a rank.
+        overlap: The share of communication, 0 to 1, that passes behind computation where it may.
+    """
+    plan: SchedulePlan | None = None
+    if layout.stages is not None:
+        plan = pipelined(layout, traffic, rates)
+    found = [_parts(layout, traffic, rates, overlap=overlap, place=place, plan=plan) for place in traffic.places]
+    slowest = max(traffic.places, key=lambda place: sum(found[place].values()))
+    work = computed(layout, slowest)
+    return StepTime(
+        layout.title,
+        found[slowest],
+        sum(phase.flops for phase in work.values()),
+        tuple(_assumptions(layout, rates, overlap)),
+        traffic,
+        plan,
+    )
+
+
+def _parts(
+    layout: Layout,
+    traffic: CommunicationPlan,
+    rates: Rates,
+    *,
+    overlap: float,
+    place: int,
+    plan: SchedulePlan | None,
+) -> dict[str, float]:
+    """Seconds by part, of one rank along ``pp``."""
+    work = computed(layout, place)
+    parts = {f"compute, {phase}": rates.seconds(done, phase) for phase, done in work.items()}
+    step = optimizer_work(layout, place)
+    if step.ops:
+        parts["compute, optimizer"] = rates.seconds(step, "optimizer")
+    if extra := rates.seconds(copied(layout, traffic, place), "") + wrapped_s(layout, rates, place):
+        parts["copies and wrapper"] = extra
+    for phase in ("forward", "backward", "optimizer"):
+        # What a pipeline sends between stages, and within them over tp, is in its schedule.
+        rows = [row for row in traffic.select(phase=phase, place=place) if plan is None or row.axis not in ("pp", "tp")]
+        covered = sum(row.seconds or 0.0 for row in rows if row.behind)
+        hidden = overlap * min(covered, parts.get(f"compute, {phase}", 0.0))
+        if exposed := sum(row.seconds or 0.0 for row in rows) - hidden:
+            parts[f"communication, {phase}"] = exposed
+    if plan is not None:
+        inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", place=place))
+        if inside:
+            parts["communication, within stages"] = inside
+        parts["bubble and messages"] = plan.step_s - plan.busy_s[place]
+    return parts
+
+
+def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
+    moving = "other operations take no time"
+    if rates.bytes_per_s is not None:
+        moving = f"other operations {rates.bytes_per_s / 1e9:.3g} GB/s and {1e6 * rates.op_s:.3g} us each"
+    yield f"rates ({rates.source}): {rates.flops_per_s / 1e9:.4g} GFLOP/s, {moving}"
+    if rates.factors:
+        said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
+        yield f"times these factors of the model that was measured: {said}"
+    if layout.size(*DATA_AXES) > 1:
+        wrapper = wrapper_of(rates, layout.strategy)
+        known = "its wrapper takes no time" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us a parameter"
+        yield f"{layout.strategy} copies what it sends, at the rate of other operations; {known}"
+        yield (
+            f"{overlap:.0%} of what may pass behind computation does, up to the computation's length: all but the last "
+            "bucket or unit of gradients, and of what FSDP gathers all but the first unit"
+        )
+    if layout.size("tp") > 1:
+        yield "children of the model that tp cuts are cut evenly, and nothing hides what tp sends"
+    if layout.stages is not None:
+        yield "a microbatch takes its share of the batch's time; a sender does not wait for its message to arrive"
+    yield "all ranks are equally fast, and nothing else runs on them; data loading takes no time"
+
+
+def _overlap(given: float | None, *calibrations: Any) -> float:
+    if given is None:
+        return float(next((c.overlap for c in calibrations if hasattr(c, "overlap")), 1.0))
+    if not 0 <= given <= 1:
+        raise UsageError(f"overlap={given}: a share, from 0 (nothing passes behind computation) to 1.")
+    return given

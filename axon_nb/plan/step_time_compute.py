@@ -1,0 +1,143 @@
+"""What one rank of a layout computes in a step, and the schedule of its pipeline."""
+
+from __future__ import annotations
+
+import math
+
+from axon_nb.plan.communication_layout import DATA_AXES, Layout
+from axon_nb.plan.communication_pipeline import boundaries
+from axon_nb.plan.communication_plan import CommunicationPlan
+from axon_nb.plan.schedule_call import schedule
+from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
+from axon_nb.plan.step_time_work import Rates, Work
+
+__all__ = ["computed", "copied", "optimizer_work", "pipelined", "wrapped_s", "wrapper_of"]
+
+_PHASES = ("forward", "backward")
+_COPIED = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+def computed(layout: Layout, place: int) -> dict[str, Work]:
+    """Forward and backward of a rank's whole batch.
+
+    Args:
+        layout: The layout.
+        place: The rank along ``pp``.
+    """
+    stages = layout.stages
+    if stages is None:
+        return {phase: _of_children(layout, phase, None) for phase in _PHASES}
+    found = {phase: Work() for phase in _PHASES}
+    for stage in stages.held(place):
+        for phase in _PHASES:
+            found[phase] += _of_stage(layout, stage, phase).times(stages.microbatches)
+    return found
+
+
+def _of_children(layout: Layout, phase: str, names: tuple[str, ...] | None) -> Work:
+    """Some children's; None: all, and what is outside of them."""
+    cut = {name.partition(".")[0] for name in layout.styles}
+    ways = layout.size("tp")
+    total = Work()
+    for child, work in layout.trace.work.get(phase, {}).items():
+        if names is None or child in names:
+            total += work.scaled(1 / ways) if child in cut else work
+    if layout.recompute and phase == "backward":
+        total += _of_children(layout, "forward", names)
+    return total
+
+
+def _of_stage(layout: Layout, stage: int, phase: str) -> Work:
+    """Of one microbatch in one stage; the loss is the last one's."""
+    stages = layout.stages
+    assert stages is not None
+    names = stages.children[stage] + (("",) if stage == stages.count - 1 else ())
+    return _of_children(layout, phase, names).scaled(1 / stages.microbatches)
+
+
+def optimizer_work(layout: Layout, place: int) -> Work:
+    """Of the optimizer's step on one rank.
+
+    Args:
+        layout: The layout.
+        place: The rank along ``pp``.
+    """
+    whole = layout.trace.total("optimizer")
+    trained = set(layout.trace.ready)
+    total = [p for name, p in layout.trace.model.named_parameters() if name in trained]
+    among = layout.stages.among if layout.stages is not None else None
+    held = [h for h in layout.parameters if h.name in trained]
+    here = [h for h in held if among is None or among[h.name.partition(".")[0]] == place]
+    if not total:
+        return whole
+    elements = sum(math.prod(h.shape) for h in here) / sum(p.numel() for p in total)
+    count = len(here) / len(total)
+    ways = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
+    sharded = ways.get(layout.strategy, layout.size(layout.data_axis))
+    calls = sharded if layout.strategy == "optimizer_state" else 1  # whole parameters are dealt out, not parts
+    return Work(whole.flops * elements / sharded, whole.bytes * elements / sharded, whole.ops * count / calls)
+
+
+def copied(layout: Layout, traffic: CommunicationPlan, place: int) -> Work:
+    """What data parallelism copies besides: whole tensors into buffers that are sent, or out of them.
+
+    DDP copies gradients into buckets and back; FSDP2 parameters out of the gathered buffer, and gradients into the one
+    that is reduced (`split_with_sizes_copy` and `chunk_cat` of torch.distributed.fsdp). Each is a read and a write.
+
+    Args:
+        layout: The layout.
+        traffic: What is sent.
+        place: The rank along ``pp``.
+    """
+    ways = 4 if layout.strategy == "ddp" else 2
+    rows = [row for row in traffic.select(place=place) if row.axis in DATA_AXES and row.operation in _COPIED]
+    return Work(bytes=float(ways * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
+
+
+def wrapped_s(layout: Layout, rates: Rates, place: int) -> float:
+    """Seconds of a step that the strategy's wrapper takes by itself.
+
+    Args:
+        layout: The layout.
+        rates: Of a rank.
+        place: The rank along ``pp``.
+    """
+    if layout.size(*DATA_AXES) == 1:
+        return 0.0
+    among = layout.stages.among if layout.stages is not None else None
+    names = [name for name, _ in layout.trace.model.named_parameters()]
+    here = [name for name in names if among is None or among[name.partition(".")[0]] == place]
+    return (wrapper_of(rates, layout.strategy) or 0.0) * len(here)
+
+
+def wrapper_of(rates: Rates, strategy: str) -> float | None:
+    """Seconds a parameter of the strategy's wrapper, or of one alike; None: none was measured."""
+    alike = "ddp" if strategy in ("ddp", "optimizer_state") else "full_shard"
+    return rates.wrappers.get(strategy, rates.wrappers.get(alike))
+
+
+def pipelined(layout: Layout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:
+    """The pipeline's schedule, with the times of its stages and messages.
+
+    Args:
+        layout: With stages.
+        traffic: What is sent, with times.
+        rates: Of a rank.
+    """
+    stages = layout.stages
+    assert stages is not None
+    link = traffic.links.get("pp")
+    delays = [
+        max(link.seconds("send", size, 2) if link and size else 0.0 for size in sizes)
+        for sizes in boundaries(layout.trace, stages)
+    ]
+    times = []
+    for stage in range(stages.count):
+        place = stages.owner[stage]
+        seconds = []
+        for phase in _PHASES:
+            inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", phase=phase, place=place))
+            inside /= stages.microbatches * len(stages.held(place))
+            seconds.append(rates.seconds(_of_stage(layout, stage, phase), phase) + inside)
+        times.append(StageTimes(*seconds))
+    return schedule(stages.schedule, stages.count, stages.microbatches, times, ranks=stages.ranks, latency_s=delays)

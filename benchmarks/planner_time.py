@@ -1,0 +1,176 @@
+"""Planned steps against measured ones on 2 ranks of 1 thread, calibrated on another model; how long plans take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb import plan
+from axon_nb.comm import World
+from axon_nb.parallel import DDP, FSDP, PipelineSchedule, ShardingStrategy, make_mesh
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from benchmarks.report import Row, median, write
+
+CALIBRATED_ON = GPTConfig(context=64, hidden=128, heads=4, blocks=2)
+CALIBRATION_BATCH = 8
+MODELS: dict[str, tuple[GPTConfig, int]] = {
+    "a wider GPT": (GPTConfig(context=64, hidden=256, heads=8, blocks=3), 8),
+    "a deeper GPT": (GPTConfig(context=64, hidden=128, heads=4, blocks=8), 8),
+    "a larger batch": (GPTConfig(context=128, hidden=192, heads=6, blocks=3), 16),
+}
+STRATEGIES = ("ddp", "full_shard")
+ERROR = 0.20
+SCHEDULE_MS = 10.0
+SEARCH_S = 30.0
+STAGES, MICROBATCHES = 16, 64
+
+
+def tokens(config: GPTConfig, batch: int) -> torch.Tensor:
+    """A batch."""
+    return torch.randint(256, (batch, config.context), generator=torch.Generator().manual_seed(0))
+
+
+def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable[[], object]:
+    """A training step."""
+    torch.manual_seed(0)
+    model: Any = GPT(config)
+    if strategy == "ddp":
+        model = DDP(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    else:
+        model = FSDP(model, mesh=mesh, strategy=ShardingStrategy(strategy))
+        optimizer = model.optimizer(torch.optim.AdamW, lr=1e-4)
+    drawn = tokens(config, batch)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        next_byte_loss(model(drawn), drawn).backward()
+        optimizer.step()
+
+    return step
+
+
+def measured(step: Callable[[], object], repeats: int) -> float:
+    """Seconds of a step on the slowest rank, the median."""
+    taken = []
+    for _ in range(repeats + 3):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(taken[3:]))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def rank_side(out: Path, *, repeats: int) -> None:
+    """What each rank does: calibrate once, then predict and measure each model; rank 0 writes it."""
+    torch.set_num_threads(1)
+    World.init("gloo")
+    mesh = make_mesh(device="cpu", dp=2)
+    batch = tokens(CALIBRATED_ON, CALIBRATION_BATCH)
+    here = plan.calibrate(
+        mesh,
+        model=lambda: GPT(CALIBRATED_ON),
+        inputs=batch,
+        target=batch,
+        loss=next_byte_loss,
+        optimizer=torch.optim.AdamW,
+        repeats=repeats,
+    )
+    found: list[dict[str, Any]] = []
+    for name, (config, size) in MODELS.items():
+        for strategy in STRATEGIES:
+            predicted = plan.step_time(config, 2, batch=size, rates=here, links=here, strategy=strategy, device="cpu")
+            seconds = measured(stepper(config, size, strategy, mesh), repeats)
+            parts = {part: 1e3 * value for part, value in predicted.parts.items()}
+            found.append({"name": f"{name}, {strategy}", "measured": seconds, "parts": parts})
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps({"steps": found, "here": str(here)}))
+    dist.destroy_process_group()
+
+
+def launched(*, repeats: int) -> dict[str, Any]:
+    """What rank 0 of two has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "measured.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        own = ["-m", "benchmarks.planner_time", f"--rank-side={out}", f"--repeats={repeats}"]
+        subprocess.run([*launcher, *own], check=True)
+        answer: dict[str, Any] = json.loads(out.read_text())
+        return answer
+
+
+def plan_rows(repeats: int) -> list[Row]:
+    """How long plans take, in this process: the first call with an order, and the median of later ones."""
+    rows = []
+    plan.schedule("Interleaved1F1B", 4, 4)  # loads torch's pipelines, once
+    for schedule in PipelineSchedule:
+        taken = []
+        for number in range(repeats + 1):
+            start = time.perf_counter()
+            plan.schedule(schedule, STAGES, MICROBATCHES, (0.01, 0.02 + 1e-6 * number), latency_s=1e-4)
+            taken.append(1e3 * (time.perf_counter() - start))
+        row = Row(
+            f"plan of {schedule.value}, {STAGES} stages x {MICROBATCHES} microbatches",
+            median(taken[1:]),
+            "ms",
+            limit=SCHEDULE_MS,
+            note=f"{taken[0]:.1f} ms the first time, when torch's order is made",
+        )
+        rows.append(row)
+    return rows
+
+
+def large() -> list[Row]:
+    """Plans of a large model."""
+    config = GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34)
+    start = time.perf_counter()
+    plan.communication(config, 1024, links="ib-ndr")
+    counted = time.perf_counter()
+    found = plan.search(config, 64, 80, batch=128, rates=400e12, links={"all": "ib-ndr", "tp": "nvlink4"})
+    name = f"search over {len(found.candidates)} layouts of 7 billion parameters on 64 GPUs"
+    return [
+        Row("plan of the communication of 7 billion parameters on 1024 ranks", counted - start, "s"),
+        Row(name, time.perf_counter() - counted, "s", limit=SEARCH_S),
+    ]
+
+
+def main() -> None:
+    """Measure, print the table, write it to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rank-side", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    repeats = 3 if options.quick else options.repeats
+    if options.rank_side is not None:
+        rank_side(options.rank_side, repeats=options.repeats)
+        return
+    rows = []
+    answer = launched(repeats=repeats)
+    for step in answer["steps"]:
+        predicted, seconds = sum(step["parts"].values()), 1e3 * step["measured"]
+        parts = ", ".join(f"{part} {value:.1f}" for part, value in step["parts"].items())
+        note = f"predicted {predicted:.1f} ms, measured {seconds:.1f} ms; {parts}"
+        rows.append(Row(f"error of a step, {step['name']}", abs(predicted / seconds - 1), "", limit=ERROR, note=note))
+    rows += plan_rows(repeats)
+    rows += large()
+    print(answer["here"])
+    print(write("planner_time", rows, options.out))
+
+
+if __name__ == "__main__":
+    main()

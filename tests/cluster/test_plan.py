@@ -1,0 +1,40 @@
+"""Plans against real ranks: what cells record is what was planned, and a calibration comes back to the notebook."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.script import Script
+from tests.plan.cases import CASES
+
+RECORD = """
+from axon_nb import plan
+from axon_nb.records import trace
+from tests.plan.cases import prepare
+prepared = prepare({name!r})
+position = trace.ring.position
+prepared.step()
+spans = trace.ring.since(position)[0]
+prepared.place, plan.recorded_communication(spans, prepared.mesh)
+"""
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks == 2])
+def test_calls_and_bytes_are_those_of_gloo_ranks(script: Script, name: str) -> None:
+    expected = CASES[name].plan()
+    values = script.value(f"c.run({RECORD.format(name=name)!r}, quiet=True).values")
+    assert set(values) == {0, 1}
+    for place, operations in values.values():
+        assert operations == expected.by_operation(place=place)
+
+
+def test_calibration_from_the_notebook(script: Script) -> None:
+    code = (
+        "from axon_nb import plan\n"
+        "here = plan.calibrate(cluster=c, sizes=(4096, 65536), repeats=1)\n"
+        "assert plan.communication(lambda: __import__('torch').nn.Linear(64, 64), 2, links=here).seconds() > 0\n"
+        "sorted(here.links), here.where"
+    )
+    links, where = script.value(code)
+    assert links == ["all"]
+    assert where.startswith("2 ranks, gloo, cpu")

@@ -1,0 +1,203 @@
+"""Planned communication: exactly what ranks of mock worlds do, and what the published formulas say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from axon_nb import plan
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
+from axon_nb.parallel.models import GPT, GPTConfig
+from axon_nb.plan.communication_data import fill_buckets
+from axon_nb.plan.communication_recorded import counted
+from tests.plan.cases import CASES, odd, prepare, rows
+from tests.plan.recording import begin, calls_of, recording
+
+
+def _recorded(world: Any, name: str) -> tuple[int, dict[tuple[str, str], tuple[int, int]]]:
+    prepared = prepare(name)
+    begin()
+    prepared.step()
+    return prepared.place, counted(calls_of(dist.get_rank()), prepared.axes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
+    case = CASES[name]
+    expected = case.plan()
+    with recording():
+        found = World.mock(case.ranks).run(_recorded, name)
+    for place, operations in found:
+        assert operations == expected.by_operation(place=place)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64])), min_size=1, max_size=30),
+    st.lists(st.integers(1, 300), min_size=1, max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
+    made = [torch.empty(count, dtype=dtype) for count, dtype in tensors]
+    ours = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in made], limits)
+    theirs, _ = dist._compute_bucket_assignment_by_size(made, limits)
+    assert sorted(ours) == sorted(theirs)
+
+
+def test_zero_paper() -> None:
+    """Stage 2 sends 2 Psi as data parallelism does, stage 3 sends 3 Psi.
+
+    Rajbhandari et al., ZeRO, 2020, sections 7.2.1 and 7.2.2.
+    """
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+    x = torch.ones(2, 64)
+    sent = {
+        strategy: sum(row.sent_bytes for row in plan.communication(make, 8, strategy=strategy, inputs=x).rows)
+        for strategy in ("ddp", "shard_grad_op", "full_shard")
+    }
+    psi = 4 * 64 * 64 * 4 * 7 / 8
+    assert sent == {"ddp": 2 * psi, "shard_grad_op": 2 * psi, "full_shard": 3 * psi}
+
+
+def test_megatron_paper() -> None:
+    """Two all_reduces of b s h forward and two backward in each block; as many bytes with sequence parallelism.
+
+    Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section 4.2.2.
+    """
+    config = GPTConfig(vocab=64, context=16, hidden=32, heads=8, blocks=5)
+    found = plan.communication(config, mesh={"tp": 4}, batch=2)
+    message = 2 * 16 * 32 * 4
+    forward = found.select(operation="all_reduce", phase="forward")
+    backward = found.select(operation="all_reduce", phase="backward")
+    assert sum(row.calls for row in forward) == 2 * config.blocks
+    assert sum(row.bytes for row in forward) == 2 * config.blocks * message
+    assert sum(row.calls for row in backward) == 2 * config.blocks + 1, "and one for the logits"
+    block = ("sum of the output", "positions of the input", "gradient of the input", "gradient of the output")
+    parallel = plan.communication(config, mesh={"tp": 4}, batch=2, sequence=True, parallel_loss=True)
+    inside = [row for row in parallel.rows if row.purpose in block]
+    plain = [row for row in found.rows if row.purpose in block]
+    # The embedding's output is gathered backward, and the last row is summed in parts, as it is without.
+    assert sum(row.sent_bytes for row in inside) - sum(row.sent_bytes for row in plain) == message * 3 // 4
+
+
+def test_pipeline_messages() -> None:
+    """Each microbatch's b s h crosses a boundary once forward and once back: Narayanan et al., 2021, section 3.2."""
+    config = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=6)
+    found = plan.communication(config, mesh={"pp": 4}, batch=8, microbatches=8)
+    message = 1 * 8 * 16 * 4
+    for place in found.places:
+        ends = place in (0, 3)
+        assert found.bytes("pp", "send", place=place) == (1 if ends else 2) * 8 * message
+        assert found.calls("pp", "recv", place=place) == (1 if ends else 2) * 8
+
+
+def test_a_large_world_is_planned_at_once() -> None:
+    config = GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34)
+    found = plan.communication(config, 1024, links="ib-ndr", wrap=None)
+    elements = sum(p.numel() for p in _shapes(config))
+    assert found.bytes("dp", "reduce_scatter") >= 4 * elements
+    assert found.calls("dp", "all_gather") == 2 * (config.blocks + 2)
+    assert found.seconds("dp") > 0
+
+
+def _shapes(config: GPTConfig) -> list[nn.Parameter]:
+    with torch.device("meta"):
+        return list(GPT(config).parameters())
+
+
+def test_without_inputs_bytes_are_the_same() -> None:
+    known = plan.communication(odd, 2, strategy="ddp", inputs=rows())
+    guessed = plan.communication(odd, 2, strategy="ddp")
+    assert known.bytes() == guessed.bytes()
+    assert "reverse order" in guessed.notes[0]
+
+
+def test_a_model_that_is_there_stays_as_it_is() -> None:
+    model = odd()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = plan.communication(model, 2, strategy="ddp", inputs=rows())
+    assert found.by_operation() == plan.communication(odd, 2, strategy="ddp", inputs=rows()).by_operation()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_tp_that_cuts_nothing_is_told() -> None:
+    found = plan.communication(odd, mesh={"tp": 2}, inputs=rows())
+    assert found.rows == ()
+    assert "tp cuts nothing" in str(found)
+
+
+def test_times_are_those_of_the_links() -> None:
+    link = plan.Link("slow", 1e-3, 1e6)
+    found = plan.communication(odd, 4, strategy="ddp", inputs=rows(), links=link)
+    for row in found.rows:
+        expected = sum(count * link.seconds(row.operation, size, 4) for size, count in row.messages)
+        assert row.seconds == pytest.approx(expected)
+    assert "slow" in str(found)
+
+
+def test_frame_figure_and_texts() -> None:
+    found = plan.communication(odd, mesh={"dp": 2}, inputs=rows())
+    frame = found.to_frame()
+    assert frame["calls"].sum() == found.calls()
+    assert frame["mib"].sum() * 2**20 == pytest.approx(found.bytes())
+    assert frame["ms"].isna().all()
+    assert "MiB" in found.figure().layout.yaxis.title.text
+    timed = plan.communication(odd, 2, inputs=rows(), links="ethernet-10g")
+    assert timed.figure().layout.yaxis.title.text == "ms"
+    assert "<table>" in timed._repr_html_()
+    assert "IEEE" in timed._repr_html_()
+    assert "all_gather" in str(timed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "how many ranks"),
+        ({"world": 0}, "how many ranks"),
+        ({"world": 4, "mesh": {"dp": 2}}, "leave one of the two away"),
+        ({"mesh": {"xx": 2}}, "axis 'xx': a mesh has"),
+        ({"mesh": {"dp": 0}}, "at least 1 rank"),
+        ({"world": 2, "strategy": "zero"}, "strategy='zero': it is one of ddp"),
+        ({"world": 2, "strategy": "hybrid_shard"}, "the axes replicate and shard"),
+        ({"mesh": {"tp": 2}}, "needs inputs="),
+        ({"mesh": {"tp": 2}, "tp_plan": {"9.*": "column"}, "inputs": rows()}, "no module of Sequential"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"0": "diagonal"}, "inputs": rows()}, "is no style"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"0": "column"}, "inputs": rows()}, "it must be a multiple of 2"),
+        ({"mesh": {"pp": 2}, "inputs": rows(), "microbatches": 3}, "8 is no multiple of 3"),
+        ({"mesh": {"pp": 9}, "inputs": rows()}, "cannot be cut into 9 stages"),
+        ({"world": 2, "inputs": torch.ones(2, 5)}, "cannot run a step on tensors without data"),
+        ({"world": 2, "links": "carrier-pigeon"}, "presets are nvlink2"),
+        ({"mesh": {"dp": 2}, "links": {"tp": "nvlink4"}}, "none for the axis 'dp'"),
+        ({"world": 2, "mixed_precision": "half"}, None),
+        ({"world": 2, "mixed_precision": "quarter"}, "a dtype, such as"),
+        ({"world": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
+    ],
+)
+def test_bad_input_is_a_sentence(options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        plan.communication(odd, **options)
+        return
+    with pytest.raises(UsageError, match=message):
+        plan.communication(odd, **options)
+
+
+def test_models_that_cannot_be_planned() -> None:
+    def broken() -> nn.Module:
+        raise OSError("no weights here")
+
+    with pytest.raises(UsageError, match="no weights here"):
+        plan.communication(broken, 2)
+    with pytest.raises(UsageError, match="has returned a int"):
+        plan.communication(lambda: 3, 2)
+    with pytest.raises(UsageError, match="a function without arguments"):
+        plan.communication("gpt", 2)

@@ -1,0 +1,151 @@
+"""Links: the formulas of the literature, presets, and what a measured line gives back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb import plan
+from axon_nb.errors import UsageError
+from axon_nb.plan.calibrate_collectives import fitted_link, line_through
+from axon_nb.plan.calibrate_record import Sample
+from axon_nb.plan.links import OPERATIONS, rounds_and_volume
+from axon_nb.plan.links_presets import links_of
+
+RANKS = st.integers(2, 1024)
+
+
+def by_simulated_ring(ranks: int) -> tuple[int, float]:
+    """Rounds and parts of the tensor that a rank sends in a ring all_reduce, step by step.
+
+    Parts are summed while they go round once, and copied while they go round again.
+    """
+    parts = [{(rank, part): {rank} for part in range(ranks)} for rank in range(ranks)]
+    held = {key: set(value) for own in parts for key, value in own.items()}
+    rounds, sent = 0, 0.0
+    for lap in range(2):
+        for step in range(ranks - 1):
+            moving = {rank: (rank - step + (lap == 1)) % ranks for rank in range(ranks)}
+            copies = {rank: set(held[rank, part]) for rank, part in moving.items()}
+            for rank, part in moving.items():
+                held[(rank + 1) % ranks, part] |= copies[rank]
+            rounds, sent = rounds + 1, sent + 1 / ranks
+    assert all(value == set(range(ranks)) for value in held.values())
+    return rounds, sent
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+def test_ring_all_reduce_is_what_a_ring_does(ranks: int) -> None:
+    rounds, volume = rounds_and_volume("all_reduce", ranks)
+    assert (rounds, volume) == pytest.approx(by_simulated_ring(ranks))
+
+
+@given(RANKS)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None:
+    parts = [rounds_and_volume(name, ranks) for name in ("reduce_scatter", "all_gather")]
+    whole = rounds_and_volume("all_reduce", ranks)
+    assert whole == pytest.approx((parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]))
+    assert whole[1] < 2, "no rank sends the tensor twice: Patarasuk and Yuan, 2009"
+
+
+@given(RANKS, st.sampled_from(OPERATIONS), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_more_bytes_take_no_less_time(ranks: int, operation: str, first: float, second: float) -> None:
+    link = plan.Link("some", 1e-6, 1e9)
+    low, high = sorted((first, second))
+    assert link.seconds(operation, low, ranks) <= link.seconds(operation, high, ranks)
+
+
+@given(RANKS, st.floats(1, 1e9))
+def test_auto_is_the_shorter_of_both(ranks: int, size: float) -> None:
+    for operation in OPERATIONS:
+        ways = [plan.Link("x", 1e-5, 1e9, algorithm=name).seconds(operation, size, ranks) for name in ("ring", "tree")]
+        assert plan.Link("x", 1e-5, 1e9).seconds(operation, size, ranks) == min(ways)
+
+
+def test_trees_for_small_messages_and_rings_for_large_ones() -> None:
+    ring, tree = (plan.Link("x", 1e-5, 1e9, algorithm=name) for name in ("ring", "tree"))
+    assert tree.seconds("all_reduce", 100, 64) < ring.seconds("all_reduce", 100, 64)
+    assert ring.seconds("all_reduce", 1e9, 64) < tree.seconds("all_reduce", 1e9, 64)
+
+
+def test_presets_say_what_they_are() -> None:
+    """Vendors' figures: NVIDIA V100, A100, H100 and B200 datasheets; InfiniBand and Ethernet by their bits a second."""
+    rates = {"nvlink2": 150, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900, "ib-hdr": 25, "ib-ndr": 50}
+    rates |= {"ethernet-10g": 1.25, "ethernet-100g": 12.5}
+    for name, gigabytes in rates.items():
+        assert plan.PRESETS[name].bandwidth == gigabytes * 1e9
+    for name, link in plan.PRESETS.items():
+        assert name == link.name
+        assert link.source
+        assert link.source in str(link)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for operation in OPERATIONS:
+        assert plan.PRESETS["nvlink4"].seconds(operation, 1e9, 1) == 0.0
+
+
+def test_links_of_axes() -> None:
+    axes = {"dp": 2, "tp": 4}
+    assert links_of("nvlink4", axes)["tp"].name == "nvlink4"
+    assert {axis: link.name for axis, link in links_of({"dp": "ib-hdr", "tp": "NVLINK4"}, axes).items()} == {
+        "dp": "ib-hdr",
+        "tp": "nvlink4",
+    }
+    assert links_of({"all": "ib-hdr", "tp": "nvlink4"}, axes)["dp"].name == "ib-hdr"
+    assert links_of(None, axes) == {}
+    assert links_of({"dp": "ib-hdr"}, {"dp": 2, "tp": 1}).keys() == {"dp"}
+
+
+def test_a_share_of_the_bandwidth() -> None:
+    link = plan.PRESETS["nvlink4"]
+    assert link.scaled(0.5).bandwidth == link.bandwidth / 2
+    assert "50%" in link.scaled(0.5).source
+    with pytest.raises(UsageError, match="a share of the bandwidth"):
+        link.scaled(1.5)
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, unique=True))
+def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> None:
+    points = [(float(size), start + slope * size) for size in sizes]
+    found = line_through(points)
+    for x, y in points:
+        assert found[0] + found[1] * x == pytest.approx(y, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 1)), min_size=1, max_size=8))
+def test_a_line_never_falls_nor_begins_below_0(points: list[tuple[float, float]]) -> None:
+    start, slope = line_through(points)
+    assert start >= 0
+    assert slope >= 0
+    assert math.isfinite(start + slope)
+
+
+def test_a_fitted_link_gives_the_measured_times() -> None:
+    samples = [
+        Sample("dp", 4, operation, size, latency + size * byte)
+        for operation, latency, byte in (("all_reduce", 1e-4, 1e-9), ("send", 2e-5, 5e-10))
+        for size in (1 << 12, 1 << 16, 1 << 22)
+    ]
+    link = fitted_link("dp", samples, "here")
+    for sample in samples:
+        assert link.seconds(sample.operation, sample.bytes, 4) == pytest.approx(sample.seconds)
+    assert link.bandwidth == pytest.approx(2e9)
+    assert link.seconds("all_reduce", 1 << 20, 8) > link.seconds("all_reduce", 1 << 20, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan.Link("x", -1, 1), "times are 0 or more"),
+        (lambda: plan.Link("x", 0, 0), "bandwidth is above 0"),
+        (lambda: plan.Link("x", 0, 1, algorithm="star"), "is none of auto, ring, tree"),
+        (lambda: plan.PRESETS["nvlink4"].seconds("shout", 1, 2), "operations are all_gather"),
+    ],
+)
+def test_bad_input_is_a_sentence(call: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()  # type: ignore[operator]

@@ -1,0 +1,260 @@
+"""Predicted steps: work as the literature counts it, parts that add up, and calibration on real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_nb import plan
+from axon_nb.errors import UsageError
+from axon_nb.parallel import make_mesh
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_trace import trace_model
+from axon_nb.plan.step_time_work import Rates, Work
+from tests.comm.gloo import GlooWorld
+
+CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
+BATCH = 4
+
+
+def flops_of(config: GPTConfig, batch: int) -> tuple[float, float]:
+    """Of matrix products, forward and backward: 24 b s h^2 + 4 b s^2 h a block, 2 b s h V for the logits.
+
+    Narayanan et al., 2021, appendix. Backward takes twice that; attention's computes the scores anew, 5 products for 2.
+    """
+    b, s, h, v = batch, config.context, config.hidden, config.vocab
+    dense = config.blocks * 24 * b * s * h * h + 2 * b * s * h * v
+    attention = config.blocks * 4 * b * s * s * h
+    return dense + attention, 2 * dense + 2.5 * attention
+
+
+def test_flops_are_those_of_the_paper() -> None:
+    trace = trace_model(Given(CONFIG, batch=BATCH))
+    forward, backward = flops_of(CONFIG, BATCH)
+    assert trace.total("forward").flops == forward
+    assert trace.total("backward").flops == backward
+
+
+def test_work_is_told_by_child() -> None:
+    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    for phase in ("forward", "backward"):
+        found = trace.work[phase]
+        blocks = {found[f"block{i}"].flops for i in range(CONFIG.blocks)}
+        assert len(blocks) == 1
+        assert blocks != {0.0}
+        assert found["head"].flops > 0
+        assert sum(work.flops for work in found.values()) == trace.total(phase).flops
+    assert trace.total("optimizer").ops > 0
+    assert trace.total("optimizer").flops == 0
+    parameters = dict(trace.model.named_parameters())
+    assert set(trace.ready) == set(parameters)
+    assert trace.ready[0].startswith("head.")
+    assert trace.ready[-1].startswith("embedding.")
+
+
+def test_the_trace_counts_what_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+
+    x = torch.ones(2, 3, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        make()(x).sum().backward()
+    trace = trace_model(Given(make, x))
+    assert trace.total("forward").flops + trace.total("backward").flops == counter.get_total_flops()
+
+
+def test_parts_on_one_rank_are_work_over_rates() -> None:
+    rates = Rates(1e9, 1e10, 1e-6)
+    found = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
+    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    for phase in ("forward", "backward", "optimizer"):
+        assert found.parts[f"compute, {phase}"] == pytest.approx(rates.seconds(trace.total(phase), phase))
+    assert found.total_s == pytest.approx(sum(found.parts.values()))
+    assert found.exposed_s == 0
+    assert found.flops == sum(flops_of(CONFIG, BATCH))
+    plain = plan.step_time(CONFIG, 1, batch=BATCH, rates=1e9, optimizer=None)
+    assert plain.total_s == pytest.approx(found.flops / 1e9)
+    assert plain.flops_per_s == pytest.approx(1e9)
+
+
+def test_what_is_hidden_and_what_is_not() -> None:
+    link = plan.Link("x", 1e-5, 1e8)
+    options: dict[str, Any] = {"batch": BATCH, "rates": 1e12, "links": link, "strategy": "ddp", "bucket_size_mb": 0.1}
+    none, half, most = (plan.step_time(CONFIG, 4, overlap=share, **options) for share in (0.0, 0.5, 1.0))
+    whole = none.communication.seconds()
+    assert none.exposed_s == pytest.approx(whole)
+    cover = sum(row.seconds for row in none.communication.rows if row.behind == "backward")
+    hidden = min(cover, none.parts["compute, backward"])
+    assert half.exposed_s == pytest.approx(whole - hidden / 2)
+    assert most.exposed_s == pytest.approx(whole - hidden)
+    assert any("50%" in text for text in half.assumptions)
+
+
+def test_sharding_divides_the_optimizer_and_tp_the_blocks() -> None:
+    link = plan.Link("x", 0.0, 1e15)
+    rates = Rates(1e9, 1e9, 0.0)
+    one = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
+    sharded = plan.step_time(CONFIG, 4, batch=BATCH, rates=rates, links=link)
+    ddp = plan.step_time(CONFIG, 4, batch=BATCH, rates=rates, links=link, strategy="ddp")
+    name = "compute, optimizer"
+    assert sharded.parts[name] == pytest.approx(one.parts[name] / 4)
+    assert ddp.parts[name] == pytest.approx(one.parts[name])
+    cut = plan.step_time(CONFIG, mesh={"tp": 2}, batch=BATCH, rates=1e9, links=link, optimizer=None)
+    assert cut.flops == pytest.approx(sum(flops_of(CONFIG, BATCH)) / 2)
+    assert cut.total_s < one.total_s
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    link = plan.Link("x", 0.0, 1e15)
+    config = dataclasses.replace(CONFIG, blocks=4)
+    found = plan.step_time(
+        config, mesh={"pp": 2}, batch=8, rates=1e9, links=link, optimizer=None, microbatches=8, at=["block2"]
+    )
+    assert found.schedule is not None
+    times = found.schedule.times
+    assert found.total_s == pytest.approx(found.schedule.step_s)
+    assert found.parts["bubble and messages"] > 0
+    expected = plan.schedule("1F1B", 2, 8, times)
+    assert found.schedule.step_s == pytest.approx(expected.step_s)
+    slow = plan.step_time(
+        config,
+        mesh={"pp": 2},
+        batch=8,
+        rates=1e9,
+        links=plan.Link("x", 1e-3, 1e15),
+        optimizer=None,
+        microbatches=8,
+        at=["block2"],
+    )
+    assert slow.total_s > found.total_s
+
+
+def test_three_axes() -> None:
+    found = plan.step_time(
+        dataclasses.replace(CONFIG, blocks=4),
+        mesh={"pp": 2, "dp": 4, "tp": 2},
+        batch=8,
+        microbatches=4,
+        rates=1e12,
+        links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"},
+    )
+    assert {"bubble and messages", "communication, within stages", "compute, optimizer"} <= found.parts.keys()
+    assert "ib-ndr" in str(found.communication)
+
+
+def test_frame_figure_and_texts() -> None:
+    found = plan.step_time(CONFIG, 2, batch=BATCH, rates=Rates(1e9, 1e9, 1e-6), links="ethernet-10g")
+    frame = found.to_frame()
+    assert frame["ms"].sum() == pytest.approx(1e3 * found.total_s)
+    assert frame["share"].sum() == pytest.approx(1)
+    assert len(found.figure().data) == len(frame)
+    assert "GFLOP/s" in str(found)
+    assert all(text in str(found) for text in found.assumptions)
+    assert "<table>" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rates": 0}, "floating point operations a second"),
+        ({"rates": "fast"}, "floating point operations a second"),
+        ({"overlap": 2.0}, "a share, from 0"),
+        ({"links": None}, "links= is needed"),
+        ({"optimizer": "adamant"}, "torch.optim has none of this name"),
+    ],
+)
+def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan.step_time(CONFIG, 2, **({"rates": 1e9, "links": "nvlink4"} | options))
+
+
+def test_inputs_are_needed() -> None:
+    with pytest.raises(UsageError, match="give inputs="):
+        plan.step_time(lambda: nn.Linear(2, 2), 1, rates=1e9)
+
+
+def test_factors_make_the_measured_model_exact() -> None:
+    rates = Rates(1e9, 1e9, 1e-6)
+    work = {"forward": (Work(1e6, 1e5, 10), 0.5), "backward": (Work(2e6, 1e5, 10), 0.25)}
+    fitted = rates.fitted(work, "here")
+    for phase, (done, seconds) in work.items():
+        assert fitted.seconds(done, phase) == pytest.approx(seconds)
+    assert fitted.seconds(Work(1e6), "optimizer") == rates.seconds(Work(1e6), "optimizer")
+
+
+TINY = GPTConfig(vocab=8, context=4, hidden=8, heads=2, blocks=1)
+SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1}
+
+
+def _load(_: Any) -> None:
+    """What takes long to import, on a busy machine, for itself."""
+    from axon_nb.plan.calibrate_call import calibrate
+
+    assert callable(calibrate)
+
+
+def _adjusted(_: Any) -> Any:
+    tokens, model = torch.zeros(2, 4, dtype=torch.int64), GPT(TINY)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    random = torch.get_rng_state()
+    found = plan.calibrate(
+        operations=("all_reduce", "send"),
+        model=model,
+        inputs=tokens,
+        target=tokens,
+        loss=next_byte_loss,
+        optimizer=torch.optim.SGD,
+        **SMALL,
+    )
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    return found
+
+
+def _plain(_: Any) -> Any:
+    return plan.calibrate(make_mesh(device="cpu", dp=2, tp=1), **SMALL)
+
+
+def test_calibration_on_ranks() -> None:
+    with GlooWorld(2) as world:
+        world.run(_load)
+        every = world.run(_adjusted), world.run(_plain)
+    for one, other in every:
+        assert one == other, "all ranks have the same answer"
+    adjusted, plain = every[0][0], every[1][0]
+    assert adjusted.links.keys() == {"all"}
+    assert plain.links.keys() == {"dp"}
+    assert {sample.operation for sample in adjusted.samples} == {"all_reduce", "send"}
+    assert {sample.ranks for sample in plain.samples} == {2}
+    assert all(sample.seconds > 0 for sample in (*plain.samples, *adjusted.samples))
+    assert adjusted.rates.factors.keys() == {"forward", "backward", "optimizer"}
+    assert adjusted.rates.wrappers.keys() == {"ddp", "full_shard"}
+    assert 0 <= plain.overlap <= 1
+    assert "2 ranks, gloo, cpu, 1 threads" in str(plain)
+    frame = plain.to_frame()
+    assert set(frame["axis"]) == {"dp"}
+    assert len(plain.figure().data) == 2 * 5
+    assert "<table>" in plain._repr_html_()
+    links = {"dp": plain.links["dp"], "tp": "nvlink4"}
+    predicted = plan.step_time(CONFIG, mesh={"dp": 8, "tp": 2}, batch=2, rates=adjusted, links=links)
+    assert predicted.total_s > 0
+    assert any("us a parameter" in text for text in predicted.assumptions)
+    assert plan.communication(CONFIG, 8, links=adjusted).seconds() > 0
+
+
+def test_there_is_nothing_to_calibrate_without_ranks() -> None:
+    with pytest.raises(UsageError, match="no world to measure"):
+        plan.calibrate()
+    with pytest.raises(UsageError, match="at least one size"):
+        plan.calibrate(sizes=())
+    with pytest.raises(UsageError, match="operations are all_reduce"):
+        plan.calibrate(operations=("whisper",))
+    with pytest.raises(UsageError, match="the name that a mesh has"):
+        plan.calibrate("not a name", cluster=object())
