@@ -1,0 +1,83 @@
+"""Plans against real runs: ranks that train on Gloo, and what their allocators say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.worker import run_apart
+from tests.comm.gloo import GlooWorld
+from tests.plan.training import Case, measured
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
+SHARDED = {
+    **{f"{s}-{dtype or 'float32'}": Case(TWO, s, dtype=dtype) for s in STRATEGIES for dtype in (None, "bfloat16")},
+    **{f"{s}-mixed": Case(TWO, s, mixed="bfloat16") for s in STRATEGIES},
+    "hybrid_shard": Case(HYBRID, "hybrid_shard"),
+    "hybrid_shard-mixed": Case(HYBRID, "hybrid_shard", mixed="bfloat16"),
+    "full_shard-4": Case((("dp", 4),)),
+    "full_shard-SGD": Case(TWO, optimizer="SGD"),
+    "tp": Case((("dp", 2), ("tp", 2))),
+}
+OTHERS = {
+    "full_shard-again": Case(TWO, again=True),
+    "shard_grad_op-again": Case(TWO, "shard_grad_op", again=True),
+    "ddp": Case(TWO, "ddp"),
+    "ddp-again": Case(TWO, "ddp", again=True),
+    "ddp-autocast": Case(TWO, "ddp", mixed="bfloat16"),
+    "optimizer_state": Case(TWO, "optimizer_state"),
+    "optimizer_state-again": Case(TWO, "optimizer_state", again=True),
+    "pp-1F1B": Case((("pp", 2),), microbatches=4),
+    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", microbatches=8),
+    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", microbatches=4),
+    "pp-dp": Case((("pp", 2), ("dp", 2)), microbatches=4),
+    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
+}
+CASES = SHARDED | OTHERS
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, MemoryPlan]:
+    """The plans of all cases for all ranks, every block simulated."""
+    requests = {name: case.request(ranks="all", extrapolate=False) for name, case in CASES.items()}
+    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """What ranks have measured in a case, one after the other."""
+    known: dict[str, list[dict[str, Any]]] = {}
+    with GlooWorld(2) as two, GlooWorld(4) as four:
+        worlds = {2: two, 4: four}
+
+        def real(name: str) -> list[dict[str, Any]]:
+            if name not in known:
+                known[name] = worlds[CASES[name].world].run(measured, CASES[name])
+            return known[name]
+
+        yield real
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_that_of_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
+    plan, limit = planned[name], 0.02 if name in SHARDED else 0.04
+    assert isinstance(plan, MemoryPlan), plan
+    for rank, found in zip(plan.ranks, trained(name), strict=True):
+        assert rank.peak.total == pytest.approx(found["peak"], rel=limit), (rank.rank, rank.peak)
+        assert rank.persistent.total == pytest.approx(found["end"], rel=limit), (rank.rank, rank.persistent)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_states_are_exact(name: str, trained: Any, planned: dict[str, Any]) -> None:
+    plan = planned[name]
+    assert isinstance(plan, MemoryPlan), plan
+    for rank, formula, found in zip(plan.ranks, plan.model_states, trained(name), strict=True):
+        held = found["between"]
+        assert (formula.parameters, formula.gradients, formula.optimizer) == held
+        assert (rank.persistent.parameters, rank.persistent.gradients, rank.persistent.optimizer) == held
