@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import resource
@@ -66,6 +67,8 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # on the model's part: nobody reads them here
     logging.disable(logging.WARNING)
+    gc.disable()  # what is kept alive by cycles is looked for once, before the step
+    gc.freeze()
     report(0.05, "making the model")
     question = question_of(request)
     whole = _whole(question)

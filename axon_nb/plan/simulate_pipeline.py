@@ -110,7 +110,7 @@ def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
         with static_stages():
             driver.step(*given, target=wanted, return_outputs=False)
 
-    return Training(part, optimizer, compute, (given, wanted), warm_ups=1)
+    return Training(part, optimizer, compute, (given, wanted))
 
 
 def _driver(

@@ -54,10 +54,7 @@ def ran(question: Question, rank: int, run: Run | None = None, depth: int = 0) -
             training = _training(question, question.model(run, depth), meshes)
             log.follow(training.model)
             with explained("run", "inputs=, target= and loss= are what the model takes and gives"):
-                for _ in range(training.warm_ups):
-                    training.compute(_nothing)
-                    training.optimizer.step()
-                    training.optimizer.zero_grad()
+                training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
 
@@ -66,10 +63,6 @@ def _training(question: Question, model: nn.Module, meshes: Meshes) -> Training:
     if meshes.stages is not None:
         return pipeline_of(question, model, meshes)
     return training_of(question, cut_layers(question, model, meshes), meshes)
-
-
-def _nothing(phase: str) -> None:
-    """Phases of a step that is not logged."""
 
 
 def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> Ran:

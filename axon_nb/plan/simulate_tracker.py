@@ -41,6 +41,10 @@ class StorageLog(TorchDispatchMode):
     Nothing is drawn from values, nor kept alive: a storage is known by a weak reference.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each operation would pay for it
+
     def __init__(self) -> None:
         super().__init__()
         self.changes: list[Change] = []

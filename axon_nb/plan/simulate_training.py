@@ -69,8 +69,13 @@ class Training:
     compute: Callable[[Enter], None]
     """Forward and backward of one batch; it is given a function to say which of the two begins."""
     inputs: tuple[Any, ...]
-    warm_ups: int
-    """Steps until all is made that is made once."""
+
+    def make_states(self) -> None:
+        """Have the optimizer make its states, as its first step does: a step without them is not like the others."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def states(self) -> list[torch.Tensor]:
         """The optimizer's, but for single numbers."""
@@ -138,8 +143,7 @@ def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 
-    # DDP arranges its buckets anew after the first step.
-    return Training(model, optimizer, compute, (args, target), warm_ups=2 if whole else 1)
+    return Training(model, optimizer, compute, (args, target))
 
 
 def _in_fsdp(
