@@ -51,6 +51,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.sharded
 	$(VENV)/bin/python -m benchmarks.tensor
+	$(VENV)/bin/python -m benchmarks.planner
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py

@@ -24,7 +24,7 @@ def text(plan: MemoryPlan) -> str:
     worst = plan.worst
     rows = _rows(worst)
     lines = [_title(plan), _where(plan, worst), f"{'GiB':<24} {'persistent':>11} {'peak':>11}"]
-    lines += [f"{label:<24} {first:>11.3f} {second:>11.3f}" for label, first, second in rows]
+    lines += [f"{label:<24} {_number(first):>11} {_number(second):>11}" for label, first, second in rows]
     return "\n".join(lines + [f"- {note}" for note in plan.notes])
 
 
@@ -32,7 +32,7 @@ def html(plan: MemoryPlan) -> str:
     """The same as a table."""
     worst = plan.worst
     cells = "".join(
-        f"<tr><th style='text-align:left'>{escape(label)}</th><td>{first:.3f}</td><td>{second:.3f}</td></tr>"
+        f"<tr><th style='text-align:left'>{escape(label)}</th><td>{_number(first)}</td><td>{_number(second)}</td></tr>"
         for label, first, second in _rows(worst)
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
@@ -50,12 +50,11 @@ def figure(plan: MemoryPlan) -> Any:
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
+    held = [getattr(rank, moment).as_dict() for rank, moment in moments]
     bars = [
-        plotly.Bar(
-            name=_label(part), x=axis, y=[getattr(getattr(rank, moment), part) / GIB for rank, moment in moments]
-        )
+        plotly.Bar(name=_label(part), x=axis, y=[parts[part] / GIB for parts in held])
         for part in PARTS
-        if any(getattr(getattr(rank, moment), part) for rank, moment in moments)
+        if any(parts[part] for parts in held)
     ]
     made = plotly.Figure(bars)
     made.update_layout(barmode="stack", title=_title(plan), yaxis_title="GiB", legend_traceorder="normal")
@@ -69,6 +68,10 @@ def _rows(rank: RankMemory) -> list[tuple[str, float, float]]:
         if getattr(rank.persistent, part) or getattr(rank.peak, part)
     ]
     return [*shown, ("total", rank.persistent.total / GIB, rank.peak.total / GIB)]
+
+
+def _number(gib: float) -> str:
+    return f"{gib:.3f}" if gib >= 0.1 or not gib else f"{gib:.3g}"
 
 
 def _label(part: str) -> str:

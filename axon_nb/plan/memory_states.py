@@ -24,8 +24,8 @@ class StatesOfRanks:
 
     Args:
         request: What is asked.
-        shapes: By the place along the axis pp, shape, dtype and whether it is trained, of each parameter of a rank before
-            it is sharded over samples.
+        shapes: By the place along the axis pp: shape, dtype and whether it is trained, of each parameter of a rank
+            before it is sharded over samples.
         optimizer: Whose states.
     """
 

@@ -182,9 +182,9 @@ def _record(request: MemoryRequest, rank: int, found: _Found) -> RankMemory:
 
 
 def _notes(request: MemoryRequest) -> tuple[str, ...]:
+    samples = f"{request.batch} sample{'s' if request.batch > 1 else ''}"
     notes = [
-        f"A step of {request.batch} sample{'s' if request.batch > 1 else ''} a rank, on tensors without data; gradients "
-        "are set to None between steps.",
+        f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
         "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
     ]
     if request.device == "cuda":

@@ -1,7 +1,7 @@
-"""What is private of torch in the simulator, a group that sends nothing, fake tensors, who makes a buffer.
+"""What is private of torch in the simulator: a group that sends nothing, fake tensors, who makes a buffer.
 
-Read from the sources of torch 2.13.0, and of torch.distributed 2.11.0 and 2.12.0. `missing()` names what a torch does not have; nothing is
-simulated then, and plans by formula remain.
+Read from the sources of torch 2.13.0, and of torch.distributed 2.11.0 and 2.12.0. `missing()` names what a torch does
+not have; nothing is simulated then, and plans by formula remain.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Question:
     loss: Loss
 
     def model(self, run: Run | None = None, depth: int = 0) -> nn.Module:
-        """A new model, in its dtype, with blocks that are computed again; of `depth` equal blocks, where a run is given.
+        """A new model, in its dtype, with blocks that are computed again; of only `depth` blocks, where a run is given.
 
         Raises:
             PlanError: it cannot be made.
@@ -82,8 +82,8 @@ def question_of(request: MemoryRequest) -> Question:
         factory: Callable[[], Any] = pickle.loads(model.factory)
     elif is_dataclass(model):
         raise PlanError(
-            f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a function "
-            "without arguments that makes the model, with inputs=."
+            f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a "
+            "function without arguments that makes the model, with inputs=."
         )
     else:
         factory = model

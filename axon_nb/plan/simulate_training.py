@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -168,6 +169,8 @@ def _in_ddp(
     sharded = request.strategy == "optimizer_state"
     group: Any = mesh.get_group()
     wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=sharded)
+    # What the group without other ranks gives as the result of its all-reduce is not what DDP expects.
+    wrapped.register_comm_hook(None, noop_hook)
     parameters = list(model.parameters())
     if not sharded:
         return wrapped, kind.make(parameters, **kind.options)

@@ -95,8 +95,8 @@ def test_two_depths_give_what_all_blocks_give() -> None:
         "offload": {"offload": "params", "device": "cuda"},
     }
     requests = {}
-    for name, options in cases.items():
-        options = {"device": "cpu"} | options
+    for name, given in cases.items():
+        options = {"device": "cpu"} | given
         requests[name] = _request(deep, **options)
         requests[f"{name}, whole"] = _request(deep, extrapolate=False, **options)
     found = _plans(**requests)

@@ -54,7 +54,7 @@ def _of_7_5_billion() -> nn.Module:
     ],
 )
 def test_model_states_of_the_zero_paper(strategy: str, world: int, gigabytes: float) -> None:
-    """Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), table 1, 7.5B."""
+    """Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), table 1."""
     made = plan.memory(
         _of_7_5_billion,
         world,
