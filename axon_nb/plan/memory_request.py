@@ -67,7 +67,7 @@ class MemoryRequest:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is, by axis."""
         place = {}
-        for axis, size in reversed(self.mesh.items()):
+        for axis, size in reversed(list(self.mesh.items())):
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in self.mesh}
 

@@ -9,6 +9,7 @@ import resource
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,12 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     states = StatesOfRanks(request, whole.shapes, optimizer_of(request))
     asked = states.asked()
     classes: dict[Any, _Found] = {}
-    ranks = []
+    ranks: list[RankMemory] = []
     for rank in asked:
         alike = request.coordinates(rank).get("pp", 0), states.of(rank)
         if alike not in classes:
             share = 0.1 + 0.9 * len(ranks) / len(asked)
-            classes[alike] = _found(question, whole, states, rank, lambda text, at=share: report(at, text))
+            classes[alike] = _found(question, whole, states, rank, partial(report, share))
         ranks.append(_record(request, rank, classes[alike]))
     if request.ranks == "worst":
         ranks = [max(ranks, key=lambda item: item.peak.total)]

@@ -49,7 +49,7 @@ def converting() -> Iterator[None]:
                 made.clear()
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -140,7 +140,7 @@ def _tensors(given: Any, named: dict[str, int | None]) -> Any:
 
 def _loss_of(given: Any, has_target: bool) -> Loss:
     if given is not None:
-        return given if has_target else lambda output, _: given(output)  # type: ignore[no-any-return]
+        return given if has_target else lambda output, _: given(output)
 
     def mean(output: Any, _: Any) -> torch.Tensor:
         found = getattr(output, "loss", None)

@@ -46,7 +46,7 @@ class StorageLog(TorchDispatchMode):
         return False  # nothing is compiled here, and each operation would pay for it
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.changes: list[Change] = []
         """Since `begin`."""
         self.start: dict[int, int] = {}
@@ -117,14 +117,14 @@ class StorageLog(TorchDispatchMode):
         """From now on storages are logged."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and log the storages of what it gives."""
