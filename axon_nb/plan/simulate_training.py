@@ -142,7 +142,7 @@ def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
         with casting():
             loss = question.loss(wrapped(*args), target)
         enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     return Training(model, optimizer, compute, (args, target))
 
