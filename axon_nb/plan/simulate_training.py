@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -106,9 +105,13 @@ def cut_layers(question: Question, model: nn.Module, meshes: Meshes) -> nn.Modul
     """Leave this rank its part of the layers; changed in place."""
     if meshes.layers is not None:
         # Rank 0's values are sent to all first: here are no values, and no other ranks.
-        module = import_module("axon_nb.parallel.tensor.parallelize")
-        with mock.patch.object(module, "broadcast", lambda tensor, **_: tensor):
+        module: Any = import_module("axon_nb.parallel.tensor.parallelize")
+        sends = module.broadcast
+        module.broadcast = lambda tensor, **_: tensor
+        try:
             module.parallelize(model, question.request.tp_plan, meshes.layers)
+        finally:
+            module.broadcast = sends
     return model
 
 
