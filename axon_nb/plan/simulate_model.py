@@ -170,24 +170,38 @@ def optimizer_of(request: MemoryRequest) -> OptimizerKind:
     """The optimizer that was asked for.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: there is none of that name, it does not take these options, or its states have shapes of their own.
     """
-    options = dict(request.optimizer_options or {})
-    given = request.optimizer
+    given, options = request.optimizer, dict(request.optimizer_options or {})
     if isinstance(given, OptimizerKind):
-        return OptimizerKind(_foreach(given.make, request), {**given.options, **options})
+        given, options = given.make, {**given.options, **options}
+    kind = OptimizerKind(_foreach(_named(given), request), options)
+    try:
+        kind.bytes_per_element(torch.float32)
+    except UsageError as error:
+        raise PlanError(
+            f"optimizer={request.optimizer!r}: a plan takes those that keep states of their parameters' shapes and step "
+            "by gradients alone, such as adam, sgd or adagrad."
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"optimizer={request.optimizer!r} with {options}: {error}.") from error
+    return kind
+
+
+def _named(given: Any) -> Callable[..., Optimizer]:
     if not isinstance(given, str):
         if not callable(given):
             raise PlanError(f"optimizer={given!r}: its class, or its name in torch.optim.")
-        return OptimizerKind(_foreach(given, request), options)
-    known = {
+        made: Callable[..., Optimizer] = given
+        return made
+    known: dict[str, Callable[..., Optimizer]] = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     if given.lower() not in known:
         raise PlanError(f"optimizer={given!r}: torch.optim has {', '.join(sorted(known))}; or give its class.")
-    return OptimizerKind(_foreach(known[given.lower()], request), options)
+    return known[given.lower()]
 
 
 def _foreach(make: Callable[..., Optimizer], request: MemoryRequest) -> Callable[..., Optimizer]:
