@@ -103,12 +103,12 @@ def by_formula(request: MemoryRequest) -> MemoryPlan:
         raise PlanError("closed_form with tp or pp: which layers are cut is known once it is tried; method='simulate'.")
     import torch
 
-    from axon_nb.plan.simulate_model import optimizer_of, question_of
+    from axon_nb.plan.simulate_model import question_of, tried_optimizer
 
     with torch.device("meta"):
         model = question_of(request).model()
     shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()]
-    states = StatesOfRanks(request, {0: shapes}, optimizer_of(request))
+    states = StatesOfRanks(request, {0: shapes}, tried_optimizer(request))
     ranks = tuple(
         RankMemory(rank, request.coordinates(rank), parts, parts, host_bytes=states.host_bytes(rank))
         for rank in states.asked()

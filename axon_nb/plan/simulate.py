@@ -20,7 +20,7 @@ from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.memory_states import StatesOfRanks
 from axon_nb.plan.simulate_depth import DEPTHS, Run, extrapolated, find_run, key_of, line
 from axon_nb.plan.simulate_hooks import fake_world, fakes
-from axon_nb.plan.simulate_model import Question, explained, optimizer_of, question_of
+from axon_nb.plan.simulate_model import Question, explained, question_of, tried_optimizer
 from axon_nb.plan.simulate_modules import module_rows
 from axon_nb.plan.simulate_pipeline import stages_on
 from axon_nb.plan.simulate_replay import Moment
@@ -73,7 +73,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     report(0.05, "making the model")
     question = question_of(request)
     whole = _whole(question)
-    states = StatesOfRanks(request, whole.shapes, optimizer_of(request))
+    states = StatesOfRanks(request, whole.shapes, tried_optimizer(request))
     asked = states.asked()
     classes: dict[Any, _Found] = {}
     ranks: list[RankMemory] = []

@@ -25,7 +25,7 @@ from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.simulate_depth import Run, find_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
 
-__all__ = ["Question", "explained", "kinds_of", "optimizer_of", "question_of"]
+__all__ = ["Question", "explained", "kinds_of", "optimizer_of", "question_of", "tried_optimizer"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -170,21 +170,30 @@ def optimizer_of(request: MemoryRequest) -> OptimizerKind:
     """The optimizer that was asked for.
 
     Raises:
-        PlanError: there is none of that name, it does not take these options, or its states have shapes of their own.
+        PlanError: there is none of that name.
     """
     given, options = request.optimizer, dict(request.optimizer_options or {})
     if isinstance(given, OptimizerKind):
         given, options = given.make, {**given.options, **options}
-    kind = OptimizerKind(_foreach(_named(given), request), options)
+    return OptimizerKind(_foreach(_named(given), request), options)
+
+
+def tried_optimizer(request: MemoryRequest) -> OptimizerKind:
+    """The optimizer that was asked for, after a step on a tiny parameter.
+
+    Raises:
+        PlanError: there is none of that name, it does not take these options, or its states have shapes of their own.
+    """
+    kind = optimizer_of(request)
     try:
         kind.bytes_per_element(torch.float32)
     except UsageError as error:
         raise PlanError(
-            f"optimizer={request.optimizer!r}: a plan takes those that keep states of their parameters' shapes and step "
-            "by gradients alone, such as adam, sgd or adagrad."
+            f"optimizer={request.optimizer!r}: a plan takes those whose states have the shapes of the parameters, and "
+            "that step by gradients alone, such as adam, sgd or adagrad."
         ) from error
     except (TypeError, ValueError) as error:
-        raise PlanError(f"optimizer={request.optimizer!r} with {options}: {error}.") from error
+        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {error}.") from error
     return kind
 
 
