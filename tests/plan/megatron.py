@@ -11,6 +11,11 @@ from torch.nn import functional
 __all__ = ["Layer", "Layers"]
 
 
+def _dropout(x: torch.Tensor) -> torch.Tensor:
+    # As on GPUs, with a mask of a byte an element; on CPUs `functional.dropout` keeps one of the input's dtype.
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
 class Layer(nn.Module):
     """Attention with softmax and dropout written out, and an MLP with dropout, as in figure 2 of the paper.
 
@@ -27,15 +32,15 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, hidden) to the same shape."""
-        x = x + functional.dropout(self.out(self._attention(self.norm1(x))), 0.1)
+        x = x + _dropout(self.out(self._attention(self.norm1(x))))
         inner = functional.gelu(self.up(self.norm2(x)))
-        return x + functional.dropout(self.down(inner), 0.1)
+        return x + _dropout(self.down(inner))
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         parts = (self.query(x), self.key(x), self.value(x))
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        mixed = functional.dropout(scores.softmax(-1), 0.1) @ v
+        mixed = _dropout(scores.softmax(-1)) @ v
         return mixed.transpose(1, 2).flatten(-2)
 
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         "shape": (_request(linear, inputs=TensorSpec((1, 7))), "cannot be run.*inputs=, target= and loss="),
         "size": (_request(linear, inputs=TensorSpec(("rows", 8))), "a size 'rows'"),
         "seq": (_request(linear, inputs=TensorSpec(("seq", 8))), "asks for 'seq', which is not given"),
-        "dtype": (_request(linear, inputs=TensorSpec((1, 8), "int7")), "'int7' is no dtype"),
+        "dtype": (_request(linear, inputs=TensorSpec((1, 8), "whole")), "'whole' is no dtype"),
         "optimizer": (_request(optimizer="adamm"), "torch.optim has .*adamw"),
         "options": (_request(optimizer_options={"speed": 1}), "speed"),
         "context": (_request(seq=17), "the model's context is 16 tokens"),

@@ -18,7 +18,7 @@ from axon_nb.plan.worker import run_apart
 from tests.plan.megatron import Layers
 
 GB = 10**9
-LINEARS, SIZE = 750, (2500, 4000)
+LINEARS, SIZE = 750, (10000, 1000)
 
 
 class MixedPrecisionAdam(torch.optim.Optimizer):
