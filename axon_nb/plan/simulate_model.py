@@ -172,7 +172,8 @@ def optimizer_of(request: MemoryRequest) -> OptimizerKind:
     Raises:
         PlanError: there is none of that name.
     """
-    given, options = request.optimizer, dict(request.optimizer_options or {})
+    given: Any = request.optimizer
+    options = dict(request.optimizer_options or {})
     if isinstance(given, OptimizerKind):
         given, options = given.make, {**given.options, **options}
     return OptimizerKind(_foreach(_named(given), request), options)

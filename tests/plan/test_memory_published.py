@@ -69,7 +69,7 @@ def test_model_states_of_the_zero_paper(strategy: str, world: int, gigabytes: fl
     assert made.worst.persistent.total / GB == pytest.approx(gigabytes, rel=0.025, abs=0.005)
 
 
-SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 8
+SEQ, BATCH, HIDDEN, HEADS = 128, 64, 256, 8
 
 
 def _layers(count: int, **more: Any) -> MemoryRequest:
