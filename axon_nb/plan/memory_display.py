@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from html import escape
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.memory_record import GIB, PARTS, MemoryPlan, RankMemory
+if TYPE_CHECKING:
+    from axon_nb.plan.memory_record import MemoryPlan, RankMemory
 
 __all__ = ["figure", "html", "text"]
 
 _MOST_RANKS = 16
+_GIB = 1024**3
 _LABELS = {
     "optimizer": "optimizer states",
     "unsharded": "unsharded buffers",
@@ -52,8 +54,8 @@ def figure(plan: MemoryPlan) -> Any:
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
     held = [getattr(rank, moment).as_dict() for rank, moment in moments]
     bars = [
-        plotly.Bar(name=_label(part), x=axis, y=[parts[part] / GIB for parts in held])
-        for part in PARTS
+        plotly.Bar(name=_label(part), x=axis, y=[parts[part] / _GIB for parts in held])
+        for part in held[0]
         if any(parts[part] for parts in held)
     ]
     made = plotly.Figure(bars)
@@ -63,11 +65,11 @@ def figure(plan: MemoryPlan) -> Any:
 
 def _rows(rank: RankMemory) -> list[tuple[str, float, float]]:
     shown = [
-        (_label(part), getattr(rank.persistent, part) / GIB, getattr(rank.peak, part) / GIB)
-        for part in PARTS
-        if getattr(rank.persistent, part) or getattr(rank.peak, part)
+        (_label(part), size / _GIB, highest / _GIB)
+        for (part, size), highest in zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
+        if size or highest
     ]
-    return [*shown, ("total", rank.persistent.total / GIB, rank.peak.total / GIB)]
+    return [*shown, ("total", rank.persistent.total / _GIB, rank.peak.total / _GIB)]
 
 
 def _number(gib: float) -> str:
