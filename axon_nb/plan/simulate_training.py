@@ -51,7 +51,7 @@ class Meshes:
         if no_shard:
             axes = {"replicate": axes.get("dp", 1), "shard": 1} | {k: v for k, v in axes.items() if k != "dp"}
         elif request.strategy != "hybrid_shard":
-            axes = {"dp": 1, **axes}
+            axes.setdefault("dp", 1)  # at the end, where its place does not matter
         whole = mesh_of(axes)
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
         own = whole if tuple(axes) == data else whole[data if len(data) > 1 else data[0]]
