@@ -188,6 +188,8 @@ def _notes(request: MemoryRequest) -> tuple[str, ...]:
         f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
         "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
     ]
+    if request.size("tp") > 1:
+        notes.append("With tp the peak is too high by up to 10 %; what is held between steps is exact.")
     if request.device == "cuda":
         notes.append("Operations are those of CPUs: kernels of a GPU may need workspaces besides.")
     if request.fragmentation:

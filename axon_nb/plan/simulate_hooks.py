@@ -25,7 +25,6 @@ from axon_nb.plan.simulate_convert import converting
 __all__ = [
     "NO_VALUES",
     "ORIGINS",
-    "WAIT",
     "WHOLE_GRADIENTS",
     "fake_world",
     "fakes",
@@ -50,9 +49,6 @@ ORIGINS = {(str(path), name): role for (path, name), role in _MAKERS.items()}
 
 WHOLE_GRADIENTS = frozenset({"fsdp::chunk_cat", "aten::_chunk_cat"})
 """The operation that FSDP copies the gradients of a unit's whole parameters with: its first argument."""
-
-WAIT = "_c10d_functional::wait_tensor"
-"""What gives the result of a collective when it is there."""
 
 NO_VALUES: tuple[type[Exception], ...] = tuple(
     getattr(fake_tensor, name)

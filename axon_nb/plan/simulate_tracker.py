@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axon_nb.parallel.gathering import local_part
-from axon_nb.plan.simulate_hooks import ORIGINS, WAIT, WHOLE_GRADIENTS
+from axon_nb.plan.simulate_hooks import ORIGINS, WHOLE_GRADIENTS
 
 __all__ = ["Change", "StorageLog"]
 
@@ -130,8 +130,6 @@ class StorageLog(TorchDispatchMode):
         """Run an operation, and log the storages of what it gives."""
         if any(issubclass(kind, _WRAPPERS) for kind in types):
             return NotImplemented  # their parts come here
-        if func._schema.name == WAIT:
-            return args[0]  # as it does with data; without, torch makes a tensor of its own
         if func._schema.name in WHOLE_GRADIENTS:
             self.mark("unsharded", args[0])
         result = func(*args, **(kwargs or {}))
