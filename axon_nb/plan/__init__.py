@@ -1,4 +1,4 @@
-"""Predictions for any world, from a laptop: pipeline schedules, communication, and how long a step takes.
+"""Predictions for any world, from a laptop: memory, pipeline schedules, communication, how long a step takes.
 
 Importing this package loads no torch: each name is fetched from its module on first use.
 """
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from axon_nb.plan.communication_call import communication
     from axon_nb.plan.communication_plan import CommunicationPlan
     from axon_nb.plan.communication_recorded import recorded_communication
+    from axon_nb.plan.errors import Cancelled, PlanError, SimulatorError
     from axon_nb.plan.links import Link
     from axon_nb.plan.links_presets import PRESETS
+    from axon_nb.plan.memory_call import memory
+    from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.models import CapturedModel, TensorSpec
     from axon_nb.plan.schedule_call import schedule
     from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
     from axon_nb.plan.search_call import search
@@ -27,15 +31,25 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Calibration",
+    "Cancelled",
+    "CapturedModel",
     "CommunicationPlan",
     "Link",
+    "MemoryParts",
+    "MemoryPlan",
+    "ModuleMemory",
+    "PlanError",
+    "RankMemory",
     "Rates",
     "SchedulePlan",
     "SearchPlan",
+    "SimulatorError",
     "StageTimes",
     "StepTime",
+    "TensorSpec",
     "calibrate",
     "communication",
+    "memory",
     "recorded_communication",
     "schedule",
     "search",
@@ -48,8 +62,12 @@ _HOME = {
     "communication_call": ("communication",),
     "communication_plan": ("CommunicationPlan",),
     "communication_recorded": ("recorded_communication",),
+    "errors": ("Cancelled", "PlanError", "SimulatorError"),
     "links": ("Link",),
     "links_presets": ("PRESETS",),
+    "memory_call": ("memory",),
+    "memory_record": ("MemoryParts", "MemoryPlan", "ModuleMemory", "RankMemory"),
+    "models": ("CapturedModel", "TensorSpec"),
     "schedule_call": ("schedule",),
     "schedule_plan": ("SchedulePlan", "StageTimes"),
     "search_call": ("search",),

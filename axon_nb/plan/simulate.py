@@ -1,0 +1,197 @@
+"""A plan of memory by simulation: which ranks are run, and what they say. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import resource
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.memory_states import StatesOfRanks
+from axon_nb.plan.simulate_depth import DEPTHS, Run, extrapolated, find_run, key_of, line
+from axon_nb.plan.simulate_hooks import fake_world, fakes
+from axon_nb.plan.simulate_model import Question, explained, question_of, tried_optimizer
+from axon_nb.plan.simulate_modules import module_rows
+from axon_nb.plan.simulate_pipeline import stages_on
+from axon_nb.plan.simulate_replay import Moment
+from axon_nb.plan.simulate_step import ran
+from axon_nb.plan.simulate_training import Meshes, Shape, cut_layers, shapes_of
+
+__all__ = ["simulate"]
+
+Report = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What is known of the model before anything runs."""
+
+    name: str
+    num_parameters: int
+    shapes: dict[int, list[Shape]]
+    """By the place along pp: of a rank's parameters, its layers cut, before they are sharded over samples."""
+    run: Run | None
+    """Blocks of which most can be left out."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank holds."""
+
+    persistent: MemoryParts
+    peak: Moment
+    host_bytes: int
+    modules: tuple[ModuleMemory, ...]
+    how: str
+
+
+def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
+    """The plan of a request.
+
+    Args:
+        request: Checked.
+        report: Told the share done and what is done next.
+
+    Raises:
+        PlanError: the model cannot be made or run without data, or cannot be taken apart so.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # on the model's part: nobody reads them here
+    logging.disable(logging.WARNING)
+    gc.disable()  # what is kept alive by cycles is looked for once, before the step
+    gc.freeze()
+    report(0.05, "making the model")
+    question = question_of(request)
+    whole = _whole(question)
+    states = StatesOfRanks(request, whole.shapes, tried_optimizer(request))
+    asked = states.asked()
+    classes: dict[Any, _Found] = {}
+    ranks: list[RankMemory] = []
+    for rank in asked:
+        alike = request.coordinates(rank).get("pp", 0), states.of(rank)
+        if alike not in classes:
+            share = 0.1 + 0.9 * len(ranks) / len(asked)
+            classes[alike] = _found(question, whole, states, rank, partial(report, share))
+        ranks.append(_record(request, rank, classes[alike]))
+    if request.ranks == "worst":
+        ranks = [max(ranks, key=lambda item: item.peak.total)]
+    report(1.0, "done")
+    return MemoryPlan(
+        whole.name,
+        whole.num_parameters,
+        dict(request.mesh),
+        request.strategy,
+        request.device,
+        next(iter(classes.values())).how,
+        tuple(ranks),
+        tuple(states.on_device(item.rank) for item in ranks),
+        _notes(request),
+        simulator_bytes=_highest_resident(),
+    )
+
+
+def _whole(question: Question) -> _Whole:
+    request = question.request
+    with fake_world(0, request.world):
+        meshes = Meshes.of(request)
+        with fakes():
+            model = question.model()
+            short = request.extrapolate and meshes.stages is None
+            run = find_run(model, least=DEPTHS[1] + 1) if short else None
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            with explained("cut", "tp_plan= fits the model's layers"):
+                cut_layers(question, model, meshes)
+            if meshes.stages is None:
+                shapes = {0: shapes_of([model])}
+            else:
+                places = range(request.size("pp"))
+                shapes = {place: shapes_of(stages_on(request, model, place).values()) for place in places}
+            return _Whole(type(model).__name__, num_parameters, shapes, run)
+
+
+def _found(
+    question: Question, whole: _Whole, states: StatesOfRanks, rank: int, report: Callable[[str], None]
+) -> _Found:
+    if whole.run is not None:
+        found = _extrapolated(question, whole.run, states, rank, report)
+        if found is not None:
+            return found
+    report(f"a step of rank {rank}")
+    one = ran(question, rank)
+    peak = max(one.step.highest(key_of(None, 0)).values(), key=lambda moment: moment.parts.total)
+    rows = module_rows(one.modules, peak.activations)
+    return _Found(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
+
+
+def _extrapolated(
+    question: Question, run: Run, states: StatesOfRanks, rank: int, report: Callable[[str], None]
+) -> _Found | None:
+    """From two short versions of the model; None where they do not lie on a line with the whole."""
+    both = []
+    for depth in DEPTHS:
+        report(f"a step of rank {rank} with {depth} of {run.depth} blocks")
+        both.append(ran(question, rank, run, depth))
+    short, long = (one.step.highest(key_of(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
+    formula = states.on_device(rank)
+    # States that are dealt out whole do not grow evenly with the number of blocks; they are there all the time.
+    dealt = formula.optimizer if question.request.strategy == "optimizer_state" else None
+    peak = extrapolated(short, long, run, optimizer=dealt)
+    first, second = (one.step.between_steps().parts for one in both)
+    parts = line(first, second, run.depth, optimizer=dealt)
+    if peak is None or (parts.parameters, parts.gradients, parts.optimizer) != (
+        formula.parameters,
+        formula.gradients,
+        formula.optimizer,
+    ):
+        return None
+    step = both[1].host_bytes - both[0].host_bytes
+    host = both[0].host_bytes + step * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
+    rows = module_rows(both[1].modules, peak.activations, run, DEPTHS[1])
+    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run.depth} equal blocks, and extrapolated"
+    return _Found(parts, peak, host, rows, how)
+
+
+def _highest_resident() -> int:
+    # Not `ru_maxrss` on Linux: it begins with that of the process which has started this one.
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]) * 1024
+
+
+def _record(request: MemoryRequest, rank: int, found: _Found) -> RankMemory:
+    share = request.fragmentation
+    return RankMemory(
+        rank,
+        request.coordinates(rank),
+        found.persistent.with_allowance(share),
+        found.peak.parts.with_allowance(share),
+        found.peak.phase,
+        found.peak.module,
+        found.host_bytes,
+        found.modules,
+    )
+
+
+def _notes(request: MemoryRequest) -> tuple[str, ...]:
+    samples = f"{request.batch} sample{'s' if request.batch > 1 else ''}"
+    notes = [
+        f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
+        "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
+    ]
+    if request.size("tp") > 1:
+        notes.append("With tp the peak is too high by up to 10 %; what is held between steps is exact.")
+    if request.device == "cuda":
+        notes.append("Operations are those of CPUs: kernels of a GPU may need workspaces besides.")
+    if request.fragmentation:
+        notes.append(f"The allowance for fragmentation is {request.fragmentation:.0%} of all else: no prediction.")
+    return tuple(notes)

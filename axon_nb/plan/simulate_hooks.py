@@ -1,0 +1,136 @@
+"""What is private of torch in the simulator: a group that sends nothing, fake tensors, who makes a buffer.
+
+Read from the sources of torch 2.13.0, and of torch.distributed 2.11.0 and 2.12.0. `missing()` names what a torch does
+not have; nothing is simulated then, and plans by formula remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from axon_nb.plan.errors import PlanError
+from axon_nb.plan.simulate_convert import converting
+
+__all__ = [
+    "NO_VALUES",
+    "ORIGINS",
+    "WHOLE_GRADIENTS",
+    "fake_world",
+    "fakes",
+    "mesh_of",
+    "missing",
+    "static_stages",
+]
+
+_DISTRIBUTED = Path(torch.__file__).parent / "distributed"
+_FSDP = _DISTRIBUTED / "fsdp" / "_fully_shard"
+_MAKERS: dict[tuple[Path, str], str] = {
+    (_FSDP / "_fsdp_collectives.py", ""): "communication",
+    (_FSDP / "_fsdp_param.py", ""): "unsharded",
+    (_DISTRIBUTED / "_functional_collectives.py", ""): "communication",
+    (_DISTRIBUTED / "tensor" / "_redistribute.py", ""): "communication",
+    (_DISTRIBUTED / "tensor" / "_collective_utils.py", ""): "communication",
+    (_DISTRIBUTED / "pipelining" / "_utils.py", "_make_tensor_from_meta"): "communication",
+    (_DISTRIBUTED / "pipelining" / "stage.py", "_make_tensor_from_meta"): "communication",
+}
+ORIGINS = {(str(path), name): role for (path, name), role in _MAKERS.items()}
+"""What a storage is, by the file, and where that says too little the function, that has it made."""
+
+WHOLE_GRADIENTS = frozenset({"fsdp::chunk_cat", "aten::_chunk_cat"})
+"""The operation that FSDP copies the gradients of a unit's whole parameters with: its first argument."""
+
+NO_VALUES: tuple[type[Exception], ...] = tuple(
+    getattr(fake_tensor, name)
+    for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+    if hasattr(fake_tensor, name)
+)
+"""What fake tensors raise where a value would be needed."""
+
+_FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
+
+
+def missing() -> list[str]:
+    """Names of what this torch does not have."""
+    lost = [f"distributed/fsdp/_fully_shard/{name}.py" for name in ("_fsdp_collectives", "_fsdp_param")]
+    lost = [name for name in lost if not (_DISTRIBUTED.parent / name).exists()]
+    lost += [] if importlib.util.find_spec(_FAKE_GROUP) else [_FAKE_GROUP]
+    lost += [] if len(NO_VALUES) == 3 else ["torch._subclasses.fake_tensor exceptions"]
+    return lost + ([] if hasattr(torch.UntypedStorage, "_cdata") else ["UntypedStorage._cdata"])
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Within it this process is one rank of a world whose other ranks do not exist: collectives do nothing.
+
+    Raises:
+        PlanError: this torch has not what it takes.
+    """
+    if lost := missing():
+        raise PlanError(
+            f"the simulator needs {', '.join(lost)}, which torch {torch.__version__} does not have: "
+            "method='closed_form' works without."
+        )
+    store: Any = importlib.import_module(_FAKE_GROUP).FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(axes: dict[str, int]) -> DeviceMesh:
+    """A mesh of the world's ranks; before there are fake tensors, for it holds the numbers of ranks."""
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@contextlib.contextmanager
+def fakes() -> Iterator[FakeTensorMode]:
+    """Within it tensors have no data; meshes, whose numbers are needed, have."""
+    made = DeviceMesh.__init__
+
+    def real(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        with fake_tensor.unset_fake_temporarily():
+            made(self, *args, **kwargs)
+
+    DeviceMesh.__init__ = real  # type: ignore[method-assign]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, converting():
+            yield mode
+    finally:
+        DeviceMesh.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def static_stages() -> Iterator[None]:
+    """Within it a pipeline's stages take the shapes that they were given, and ask no other rank for them.
+
+    Up to torch 2.11 they do so of themselves.
+    """
+    from torch.distributed.pipelining import schedules
+
+    base: Any = schedules._PipelineSchedule
+    vote = getattr(base, "_warmup_p2p", None)
+    if vote is None:
+        yield
+        return
+
+    def given(self: Any, stages: list[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC  # type: ignore[attr-defined]
+
+    base._warmup_p2p = given
+    try:
+        yield
+    finally:
+        base._warmup_p2p = vote

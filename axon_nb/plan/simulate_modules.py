@@ -1,0 +1,62 @@
+"""What belongs to which module, for the whole model, from a version of it that may lack most of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from axon_nb.plan.memory_record import ModuleMemory
+from axon_nb.plan.simulate_depth import ENDS, Run
+
+__all__ = ["module_rows"]
+
+
+def module_rows(
+    states: Mapping[str, tuple[int, int, int]],
+    activations: Mapping[str, int],
+    run: Run | None = None,
+    depth: int = 0,
+) -> tuple[ModuleMemory, ...]:
+    """A row for each module that has anything.
+
+    Args:
+        states: Bytes of parameters, gradients and optimizer states by module.
+        activations: Bytes held at the peak by the module that made them.
+        run: The equal blocks of the whole model; None: all of them are in `states`.
+        depth: How many of them are.
+    """
+    rows = [
+        ModuleMemory(name, *states.get(name, (0, 0, 0)), activations.get(name, 0))
+        for name in dict.fromkeys([*states, *activations])
+    ]
+    rows = [row for row in rows if row.parameters or row.activations]
+    if run is None:
+        return tuple(rows)
+    blocks: list[list[ModuleMemory]] = [[] for _ in range(depth)]
+    before: list[ModuleMemory] = []
+    after: list[ModuleMemory] = []
+    for row in rows:
+        number = _number(row.name, run, depth)
+        if number is not None:
+            blocks[number].append(row)
+        else:
+            (after if any(blocks) else before).append(row)
+    spread = [row for number in range(run.depth) for row in _copied(blocks, run, depth, number)]
+    return (*before, *spread, *after)
+
+
+def _copied(blocks: list[list[ModuleMemory]], run: Run, depth: int, number: int) -> list[ModuleMemory]:
+    """The rows of one block of the whole: those of the first and last ones, or of the one between."""
+    from_end = run.depth - number
+    source = number if number < ENDS else depth - from_end if from_end <= ENDS else ENDS
+    old, new = run.names[source], run.names[number]
+    return [
+        ModuleMemory(new + row.name[len(old) :], row.parameters, row.gradients, row.optimizer, row.activations)
+        for row in blocks[source]
+    ]
+
+
+def _number(name: str, run: Run, depth: int) -> int | None:
+    for number, block in enumerate(run.names[:depth]):
+        if name == block or name.startswith(f"{block}."):
+            return number
+    return None

@@ -1,0 +1,188 @@
+"""A log of storages: when each is made, resized and freed, in which phase and by which module."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from axon_nb.parallel.gathering import local_part
+from axon_nb.plan.simulate_hooks import ORIGINS, WHOLE_GRADIENTS
+
+__all__ = ["Change", "StorageLog"]
+
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
+_DEEP = 60
+
+
+class Change(NamedTuple):
+    """Storage `block` has `size` bytes more, or fewer."""
+
+    block: int
+    size: int
+    phase: str
+    module: str
+
+
+class StorageLog(TorchDispatchMode):
+    """Counts each storage of fake tensors once, however many tensors share it.
+
+    Nothing is drawn from values, nor kept alive: a storage is known by a weak reference.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each operation would pay for it
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.changes: list[Change] = []
+        """Since `begin`."""
+        self.start: dict[int, int] = {}
+        """Bytes of the blocks that were there at `begin`."""
+        self.roles: dict[int, str] = {}
+        """What blocks are, as far as they were marked or their maker is known."""
+        self.makers: dict[int, tuple[str, str]] = {}
+        """Phase and module in which a block was made."""
+        self.phase = "setup"
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        self._next = 0
+        self._stack: list[str] = []
+        self._cursor = ""
+
+    @property
+    def module(self) -> str:
+        """The module that computes, as far as it is known."""
+        return self._stack[-1] if self._stack else self._cursor
+
+    def begin(self) -> None:
+        """Forget what has changed so far; what is there stays."""
+        self.changes.clear()
+        self.start = {block: size for _, block, size in self._known.values()}
+
+    def enter_phase(self, phase: str) -> None:
+        """From now on changes belong to this phase."""
+        self.phase, self._cursor = phase, ""
+        self._stack.clear()
+
+    def mark(self, role: str, tensors: Iterable[Any], *, over: bool = True) -> None:
+        """Say what the storages of these tensors are; unless `over`, only of those that nothing is known of."""
+        for tensor in tensors:
+            entry = self._known.get(local_part(tensor).untyped_storage()._cdata)
+            if entry is not None and (over or entry[1] not in self.roles):
+                self.roles[entry[1]] = role
+
+    def mark_rest(self, role: str) -> None:
+        """Say what all storages are that are there, and that nothing is known of."""
+        for _, block, _ in self._known.values():
+            self.roles.setdefault(block, role)
+
+    def follow(self, model: nn.Module) -> None:
+        """From now on changes are put down to modules of this model."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entering(name), prepend=True)
+            module.register_forward_hook(self._leaving(name), always_call=True)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._stack:
+                self._stack.pop()
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(functools.partial(self._backward_of, name))
+
+        return leave
+
+    def _backward_of(self, name: str, gradients: Any) -> None:
+        self._cursor = name
+
+    def __enter__(self) -> StorageLog:
+        """From now on storages are logged."""
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and log the storages of what it gives."""
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # their parts come here
+        if func._schema.name in WHOLE_GRADIENTS:
+            self.mark("unsharded", args[0])
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known and (size := storage.nbytes()):
+            self._add(storage, size, _origin())
+
+    def _add(self, storage: torch.UntypedStorage, size: int, role: str) -> None:
+        key, block = storage._cdata, self._next
+        self._next += 1
+        self._known[key] = weakref.ref(storage, functools.partial(self._gone, key)), block, size
+        self.makers[block] = self.phase, self.module
+        if role:
+            self.roles[block] = role
+        self._change(block, size)
+
+    def _gone(self, key: int, _: Any) -> None:
+        _, block, size = self._known.pop(key)
+        self._change(block, -size)
+
+    def _change(self, block: int, size: int) -> None:
+        self.changes.append(Change(block, size, self.phase, self.module))
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(resize)
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            entry = self._known.get(storage._cdata)
+            if entry is None:
+                # Such as FSDP's whole parameters, of which only the storage has lived on.
+                if size:
+                    self._add(storage, size, _origin())
+            else:
+                reference, block, before = entry
+                self._known[storage._cdata] = reference, block, size
+                self._change(block, size - before)
+            return result
+
+        return resized
+
+
+def _origin() -> str:
+    """What a storage is that is made now, by who makes it; empty when that says nothing."""
+    frame = sys._getframe(2)
+    for _ in range(_DEEP):
+        code = frame.f_code
+        role = ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name))
+        if role or frame.f_back is None:
+            return role or ""
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,23 @@
+"""Many plans in one process of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from axon_nb.errors import UsageError
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.simulate import simulate
+
+__all__ = ["plans"]
+
+
+def plans(requests: Mapping[str, MemoryRequest], report: Callable[[float, str], None]) -> dict[str, MemoryPlan | str]:
+    """The plan of each, or what is said against it."""
+    found: dict[str, MemoryPlan | str] = {}
+    for name, request in requests.items():
+        try:
+            found[name] = simulate(request.check(), report)
+        except UsageError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -1,0 +1,293 @@
+"""`plan.memory`: what can be asked, what is answered, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from axon_nb import plan
+from axon_nb.parallel import CPUOffload, ShardingStrategy
+from axon_nb.parallel.models import GPT, Block, GPTConfig
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.models import CapturedModel, TensorSpec
+from axon_nb.plan.simulate_hooks import missing
+from axon_nb.plan.worker import run_apart
+
+pytestmark = pytest.mark.timeout(900)
+SMALL = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
+
+
+def _plans(**requests: MemoryRequest) -> dict[str, Any]:
+    found: dict[str, Any] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    return found
+
+
+def _request(model: Any = SMALL, mesh: dict[str, int] | None = None, strategy: str = "full_shard", **more: Any) -> Any:
+    return MemoryRequest(model, mesh or {"dp": 4}, strategy, **more)
+
+
+def test_this_torch_has_the_private_hooks() -> None:
+    assert missing() == []
+
+
+def test_a_plan_says_what_each_rank_holds() -> None:
+    heard: list[tuple[float, str]] = []
+    made = plan.memory(SMALL, 4, batch=2, ranks="all", progress=lambda share, text: heard.append((share, text)))
+    assert [rank.rank for rank in made.ranks] == [0, 1, 2, 3]
+    assert [rank.coordinates for rank in made.ranks] == [{"dp": rank} for rank in range(4)]
+    assert made.num_parameters == sum(p.numel() for p in GPT(SMALL).parameters())
+    for rank, states in zip(made.ranks, made.model_states, strict=True):
+        assert rank.peak.total > rank.persistent.total > states.total > 0
+        assert rank.persistent.model_states == states.total
+        assert rank.phase in ("forward", "backward", "optimizer")
+        assert rank.persistent.fragmentation == pytest.approx(0.05 / 1.05 * rank.persistent.total, abs=2)
+    assert made.simulator_bytes > 0
+    assert made.seconds > 0
+    shares = [share for share, _ in heard]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert plan.memory(SMALL, 4, batch=2, ranks="all") is made  # from memory
+    assert made.fits(1.0)
+    assert not made.fits(1e-6)
+
+    table = made.to_frame()
+    assert len(table) == 8
+    assert list(table.columns[:3]) == ["rank", "dp", "moment"]
+    assert table["total_gib"].max() == made.peak_bytes / 1024**3
+    modules = made.to_frame(by="module")
+    assert {"embedding.token", "block1.attention.query", "head.logits"} <= set(modules["module"])
+    assert modules["parameters_gib"].sum() * 1024**3 <= made.worst.persistent.parameters
+    figure = made.figure()
+    assert {bar.name for bar in figure.data} >= {"parameters", "optimizer states", "activations"}
+    assert figure.layout.yaxis.title.text == "GiB"
+    for text in (str(made), made._repr_html_()):
+        assert "GPT" in text
+        assert "GiB" in text
+        assert "fragmentation allowance" in text
+    with pytest.raises(plan.PlanError, match="by='block': it is rank or module"):
+        made.to_frame(by="block")
+
+
+DEEP = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=8)
+DEPTH_CASES: dict[str, Any] = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "hybrid_shard": {"strategy": "hybrid_shard", "mesh": {"replicate": 2, "shard": 3}},
+    "no_shard": {"strategy": "no_shard"},
+    "mixed": {"mixed_precision": "bfloat16"},
+    "again": {"checkpointing": True, "batch": 8},
+    "foreach": {"device": "cuda"},
+    "large batch": {"batch": 64},
+    "many ranks": {"mesh": {"dp": 1024}},
+    "ddp": {"strategy": "ddp"},
+    "tp": {"mesh": {"dp": 2, "tp": 2}, "batch": 8},
+    "offload": {"offload": "params", "device": "cuda"},
+}
+QUICK = ("full_shard", "again", "foreach", "ddp")
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(name for name in DEPTH_CASES if name not in QUICK), marks=pytest.mark.slow)]
+)
+def test_two_depths_give_what_all_blocks_give(names: tuple[str, ...]) -> None:
+    cases = {name: DEPTH_CASES[name] for name in names}
+    requests = {}
+    for name, given in cases.items():
+        options = {"device": "cpu"} | given
+        requests[name] = _request(DEEP, **options)
+        requests[f"{name}, whole"] = _request(DEEP, extrapolate=False, **options)
+    found = _plans(**requests)
+    for name in cases:
+        short, whole = found[name], found[f"{name}, whole"]
+        assert isinstance(short, MemoryPlan), short
+        assert isinstance(whole, MemoryPlan), whole
+        assert "4 and 5 of 8" in short.method, name
+        assert whole.method == "simulated"
+        assert short.worst.persistent == whole.worst.persistent, name
+        assert short.worst.peak == whole.worst.peak, name
+        assert (short.worst.phase, short.worst.host_bytes) == (whole.worst.phase, whole.worst.host_bytes), name
+        assert {row.name: row for row in short.worst.modules} == {row.name: row for row in whole.worst.modules}, name
+
+
+def test_offloading_frees_the_device() -> None:
+    kinds = [(kind, strategy) for kind in CPUOffload for strategy in ("full_shard",)]
+    found = _plans(**{kind.value: _request(strategy=s, offload=kind.value, batch=2) for kind, s in kinds})
+    states = found["none"].model_states[0]
+    held = {kind: (made.worst.persistent.model_states, made.worst.host_bytes) for kind, made in found.items()}
+    assert held["none"] == (states.total, 0)
+    assert held["params"] == (states.total - states.parameters, states.parameters)
+    assert held["optimizer_states"] == (states.total - states.optimizer, states.optimizer)
+    assert held["full"][0] == 0
+    assert found["full"].peak_bytes < found["none"].peak_bytes
+
+
+def test_ways_to_ask() -> None:
+    model = partial(nn.Linear, 8, 4)
+    spec = TensorSpec(("batch", 8))
+    given = [
+        _request(model, inputs=spec),
+        _request(model, inputs=lambda: torch.ones(1, 8)),
+        _request(model, inputs=torch.ones(1, 8)),
+        _request(CapturedModel("net", cloudpickle.dumps(model)), inputs=(spec,), loss=lambda output: output.sum()),
+        _request(model, inputs=spec, target=TensorSpec(("batch", 4)), loss=nn.functional.mse_loss, optimizer="SGD"),
+        _request(SMALL, checkpointing="Block", wrap="Block", optimizer=torch.optim.AdamW),
+        _request(SMALL, checkpointing=lambda module: isinstance(module, Block), wrap=(Block,), seq=8),
+    ]
+    found = _plans(**{str(number): request for number, request in enumerate(given)})
+    assert all(isinstance(made, MemoryPlan) for made in found.values()), found
+    first = found["0"].worst.peak
+    assert found["1"].worst.peak == found["2"].worst.peak == first
+    assert found["4"].worst.persistent.optimizer == 0
+    assert found["6"].worst.peak.activations < found["5"].worst.peak.activations
+    enumerated = plan.memory(SMALL, 2, strategy=ShardingStrategy.FULL_SHARD, dtype=torch.bfloat16, method="closed_form")
+    named = plan.memory(SMALL, 2, strategy="full_shard", dtype="bfloat16", method="closed_form")
+    assert enumerated.ranks == named.ranks
+    assert named.method == "model states only"
+    with pytest.raises(plan.PlanError, match="model states only"):
+        named.fits(80)
+
+
+class Reads(nn.Module):
+    """Asks for a value in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not without data."""
+        return self.linear(x) if x.sum().item() > 0 else x
+
+
+def _broken() -> nn.Module:
+    raise KeyError("weights")
+
+
+def test_what_cannot_be_is_said_in_a_sentence() -> None:
+    linear = partial(nn.Linear, 8, 4)
+    spec = TensorSpec((1, 8))
+    cases = {
+        "values": (_request(Reads, inputs=spec), "cannot be run on tensors without data: it asks for their values"),
+        "broken": (_request(_broken, inputs=spec), "cannot be made on tensors without data.*KeyError: 'weights'"),
+        "no module": (_request(dict, inputs=spec), "made a dict: it makes a torch.nn.Module"),
+        "no inputs": (_request(linear), "what is the model called with"),
+        "shape": (_request(linear, inputs=TensorSpec((1, 7))), "cannot be run.*inputs=, target= and loss="),
+        "size": (_request(linear, inputs=TensorSpec(("rows", 8))), "a size 'rows'"),
+        "seq": (_request(linear, inputs=TensorSpec(("seq", 8))), "asks for 'seq', which is not given"),
+        "dtype": (_request(linear, inputs=TensorSpec((1, 8), "whole")), "'whole' is no dtype"),
+        "optimizer": (_request(optimizer="adamm"), "torch.optim has .*adamw"),
+        "options": (_request(optimizer_options={"speed": 1}), "speed"),
+        "context": (_request(seq=17), "the model's context is 16 tokens"),
+        "kinds": (_request(checkpointing="Blok"), "GPT has none|has none; its modules are"),
+        "no row": (_request(linear, inputs=spec, checkpointing=True), "no row of equal blocks"),
+        "tp": (_request(mesh={"dp": 1, "tp": 2}, tp_plan={"nothing*": "column"}), "matches no module"),
+        "loss": (_request(lambda: nn.LSTM(8, 8), inputs=TensorSpec((1, 8))), "gives a tuple: give loss="),
+    }
+    found = _plans(**{name: request for name, (request, _) in cases.items()})
+    for name, (_, text) in cases.items():
+        assert isinstance(found[name], str), (name, found[name])
+        with pytest.raises(AssertionError, match=text):
+            raise AssertionError(found[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "how many ranks"),
+        ({"world": 0}, "world=0: there is at least 1 rank"),
+        ({"world": 8, "mesh": {"dp": 2, "tp": 3}}, "dp=2 x tp=3 makes 6 ranks, and world=8"),
+        ({"mesh": {"dp": 2, "cp": 3}}, "axis 'cp': a mesh has"),
+        ({"mesh": {"dp": 0}}, "dp=0: an axis has at least 1 rank"),
+        ({"world": 8, "strategy": "zero3"}, "strategy='zero3': it is one of full_shard"),
+        ({"world": 8, "strategy": "hybrid_shard"}, "hybrid_shard needs to know a node's ranks"),
+        ({"mesh": {"replicate": 2, "shard": 2}}, "its axis is dp"),
+        ({"world": 2, "dtype": "int8"}, "dtype='int8': it is one of float32"),
+        ({"world": 2, "offload": "disk"}, "offload='disk': it is one of none"),
+        ({"world": 2, "offload": "full", "strategy": "ddp"}, "full_shard can keep them on the host"),
+        ({"world": 2, "batch": 0}, "batch=0: it is 1 or more"),
+        ({"world": 2, "ranks": [2]}, "rank 2: there are 2 ranks, 0 to 1"),
+        ({"world": 2, "ranks": "most"}, "ranks='most': it is one of worst, all"),
+        ({"world": 2, "method": "guess"}, "method='guess': it is one of simulate, closed_form"),
+        ({"world": 2, "fragmentation": 5}, "a share of the peak"),
+        ({"world": 2, "device": "tpu"}, "device='tpu': it is one of cpu, cuda"),
+        ({"world": 2, "microbatches": 4}, "microbatches=4 without pp"),
+        ({"mesh": {"dp": 1, "tp": 2}, "method": "closed_form"}, "closed_form with tp or pp"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(plan.PlanError, match=text):
+        plan.memory(SMALL, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (nn.Linear(2, 2), "a Linear that is made already"),
+        ("net", "a name is not known here"),
+        (7, "model=7: give a function without arguments"),
+    ],
+)
+def test_a_model_is_given_by_what_makes_it(model: Any, text: str) -> None:
+    with pytest.raises(plan.PlanError, match=text):
+        plan.memory(model, 2)
+
+
+def test_what_cannot_be_sent_is_said() -> None:
+    lock = threading.Lock()
+
+    def made() -> nn.Module:
+        with lock:
+            return nn.Linear(2, 2)
+
+    with pytest.raises(plan.PlanError, match="cannot be sent to another process"):
+        plan.memory(made, 2, inputs=TensorSpec((1, 2)))
+
+
+def _kills_itself() -> nn.Module:
+    sys.stderr.write("a last word\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return nn.Linear(2, 2)
+
+
+def _exits() -> nn.Module:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(_kills_itself, "was ended by SIGKILL(?s:.*)a last word"), (_exits, "ended by itself, with exit code 3")],
+)
+def test_a_crash_of_the_simulator_is_told(model: Any, text: str) -> None:
+    with pytest.raises(plan.SimulatorError, match=text):
+        plan.memory(model, 2, inputs=TensorSpec((1, 2)))
+
+
+def test_a_plan_can_be_called_off() -> None:
+    cancel = threading.Event()
+    with pytest.raises(plan.Cancelled):
+        plan.memory(SMALL, 8, progress=lambda *_: cancel.set(), cancel=cancel, refresh=True)
+
+
+def test_an_interrupt_ends_the_simulator() -> None:
+    def interrupted(share: float, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plan.memory(SMALL, 8, progress=interrupted, refresh=True)
+
+
+def test_the_package_loads_no_torch() -> None:
+    code = "import sys, axon_nb.plan; assert not {'torch', 'pandas', 'plotly'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,100 @@
+"""Plans against what papers say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from axon_nb import plan
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.models import TensorSpec
+from axon_nb.plan.worker import run_apart
+from tests.plan.megatron import Layers
+
+GB = 10**9
+LINEARS, SIZE = 750, (10000, 1000)
+
+
+class MixedPrecisionAdam(torch.optim.Optimizer):
+    """Keeps what the ZeRO paper counts: parameters, momentum and variance in float32, 12 bytes an element."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        """Make the states."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for name in ("master", "momentum", "variance"):
+                    self.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def _of_7_5_billion() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(SIZE[1], SIZE[0], bias=False) for _ in range(LINEARS)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "gigabytes"),
+    [
+        ("ddp", 64, 120.0),
+        ("optimizer_state", 4, 52.5),
+        ("optimizer_state", 16, 35.6),
+        ("optimizer_state", 64, 31.4),
+        ("full_shard", 4, 30.0),
+        ("full_shard", 16, 7.5),
+        ("full_shard", 64, 1.88),
+        ("full_shard", 256, 0.47),
+        ("full_shard", 1024, 0.12),
+    ],
+)
+def test_model_states_of_the_zero_paper(strategy: str, world: int, gigabytes: float) -> None:
+    """Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), table 1."""
+    made = plan.memory(
+        _of_7_5_billion,
+        world,
+        strategy=strategy,
+        inputs=TensorSpec((1, SIZE[1])),
+        optimizer=MixedPrecisionAdam,
+        dtype="bfloat16",
+        method="closed_form",
+    )
+    assert made.num_parameters == 7.5 * GB
+    # 750 layers are dealt out over 64 ranks as 12 to the fullest ones, and padded to whole rows.
+    assert made.worst.persistent.total / GB == pytest.approx(gigabytes, rel=0.025, abs=0.005)
+
+
+SEQ, BATCH, HIDDEN, HEADS = 128, 64, 256, 8
+
+
+def _layers(count: int, **more: Any) -> MemoryRequest:
+    return MemoryRequest(
+        partial(Layers, HIDDEN, HEADS, count),
+        {"dp": 1},
+        "ddp",
+        inputs=TensorSpec((BATCH, SEQ, HIDDEN), "bfloat16"),
+        dtype="bfloat16",
+        optimizer="SGD",
+        device="cpu",
+        extrapolate=False,
+        **more,
+    )
+
+
+def test_activations_of_the_megatron_paper() -> None:
+    """Korthikanti et al. (2022), equation 1 and section 5: bytes a layer without and with full recomputation."""
+    requests = {
+        f"{count}-{again}": _layers(count, checkpointing=again or None) for count in (6, 7) for again in ("", "Layer")
+    }
+    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    activations = {name: made.worst.peak.activations for name, made in found.items()}
+    sbh = SEQ * BATCH * HIDDEN
+    whole = activations["7-"] - activations["6-"]
+    # Beside it the statistics of two norms, 4 bytes for each position, are kept; the paper leaves them out.
+    assert whole == pytest.approx(sbh * (34 + 5 * HEADS * SEQ / HIDDEN), rel=0.01)
+    assert activations["7-Layer"] - activations["6-Layer"] == pytest.approx(2 * sbh, rel=0.01)

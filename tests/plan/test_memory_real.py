@@ -1,0 +1,110 @@
+"""Plans against real runs: ranks that train on Gloo, and what their allocators say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.worker import run_apart
+from tests.comm.gloo import GlooWorld
+from tests.plan.training import Case, measured
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
+SHARDED = {
+    **{f"{s}-{dtype or 'float32'}": Case(TWO, s, dtype=dtype) for s in STRATEGIES for dtype in (None, "bfloat16")},
+    **{f"{s}-mixed": Case(TWO, s, mixed="bfloat16") for s in STRATEGIES},
+    "hybrid_shard": Case(HYBRID, "hybrid_shard"),
+    "hybrid_shard-mixed": Case(HYBRID, "hybrid_shard", mixed="bfloat16"),
+    "full_shard-4": Case((("dp", 4),)),
+    "full_shard-SGD": Case(TWO, optimizer="SGD"),
+    "tp": Case((("dp", 2), ("tp", 2))),
+}
+OTHERS = {
+    "full_shard-again": Case(TWO, again=True),
+    "shard_grad_op-again": Case(TWO, "shard_grad_op", again=True),
+    "ddp": Case(TWO, "ddp"),
+    "ddp-again": Case(TWO, "ddp", again=True),
+    "ddp-autocast": Case(TWO, "ddp", mixed="bfloat16"),
+    "optimizer_state": Case(TWO, "optimizer_state"),
+    "optimizer_state-again": Case(TWO, "optimizer_state", again=True),
+    "pp-1F1B": Case((("pp", 2),), microbatches=4),
+    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", microbatches=8),
+    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", microbatches=4),
+    "pp-dp": Case((("pp", 2), ("dp", 2)), microbatches=4),
+    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
+}
+CASES = SHARDED | OTHERS
+ALL_RANKS = {"full_shard-4", "optimizer_state", "pp-1F1B", "pp-GPipe", "pp-Interleaved1F1B", "pp-dp"}
+"""Of the others rank 0 is planned."""
+QUICK = {
+    "full_shard-float32",
+    "full_shard-mixed",
+    "shard_grad_op-bfloat16",
+    "no_shard-float32",
+    "hybrid_shard-mixed",
+    "full_shard-4",
+    "tp",
+    "full_shard-again",
+    "ddp",
+    "ddp-autocast",
+    "optimizer_state",
+    "pp-1F1B",
+    "pp-dp",
+}
+LIMITS = {"pp-dp": 0.05, "pp-dp-mixed": 0.05, "tp": 0.11}
+"""Shares that a peak may be off by, where that is more: sharded stages 4.1 % too low, cut layers 9.9 % too high."""
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def planned(request: pytest.FixtureRequest) -> dict[str, MemoryPlan]:
+    """The plans of the cases that this run has, every block simulated."""
+    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    requests = {
+        name: case.request(ranks="all" if name in ALL_RANKS else (0,), extrapolate=False)
+        for name, case in CASES.items()
+        if name in wanted
+    }
+    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """What ranks have measured in a case, one after the other."""
+    known: dict[str, list[dict[str, Any]]] = {}
+    with GlooWorld(2) as two, GlooWorld(4) as four:
+        worlds = {2: two, 4: four}
+
+        def real(name: str) -> list[dict[str, Any]]:
+            if name not in known:
+                known[name] = worlds[CASES[name].world].run(measured, CASES[name])
+            return known[name]
+
+        yield real
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_is_that_of_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
+    plan, limit = planned[name], LIMITS.get(name, 0.02 if name in SHARDED else 0.04)
+    assert isinstance(plan, MemoryPlan), plan
+    for rank in plan.ranks:
+        found = trained(name)[rank.rank]
+        assert rank.peak.total == pytest.approx(found["peak"], rel=limit), (rank.rank, rank.peak)
+        assert rank.persistent.total == pytest.approx(found["end"], rel=limit), (rank.rank, rank.persistent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_states_are_exact(name: str, trained: Any, planned: dict[str, Any]) -> None:
+    plan = planned[name]
+    assert isinstance(plan, MemoryPlan), plan
+    for rank, formula in zip(plan.ranks, plan.model_states, strict=True):
+        held = trained(name)[rank.rank]["between"]
+        assert (formula.parameters, formula.gradients, formula.optimizer) == held
+        assert (rank.persistent.parameters, rank.persistent.gradients, rank.persistent.optimizer) == held
