@@ -210,7 +210,7 @@ pd.DataFrame(rows).style.format({"bubble, measured": "{:.1%}", "bubble, ideal": 
 import plotly.io as pio
 from plotly.subplots import make_subplots
 
-pio.renderers.default = "plotly_mimetype+notebook_connected"  # in notebooks, and in pages made from them
+pio.renderers.default = "plotly_mimetype+notebook"  # in notebooks, and in pages made from them, without a network
 COLORS = {"F": "#4c78a8", "B": "#e45756", "I": "#f58518", "W": "#54a24b"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
