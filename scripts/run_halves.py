@@ -7,16 +7,16 @@ import subprocess
 import sys
 import tempfile
 
-KERNEL = ("tests/kernel", "tests/fuzz")
+FIRST = ("tests/kernel", "tests/fuzz", "tests/plan")
 
 
 def main(options: list[str]) -> int:
     """Show the one half as it goes and the other when it is through; the worse exit status of both."""
     pytest = [sys.executable, "-m", "pytest", *options]
-    rest = [f"--ignore={folder}" for folder in KERNEL]
+    rest = [f"--ignore={folder}" for folder in FIRST]
     with tempfile.TemporaryFile("w+") as log:
         halves = [
-            subprocess.Popen([*pytest, *KERNEL, "-p", "no:cacheprovider"], stdout=log, stderr=subprocess.STDOUT),
+            subprocess.Popen([*pytest, *FIRST, "-p", "no:cacheprovider"], stdout=log, stderr=subprocess.STDOUT),
             subprocess.Popen([*pytest, *rest]),
         ]
         try:

@@ -15,7 +15,7 @@ _ABORT_AFTER_S = 0.3
 """When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
 _DEAD_AFTER_S = 0.05
 """When a rank has died: nobody can go on for long, and its last words may still come."""
-_ASK_EVERY_S = 0.03
+_ASK_EVERY_S = 0.015
 _ANSWER_S = 2.0
 """An abort that has not been answered after this long will not be: the rank is dead."""
 _REPEAT_S = 0.25

@@ -111,10 +111,15 @@ def test_an_error_in_a_forward_stays_the_users_own(ready: Kernel) -> None:
 def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
     ready.ok("%timeline")
     ready.ok(PIPELINE)
-    text = ready.ok("print(axon_nb.show.timeline())").stdout
-    assert "pipeline of ranks 0-3, 4 stages, 8 microbatches: the last step took" in text
-    assert "ideal: " in text
-    assert "27%" in text  # (P - 1) / (M + P - 1) = 3 / 11
+    wanted = "pipeline of ranks 0-3, 4 stages, 8 microbatches: the last step took"
+    # Ranks that do not answer in time are left out, and asked again.
+    text = ready.ok(
+        f"import time\nt_text, t_end = '', time.monotonic() + 20\nwhile {wanted!r} not in t_text and "
+        "time.monotonic() < t_end:\n    t_text = repr(axon_nb.show.timeline())\nprint(t_text)"
+    ).stdout
+    sentence = next((line for line in text.splitlines() if wanted in line), "")
+    assert "ideal: " in sentence, text
+    assert "27%" in sentence, text  # (P - 1) / (M + P - 1) = 3 / 11
     found = counts(ready, " & (t_frame.stage >= 0)")
     assert (found["forward"], found["backward"]) == (24, 24)
     assert found["wait"] > 0
