@@ -37,6 +37,7 @@ print(len(torch_modules._global_forward_pre_hooks), hasattr(torch.autograd.backw
 
 @pytest.fixture(scope="module")
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok("%distributed restart")  # spans of other tests' pipelines are gone
     shared_kernel.ok(TRAIN)
     shared_kernel.ok("import axon_nb, json")
     yield shared_kernel

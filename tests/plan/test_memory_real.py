@@ -13,6 +13,9 @@ from axon_nb.plan.worker import run_apart
 from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
 
+# Gloo's threads free buffers when they come to it: on a busy machine a measured peak may be some MB too high.
+pytestmark = pytest.mark.slow
+
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
 SHARDED = {
