@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ def _seconds(text: str) -> float:
     return value
 
 
+@functools.cache
 def cell_parser(name: str) -> LineParser:
     """The options of `%%distributed` or `%%rank`."""
     parser = LineParser(f"%%{name}", "Run the cell on the ranks.")

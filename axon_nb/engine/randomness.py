@@ -52,16 +52,17 @@ class Draws:
             return None
         dropout = next((name for name, model in copies.items() if _drops(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles(value)), "")
-        return {"states": [self._before, after], "dropout": dropout, "loader": loader} if dropout or loader else None
+        states = [hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after)]
+        return {"states": states, "dropout": dropout, "loader": loader} if dropout or loader else None
 
-    def _state(self) -> str:
+    def _state(self) -> bytes:
         try:
             states = [torch.get_rng_state()]
             if self._device.type == "cuda" and torch.cuda.is_initialized():
                 states.append(torch.cuda.get_rng_state(self._device))
-            return hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).hexdigest()
+            return b"".join(state.numpy().tobytes() for state in states)
         except Exception:  # a mode of torch that is on between cells, such as one of fake tensors
-            return ""
+            return b""
 
 
 def _is_copy(model: nn.Module) -> bool:
