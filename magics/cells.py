@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
