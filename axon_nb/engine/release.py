@@ -26,7 +26,8 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
     """Drop what `shell` and `sys` hold of the last error; what the user's own names hold of it stays.
 
     Frames that refer to their own error, as after ``except E as e: errors.append(e)``, go with the next collection of
-    garbage, which is made here when memory ran out.
+    garbage. When memory ran out they are emptied here: a thread that samples stacks may hold one for a moment, and the
+    collection made then would pass it by.
 
     Args:
         shell: The rank's IPython shell.
@@ -50,6 +51,8 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
         post_mortem.keep(error)
     if from_outside and error is not None:
         threading.Thread(target=_clear_all, args=(error,), name="axon_nb-release", daemon=True).start()
+    if short:
+        _clear_all(error)
     del error
     if short:
         gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 from tests.cluster.script import run_script
 from tests.kernel.processes import until
 
@@ -72,9 +74,7 @@ print(client.ids, client[0].apply_sync(lambda: "alive"))
 
 
 def test_engines_of_another_program_are_no_cluster_to_attach_to() -> None:
-    done = run_script(
-        START
-        + """
+    code = """
 import axon_nb
 from axon_nb.cluster import kept
 for name in (None, kept.running()[0].name):
@@ -84,10 +84,10 @@ for name in (None, kept.running()[0].name):
         print(error)
 print(client[:].apply_sync(lambda: "alive"))
 """
-        + STOP
-    )
-    first, second, last = done.out.splitlines()
-    assert first.startswith("No cluster waits for a notebook"), done.err
-    assert "engines that a program started with ipyparallel.Cluster(engines='axon')" in second
-    assert last == "['alive', 'alive']"
-    assert until(lambda: not done.left(), timeout=10), done.left()
+    with tempfile.TemporaryDirectory(prefix="axt-") as alone:  # other tests' clusters live on beside this one
+        done = run_script(START + code + STOP, AXON_NB_RUNTIME_DIR=alone)
+        first, second, last = done.out.splitlines()
+        assert first.startswith("No cluster waits for a notebook"), done.err
+        assert "engines that a program started with ipyparallel.Cluster(engines='axon')" in second
+        assert last == "['alive', 'alive']"
+        assert until(lambda: not done.left(), timeout=10), done.left()
