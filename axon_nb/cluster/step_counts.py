@@ -17,12 +17,20 @@ def steps_apart(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]
     communication in it, or more than one step between them.
 
     Args:
-        reports: By rank what each says of its optimizers, which are numbered in the order of their first steps.
+        reports: By rank what each says of its optimizers, which are numbered in the order of their first steps; those
+            that have made none (-1) are found by their variable's name.
     """
-    by_number = {rank: {one["number"]: one for one in report} for rank, report in reports.items()}
-    shared = set.intersection(*(set(report) for report in by_number.values())) if by_number else set()
-    told = [_tell({rank: report[number] for rank, report in by_number.items()}) for number in sorted(shared)]
+    numbers = sorted({one["number"] for report in reports.values() for one in report} - {-1})
+    told = [_tell(found) for number in numbers if len(found := _everywhere(number, reports)) == len(reports)]
     return [line for line in told if line]
+
+
+def _everywhere(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
+    found = {rank: one for rank, report in reports.items() for one in report if one["number"] == number}
+    names = {one["name"] for one in found.values()}
+    for rank in reports.keys() - found.keys():
+        found |= {rank: one for one in reports[rank] if one["number"] == -1 and one["name"] in names}
+    return dict(sorted(found.items()))
 
 
 def _tell(optimizers: Mapping[int, Mapping[str, Any]]) -> str:

@@ -83,34 +83,41 @@ class OptimizerSteps:
             self._numbers[optimizer] = next(self._next)
 
     def report(self) -> list[dict[str, Any]]:
-        """Of each optimizer that has stepped and lives.
+        """Of each optimizer that has stepped and lives, and of those with a name that have not stepped yet.
 
         Returns:
-            `number` in the order of their first steps, `name` of its variable, `before` (steps when the last cell
-            began), `steps`, `shapes` (a digest, equal where the same model is trained), `apart` (why it is no copy of
-            other ranks' one; empty: it may be), and `communicated` (whether the cell has).
+            `number` in the order of their first steps (-1: none yet), `name` of its variable, `before` (steps when the
+            last cell began), `steps`, `shapes` (a digest, equal where the same model is trained), `apart` (why it is no
+            copy of other ranks' one; empty: it may be), and `communicated` (whether the cell has).
         """
-        if not self._steps:
+        names = _named_optimizers()
+        optimizers = {id(one): one for one in (*self._steps, *(named for named, _ in names.values()))}
+        if not optimizers:
             return []
         communicated, in_wrappers = activity.started() > self._calls, apart_in_wrappers()
-        names = {id(value): name for name, value in list(current().kernel.shell.user_ns.items()) if name[:1] != "_"}
         return [
             {
                 "number": self._numbers.get(optimizer, -1),
-                "name": names.get(id(optimizer), ""),
+                "name": names[key][1] if key in names else "",
                 "before": self._before.get(optimizer, 0),
-                "steps": steps,
+                "steps": self.of(optimizer),
                 "shapes": _digest(_parameters(optimizer)),
                 "apart": why_apart(_parameters(optimizer), in_wrappers),
                 "communicated": communicated,
             }
-            for optimizer, steps in list(self._steps.items())
+            for key, optimizer in optimizers.items()
         ]
 
 
 def recover(epoch: int) -> dict[str, Any]:
     """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's ``steps`` besides."""
     return {**recovery.recover(epoch), "steps": current().extras["steps"].report()}
+
+
+def _named_optimizers() -> dict[int, tuple[Optimizer, str]]:
+    # By their type: `isinstance` asks a lazy object for its class, which is the user's code.
+    values = list(current().kernel.shell.user_ns.items())
+    return {id(v): (v, name) for name, v in values if name[:1] != "_" and issubclass(type(v), Optimizer)}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

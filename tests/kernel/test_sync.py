@@ -110,6 +110,19 @@ def test_ranks_a_step_apart_are_told_and_sync_brings_them_together(trained: Kern
     assert "at step" not in reply.stdout
 
 
+def test_a_first_step_that_one_rank_has_not_made_is_told(trained: Kernel) -> None:
+    trained.ok("%distributed sync")
+    reply = trained.run(
+        "%%distributed\nyoung = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "model(torch.ones(4, 8)).sum().backward()\nif rank == 1: 1 / 0\nyoung.step()\ndist.barrier()"
+    )
+    assert "ZeroDivisionError" in reply.traceback
+    (line,) = [line for line in reply.lines() if "at step" in line]
+    assert line.startswith("Rank 0 is at step 1 of `young`, rank 1 at 0: `%distributed sync`")
+    trained.ok("%distributed sync")
+    assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
+
+
 def test_one_rank_that_trains_alone_is_no_news(trained: Kernel) -> None:
     reply = trained.run(
         "%%distributed\nown = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)\n"

@@ -52,6 +52,14 @@ def test_ranks_that_may_differ_are_not(other: dict[str, Any]) -> None:
     assert steps_apart({0: [optimizer(12)], 1: [optimizer(**other)]}) == []
 
 
+def test_a_first_step_is_compared_with_the_variable_of_that_name() -> None:
+    first, none = optimizer(1, before=0), optimizer(0, before=0, number=-1)
+    (line,) = steps_apart({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
+    assert line.startswith("Rank 1 is at step 1 of `adam`, rank 0 at 0")
+    assert steps_apart({0: [{**none, "name": "other"}], 1: [first]}) == []
+    assert steps_apart({0: [none], 1: [none]}) == []
+
+
 def test_a_rank_that_trains_alone_is_not_told() -> None:
     assert steps_apart({0: [optimizer(12)], 1: []}) == []
 
