@@ -79,6 +79,7 @@ class CellRunner:
         finally:
             membership.leave()
             self._interrupts.end_cell()
+            session.extras["steps"].end_cell()
             end = time.monotonic_ns()
             session.cell = None
             native_output.drain(wait=True)

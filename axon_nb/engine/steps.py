@@ -36,6 +36,7 @@ class OptimizerSteps:
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
         self._calls = 0
+        self._communicated = False
 
     def install(self) -> None:
         """Look after all steps from now on."""
@@ -47,6 +48,10 @@ class OptimizerSteps:
         self._held_since = None
         self._before = weakref.WeakKeyDictionary(self._steps)
         self._calls = activity.started()
+
+    def end_cell(self) -> None:
+        """The cell is over: whether it has communicated is known, and forming groups anew does not count."""
+        self._communicated = activity.started() > self._calls
 
     def holds(self, frame: FrameType | None) -> bool:
         """From the handler of an interrupt that has landed on `frame`: whether it is held, and raised after the step.
@@ -94,7 +99,7 @@ class OptimizerSteps:
         optimizers = {id(one): one for one in (*self._steps, *(named for named, _ in names.values()))}
         if not optimizers:
             return []
-        communicated, in_wrappers = activity.started() > self._calls, apart_in_wrappers()
+        in_wrappers = apart_in_wrappers()
         return [
             {
                 "number": self._numbers.get(optimizer, -1),
@@ -103,7 +108,7 @@ class OptimizerSteps:
                 "steps": self.of(optimizer),
                 "shapes": _digest(_parameters(optimizer)),
                 "apart": why_apart(_parameters(optimizer), in_wrappers),
-                "communicated": communicated,
+                "communicated": self._communicated,
             }
             for key, optimizer in optimizers.items()
         ]
