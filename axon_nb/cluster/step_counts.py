@@ -29,7 +29,7 @@ def _everywhere(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]])
     found = {rank: one for rank, report in reports.items() for one in report if one["number"] == number}
     names = {one["name"] for one in found.values()}
     for rank in reports.keys() - found.keys():
-        found |= {rank: one for one in reports[rank] if one["number"] == -1 and one["name"] in names}
+        found.update((rank, one) for one in reports[rank] if one["number"] == -1 and one["name"] in names)
     return dict(sorted(found.items()))
 
 

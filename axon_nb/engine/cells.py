@@ -87,11 +87,8 @@ class CellRunner:
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
-        token = facts.get("token")
-        if has_value and token is not None:
-            self._values[token] = value
-            while len(self._values) > _MAX_VALUES:
-                self._values.pop(next(iter(self._values)))
+        if has_value and facts.get("token") is not None:
+            self._keep_value(facts["token"], value)
         ended_in = take_place()
         told: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
@@ -120,6 +117,11 @@ class CellRunner:
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
         membership.enter(ranks if facts.get("alone") else None)
         return None
+
+    def _keep_value(self, token: str, value: Any) -> None:
+        self._values[token] = value
+        while len(self._values) > _MAX_VALUES:
+            self._values.pop(next(iter(self._values)))
 
     def take_value(self, token: str) -> Any:
         """The value of the last expression of the cell with this token, once."""
