@@ -48,7 +48,7 @@ class Row:
         peer = "" if self.peer_value is None else f"{self.peer} {self.peer_value:.3g} {self.unit}"
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
         target = (
-            "" if self.limit is None else f"<= {self.limit:g}" + ("" if self.ratio is not None else f" {self.unit}")
+            "" if self.limit is None else f"<= {self.limit:.3g}" + ("" if self.ratio is not None else f" {self.unit}")
         )
         return [
             self.measure,

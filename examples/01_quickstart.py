@@ -96,6 +96,7 @@ model = nn.Sequential(
     nn.Linear(64, 10),
 ).to(device)
 ddp = DistributedDataParallel(model)
+torch.manual_seed(rank)  # the same weights everywhere, and from here dropout masks of its own on each rank
 
 data = TensorDataset(torch.tensor(train_x), torch.tensor(train_y))
 sampler = DistributedSampler(data)
