@@ -14,7 +14,7 @@ from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
 
 # Gloo's threads free buffers when they come to it: on a busy machine a measured peak may be some MB too high.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
@@ -62,7 +62,6 @@ QUICK = {
 LIMITS = {"pp-dp": 0.05, "pp-dp-mixed": 0.05, "tp": 0.11}
 """Shares that a peak may be off by, where that is more: sharded stages 4.1 % too low, cut layers 9.9 % too high."""
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
