@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import linecache
 import signal
 import sys
 import threading
@@ -23,7 +24,8 @@ from axon_nb.engine.interrupts import user_frame
 __all__ = ["StopButton", "install", "missing", "uninstall"]
 
 _NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
-_STOP = compile("raise KeyboardInterrupt", "<stop button>", "exec")
+_STOP_LINE = "raise KeyboardInterrupt  # the stop button was pressed before the cell's first line"
+_STOP = compile(_STOP_LINE, "<stop button>", "exec")
 _ON_ITS_WAY_S = 2.0
 """A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time."""
 _INSIST_S = 1.0
@@ -55,6 +57,7 @@ class StopButton:
 
     def install(self) -> None:
         """Take over; call it on the main thread."""
+        linecache.cache["<stop button>"] = (len(_STOP_LINE), None, [_STOP_LINE], "<stop button>")  # for tracebacks
         self._kernel.pre_handler_hook = self._before
         self._kernel.post_handler_hook = self._after
         self._kernel._cancel_on_sigint = self._cancel

@@ -172,7 +172,7 @@ class Fuzz:
             kernel.interrupt()
             reply = kernel.collect(request, timeout=_PATIENCE_S)
         ended = time.time()
-        if len(fault.interrupts) > 1:  # when the last came after the end of the cell, it is the next one's
+        if fault.interrupts:  # when the last came after the end of the cell, it is the next one's
             kernel.run("%%distributed\npass", timeout=_PATIENCE_S)
         at = float(self._clock.read_text()) if self._clock.exists() and not fault.interrupts else began
         outcome.control_s = ended - at
