@@ -61,6 +61,7 @@ class Channel:
         self._last_joined = -1
         self._for_others: list[Handle] = []
         self._numbers: Counter[str] = Counter()
+        self._meetings = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -76,7 +77,12 @@ class Channel:
         """The name of a call that has been given none: ranks number such calls alike."""
         number = self._numbers[kind]
         self._numbers[kind] += 1
-        return f"noname.{number}"
+        return f"noname.{self._meetings}.{number}"
+
+    def _meet(self) -> None:
+        # All ranks are here, and may have made different numbers of calls: from now on they number them alike again.
+        self._meetings += 1
+        self._numbers.clear()
 
     def call(self, operation: Operation) -> None:
         """Tell the others that this rank calls `operation`.
@@ -182,6 +188,7 @@ class Channel:
             self._begin(self._own.pop(key, None), self._called.pop(key))
         if len(self._joined) == self._size:
             self._last_joined, self._joined = self.ranks[self._joined[-1]], []
+            self._meet()
         elif not complete and all(row[0] in (_WAITS, _JOINED) for row in rows):
             self._give_up()
 
@@ -224,3 +231,4 @@ class Channel:
             operation.error = HorovodInternalError(problem)
             self._taken.pop(operation.key, None)
         self._own, self._called = {}, {}
+        self._meet()
