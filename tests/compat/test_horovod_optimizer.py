@@ -73,7 +73,7 @@ def test_state_schedulers_closures_and_wrapping_twice(world: Any) -> None:
         closure()
         optimizer.step()
         bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer.add_param_group({"params": [bias]})
+        optimizer.add_param_group({"params": [bias], "lr": 0.05})
         optimizer.zero_grad()
         ((loss_of(model(x), y) + bias) * (world.rank() + 1)).sum().backward()
         optimizer.step()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from axon_nb.compat.horovod.gathering import allgather
 from axon_nb.compat.horovod.handles import synchronize
@@ -66,21 +65,30 @@ def broadcast_optimizer_state(
         model: Not needed; Horovod's parameter.
         process_set: The ranks that take part.
     """
-    leaves, structure = tree_flatten(optimizer.state_dict())
+    tensors: list[torch.Tensor] = []
+
+    def outlined(tensor: torch.Tensor) -> _Outline:
+        tensors.append(tensor)
+        return _Outline(tensor)
+
+    def filled(outline: _Outline) -> torch.Tensor:
+        tensors.append(outline.empty())
+        return tensors[-1]
+
     if current().rank == root_rank:
-        outline = [_Outline(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        broadcast_object((structure, outline), root_rank, "optimizer.outline", process_set)
+        outline = _with_each(optimizer.state_dict(), torch.Tensor, outlined)
+        broadcast_object(outline, root_rank, "optimizer.outline", process_set)
+        state: Any = None
     else:
-        structure, outline = broadcast_object(None, root_rank, "optimizer.outline", process_set)
-        leaves = [leaf.empty() if isinstance(leaf, _Outline) else leaf for leaf in outline]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        outline = broadcast_object(None, root_rank, "optimizer.outline", process_set)
+        state = _with_each(outline, _Outline, filled)
     handles = [
         broadcast_async_(tensor, root_rank, f"optimizer.{number}", process_set) for number, tensor in enumerate(tensors)
     ]
     for handle in handles:
         synchronize(handle)
-    if current().rank != root_rank:
-        optimizer.load_state_dict(tree_unflatten(leaves, structure))
+    if state is not None:
+        optimizer.load_state_dict(state)
 
 
 class _Outline:
@@ -91,6 +99,17 @@ class _Outline:
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+
+def _with_each(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """A state dict with each object of a kind replaced, in its order."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _with_each(item, kind, replace) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_each(item, kind, replace) for item in value)
+    return value
 
 
 def broadcast_object(
