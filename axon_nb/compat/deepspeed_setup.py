@@ -9,33 +9,31 @@ from typing import Any
 
 __all__ = ["missing", "use_torch_groups_alone", "wrap_step"]
 
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
-
-def missing(version_info: ModuleType, engine: ModuleType) -> list[str]:
+def missing(backend: ModuleType, engine: ModuleType) -> list[str]:
     """Names of the hooks that this DeepSpeed does not have.
 
     Args:
-        version_info: The module ``deepspeed.git_version_info``.
+        backend: The module ``deepspeed.comm.torch``.
         engine: The module ``deepspeed.runtime.engine``.
     """
-    absent = [] if _SHARED_MEMORY_OP in getattr(version_info, "compatible_ops", {}) else [_SHARED_MEMORY_OP]
+    absent = [] if hasattr(backend, "build_shm_op") else ["build_shm_op"]
     kind = getattr(engine, "DeepSpeedEngine", None)
     there = vars(kind) if kind is not None else {}
     return absent + [f"DeepSpeedEngine.{name}" for name in ("__init__", "step") if name not in there]
 
 
-def use_torch_groups_alone(version_info: ModuleType) -> None:
+def use_torch_groups_alone(backend: ModuleType) -> None:
     """DeepSpeed does not build its own all-reduce through shared memory, which CPUs get when it starts.
 
     Inference alone uses it; building it takes a compiler and half a minute, and whoever waits in it waits for ever
     when a rank fails. Without the hook it is built.
 
     Args:
-        version_info: The module ``deepspeed.git_version_info``, just imported.
+        backend: The module ``deepspeed.comm.torch``, just imported.
     """
-    if _SHARED_MEMORY_OP in version_info.compatible_ops:
-        version_info.compatible_ops[_SHARED_MEMORY_OP] = False
+    if hasattr(backend, "build_shm_op"):
+        vars(backend).update(build_shm_op=lambda: None)
 
 
 def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:

@@ -22,7 +22,7 @@ def install(session: RankSession) -> None:
         after_import("accelerate.state", synchronise)
     launch = functools.partial(accelerate_launch.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
-    after_import("deepspeed.git_version_info", deepspeed_setup.use_torch_groups_alone)
+    after_import("deepspeed.comm.torch", deepspeed_setup.use_torch_groups_alone)
 
     def prepare_engine(module: ModuleType) -> None:
         stepping.count_as_step(deepspeed_setup.wrap_step(module, session.extras["steps"].end_of_step))

@@ -125,10 +125,11 @@ def test_its_hooks_are_there(prepared: Kernel) -> None:
 import importlib
 from axon_nb.compat import deepspeed_reset, deepspeed_setup
 from axon_nb.engine.living import living
-assert deepspeed_setup.missing(deepspeed.git_version_info, deepspeed.runtime.engine) == []
+backend = importlib.import_module("deepspeed.comm.torch")
+assert deepspeed_setup.missing(backend, deepspeed.runtime.engine) == []
 engines = living(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
 stages = {engine.zero_optimization_stage(): deepspeed_reset.missing(engine) for engine in [*engines, engine_of(2)]}
-print(any(stages.values()), 2 in stages, importlib.import_module("deepspeed.comm.torch").build_shm_op())
+print(any(stages.values()), 2 in stages, backend.build_shm_op())
 """
     )
     assert "[ranks 0-1] False True None" in reply.lines()

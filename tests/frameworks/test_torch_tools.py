@@ -75,7 +75,8 @@ for name in ("saved", "later"):
 
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
     state = {"model": model.state_dict()}
-    checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.warns(UserWarning, match="to load in a single process"):
+        checkpoint.load(state, checkpoint_id=tmp_path / "saved")
     two.ok("%%distributed --ranks 0\nwanted.tolist()[:20]")
     one = torch.cat([value.double().flatten() for value in state["model"].values()])
     assert one.tolist()[:20] == pytest.approx(two.value("_.values[0]"), abs=1e-6)
