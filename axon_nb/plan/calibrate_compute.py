@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,18 @@ from torch.optim import Optimizer
 
 from axon_nb.plan.calibrate_collectives import Bench, line_through
 from axon_nb.plan.step_time_model import Given
-from axon_nb.plan.step_time_trace import ModelTrace
-from axon_nb.plan.step_time_work import PHASES, Rates
+from axon_nb.plan.step_time_trace import ModelTrace, trace_model
+from axon_nb.plan.step_time_work import PHASES, Rates, Work
 
 __all__ = ["measured_overlap", "measured_phases", "measured_rates"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
+_BEYOND_CACHES = 64 * 1024 * 1024
+"""Bytes of activations that no cache holds."""
+_MOST_COPIES = 8
+_PARTS = 4
+"""Of the batch, one of which is measured by itself."""
 
 
 def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
@@ -103,30 +109,68 @@ def measured_phases(
     optimizer: Callable[..., Optimizer] | None,
     *,
     repeats: int,
-) -> Rates:
-    """Rates with the factors by which a model's forward, backward and optimizer take longer, run here without others.
+) -> tuple[Rates, float]:
+    """Rates as a model's forward, backward and optimizer have them, run here without others.
+
+    A small model fits into caches that larger ones do not: so as many copies of it are run, one after the other, as
+    keep more than a cache holds. And they are run with a part of the batch, too: what takes longer by the data and what
+    by the number of operations is told apart by that.
 
     Args:
         bench: Of all ranks that compute; each runs the model by itself, all at once.
-        rates: What the factors are of.
+        rates: What they are adjusted from.
         given: The model, with its inputs and loss.
         trace: Of its step.
         optimizer: Made from the parameters; None: there is no such phase.
         repeats: Steps, after two that warm up; medians count.
+
+    Returns:
+        The rates, and how many seconds a step of one copy takes.
     """
-    subject = given.real()
-    model: nn.Module = subject.model.to(bench.device)
-    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
-    made = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer is not None else None
+    alone = _phases(bench, given, optimizer, copies=1, repeats=repeats)
+    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, sum(trace.saved.values())))))
+    many = alone if copies == 1 else _phases(bench, given, optimizer, copies=copies, repeats=repeats)
+    points = {phase: [(trace.total(phase).times(copies), many[phase])] for phase in PHASES if trace.total(phase).ops}
+    part = given.with_part(_PARTS)
+    if part is not None:
+        few, fewer = _phases(bench, part, None, copies=copies, repeats=repeats), trace_model(part)
+        for phase in ("forward", "backward"):
+            points[phase].append((fewer.total(phase).times(copies), few[phase]))
+    return _fitted(rates, points, f"adjusted to a {type(trace.model).__name__}"), sum(alone.values())
+
+
+def _fitted(rates: Rates, points: Mapping[str, Sequence[tuple[Work, float]]], source: str) -> Rates:
+    """Factors, and where there are two points, seconds of an operation besides."""
+    found = rates.fitted({phase: own[0] for phase, own in points.items()}, source)
+    factors, launches = dict(found.factors), {}
+    for phase, own in points.items():
+        if len(own) > 1:
+            start, slope = line_through([(rates.busy_s(work), seconds) for work, seconds in own])
+            if slope > 0:
+                factors[phase], launches[phase] = slope, start / own[0][0].ops
+    return replace(found, factors=factors, launches=launches)
+
+
+def _phases(
+    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
+) -> dict[str, float]:
+    """Seconds of each phase of some copies of a model, on the slowest rank."""
+    subjects = [given.real() for _ in range(copies)]
+    models: list[nn.Module] = [subject.model.to(bench.device) for subject in subjects]
+    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subjects[0].args or ())
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    made = optimizer(trained) if optimizer is not None else None
     taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(repeats + 2):
-        model.zero_grad()
+        for model in models:
+            model.zero_grad()
         bench.wait()
         moments = [time.perf_counter()]
-        number = subject.loss(model(*args))
+        numbers = [subject.loss(model(*args)) for subject, model in zip(subjects, models, strict=True)]
         bench.synchronize()
         moments.append(time.perf_counter())
-        number.backward()
+        for number in numbers:
+            number.backward()
         bench.synchronize()
         moments.append(time.perf_counter())
         if made is not None:
@@ -135,6 +179,4 @@ def measured_phases(
         moments.append(time.perf_counter())
         for place, phase in enumerate(PHASES):
             taken[phase].append(moments[place + 1] - moments[place])
-    slowest = {phase: bench.slowest(statistics.median(taken[phase][2:])) for phase in PHASES}
-    found = {phase: (trace.total(phase), slowest[phase]) for phase in PHASES if trace.total(phase).ops}
-    return rates.fitted(found, f"adjusted to a {type(model).__name__}")
+    return {phase: bench.slowest(statistics.median(taken[phase][2:])) for phase in PHASES}
