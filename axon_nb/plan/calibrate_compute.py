@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 
 from axon_nb.plan.calibrate_collectives import Bench, line_through
 from axon_nb.plan.step_time_model import Given
-from axon_nb.plan.step_time_trace import ModelTrace, trace_model
-from axon_nb.plan.step_time_work import PHASES, Rates, Work
+from axon_nb.plan.step_time_trace import ModelTrace
+from axon_nb.plan.step_time_work import PHASES, Rates
 
 __all__ = ["measured_overlap", "measured_phases", "measured_rates"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
 _BEYOND_CACHES = 64 * 1024 * 1024
-"""Bytes of activations that no cache holds."""
+"""Bytes that no core's cache holds."""
 _MOST_COPIES = 8
-_PARTS = 4
-"""Of the batch, one of which is measured by itself."""
+_LARGER = 4
+"""Times the elements of parameters, to measure the optimizer again."""
 
 
 def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
@@ -112,9 +112,10 @@ def measured_phases(
 ) -> tuple[Rates, float]:
     """Rates as a model's forward, backward and optimizer have them, run here without others.
 
-    A small model fits into caches that larger ones do not: so as many copies of it are run, one after the other, as
-    keep more than a cache holds. And they are run with a part of the batch, too: what takes longer by the data and what
-    by the number of operations is told apart by that.
+    A small model fits into caches that larger ones do not, so as many copies of it are run, one after the other, as
+    keep more than a cache holds. Steps of several ranks wait for the slowest each time, so of each step the slowest
+    rank counts. The optimizer is measured on larger parameters, too, so that what takes longer by their size and what
+    by their number are told apart.
 
     Args:
         bench: Of all ranks that compute; each runs the model by itself, all at once.
@@ -128,27 +129,46 @@ def measured_phases(
         The rates, and how many seconds a step of one copy takes.
     """
     alone = _phases(bench, given, optimizer, copies=1, repeats=repeats)
-    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, sum(trace.saved.values())))))
+    weights = sum(parameter.nbytes for _, parameter in trace.parameters)
+    held = sum(trace.saved.values()) + 4 * weights  # with gradients, and two states of the optimizer
+    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
     many = alone if copies == 1 else _phases(bench, given, optimizer, copies=copies, repeats=repeats)
-    points = {phase: [(trace.total(phase).times(copies), many[phase])] for phase in PHASES if trace.total(phase).ops}
-    part = given.with_part(_PARTS)
-    if part is not None:
-        few, fewer = _phases(bench, part, None, copies=copies, repeats=repeats), trace_model(part)
-        for phase in ("forward", "backward"):
-            points[phase].append((fewer.total(phase).times(copies), few[phase]))
-    return _fitted(rates, points, f"adjusted to a {type(trace.model).__name__}"), sum(alone.values())
+    works = {phase: trace.total(phase) for phase in PHASES if trace.total(phase).ops}
+    measured = {phase: (work.times(copies), many[phase]) for phase, work in works.items()}
+    found = rates.fitted(measured, f"adjusted to a {type(trace.model).__name__}")
+    # The launches of a large model take next to no time.
+    if optimizer is not None and "optimizer" in works and weights <= _BEYOND_CACHES:
+        points = [
+            (rates.busy_s(works["optimizer"]) * size, _optimizer_s(bench, given, optimizer, size, repeats=repeats))
+            for size in (1, _LARGER)
+        ]
+        start, slope = line_through(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
+        if slope > 0:
+            factors = {**found.factors, "optimizer": slope}
+            found = replace(found, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
+    return found, sum(alone.values())
 
 
-def _fitted(rates: Rates, points: Mapping[str, Sequence[tuple[Work, float]]], source: str) -> Rates:
-    """Factors, and where there are two points, seconds of an operation besides."""
-    found = rates.fitted({phase: own[0] for phase, own in points.items()}, source)
-    factors, launches = dict(found.factors), {}
-    for phase, own in points.items():
-        if len(own) > 1:
-            start, slope = line_through([(rates.busy_s(work), seconds) for work, seconds in own])
-            if slope > 0:
-                factors[phase], launches[phase] = slope, start / own[0][0].ops
-    return replace(found, factors=factors, launches=launches)
+def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer], size: int, *, repeats: int) -> float:
+    """Seconds of the optimizer's step on parameters that have so many times the elements."""
+    parameters = []
+    for known in given.real().model.parameters():
+        if known.requires_grad and known.ndim:
+            shape = (size * known.shape[0], *known.shape[1:])
+            parameters.append(nn.Parameter(torch.ones(shape, dtype=known.dtype, device=bench.device)))
+    if not parameters:
+        return 0.0
+    made = optimizer(parameters)
+    taken = []
+    for _ in range(repeats + 2):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        bench.wait()
+        start = time.perf_counter()
+        made.step()
+        bench.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(bench.slowest_of(taken[2:]))
 
 
 def _phases(
@@ -179,4 +199,4 @@ def _phases(
         moments.append(time.perf_counter())
         for place, phase in enumerate(PHASES):
             taken[phase].append(moments[place + 1] - moments[place])
-    return {phase: bench.slowest(statistics.median(taken[phase][2:])) for phase in PHASES}
+    return {phase: statistics.median(bench.slowest_of(taken[phase][2:])) for phase in PHASES}

@@ -68,7 +68,7 @@ def measured_wrappers(
             step()
             bench.synchronize()
             taken.append(time.perf_counter() - start)
-        slowest = bench.slowest(statistics.median(taken[2:]))
+        slowest = statistics.median(bench.slowest_of(taken[2:]))
         found[strategy] = max(0.0, slowest - said) / max(1, len(list(layout.trace.model.parameters())))
     return found
 

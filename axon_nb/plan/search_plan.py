@@ -100,7 +100,8 @@ class SearchPlan:
     def to_frame(self) -> pd.DataFrame:
         """One row a layout, the best first.
 
-        Columns: dp, tp, pp, strategy, microbatches, recompute, step_ms, memory_gib, fits, reason, simulated. Sizes are in GiB (1024³ bytes), times in milliseconds; neither is known of a layout that cannot be.
+        Columns: dp, tp, pp, strategy, microbatches, recompute, step_ms, memory_gib, fits, reason, simulated. Sizes
+        are in GiB (1024³ bytes), times in milliseconds; neither is known of a layout that cannot be.
         """
         import pandas as pd
 

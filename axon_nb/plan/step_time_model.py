@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -78,23 +78,6 @@ class Given:
         """With data, to be run and measured."""
         return self._subject(None)
 
-    def with_part(self, ways: int) -> Given | None:
-        """The same with one of so many parts of the batch; None: it cannot be divided.
-
-        Tensors are cut along their first dimension; what is described, by ``batch``.
-
-        Args:
-            ways: Number of parts.
-        """
-        described = isinstance(self.model, GPTConfig) and self.inputs is None
-        if (described or hasattr(self.inputs, "sizes")) and self.batch % ways:
-            return None
-        try:
-            inputs, target = (_first_part(item, ways) for item in (self.inputs, self.target))
-        except ValueError:
-            return None
-        return replace(self, batch=max(1, self.batch // ways), inputs=inputs, target=target)
-
     def fake(self, mode: FakeTensorMode) -> Subject:
         """Without data.
 
@@ -165,20 +148,6 @@ class Given:
                 torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else known.from_tensor(t), found
             )
         return found if isinstance(made, tuple) else found[0]
-
-
-def _first_part(given: Any, ways: int) -> Any:
-    """The first rows of tensors; ValueError where there is no whole number of them."""
-    if isinstance(given, torch.Tensor):
-        if not given.ndim or given.shape[0] % ways:
-            raise ValueError(f"{tuple(given.shape)} in {ways} parts")
-        return given[: given.shape[0] // ways]
-    if isinstance(given, tuple):
-        return tuple(_first_part(item, ways) for item in given)
-    if callable(given) and not hasattr(given, "shape"):
-        made = _first_part(given(), ways)
-        return lambda: made
-    return given
 
 
 @dataclass(frozen=True)
