@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ MODELS: dict[str, tuple[GPTConfig, int]] = {
     "a larger batch": (GPTConfig(context=128, hidden=192, heads=6, blocks=3), 16),
 }
 STRATEGIES = ("ddp", "full_shard")
+PHASES = ("forward", "backward", "optimizer")
 ERROR = 0.20
 SCHEDULE_MS = 10.0
 SEARCH_S = 30.0
@@ -41,8 +43,8 @@ def tokens(config: GPTConfig, batch: int) -> torch.Tensor:
     return torch.randint(256, (batch, config.context), generator=torch.Generator().manual_seed(0))
 
 
-def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable[[], object]:
-    """A training step."""
+def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable[[], list[float]]:
+    """A training step; it tells when forward, backward and the optimizer's step have ended."""
     torch.manual_seed(0)
     model: Any = GPT(config)
     if strategy == "ddp":
@@ -53,25 +55,31 @@ def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable
         optimizer = model.optimizer(torch.optim.AdamW, lr=1e-4)
     drawn = tokens(config, batch)
 
-    def step() -> None:
+    def step() -> list[float]:
         optimizer.zero_grad()
-        next_byte_loss(model(drawn), drawn).backward()
+        number = next_byte_loss(model(drawn), drawn)
+        moments = [time.perf_counter()]
+        number.backward()
+        moments.append(time.perf_counter())
         optimizer.step()
+        return [*moments, time.perf_counter()]
 
     return step
 
 
-def measured(step: Callable[[], object], repeats: int) -> float:
-    """Seconds of a step on the slowest rank, the median."""
+def measured(step: Callable[[], list[float]], repeats: int) -> list[float]:
+    """Seconds of a step on the slowest rank, the median: forward, backward, the optimizer's step, and all of it."""
     taken = []
     for _ in range(repeats + 3):
         dist.barrier()
         start = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(taken[3:]))
+        moments = [start, *step()]
+        phases = [after - before for before, after in itertools.pairwise(moments)]
+        taken.append([*phases, moments[-1] - start])
+    slowest = torch.tensor([statistics.median(column) for column in zip(*taken[3:], strict=True)])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    seconds: list[float] = slowest.tolist()
+    return seconds
 
 
 def rank_side(out: Path, *, repeats: int) -> None:
@@ -161,14 +169,16 @@ def main() -> None:
         return
     rows = []
     answer = launched(repeats=repeats)
+    print(answer["here"])
     for step in answer["steps"]:
-        predicted, seconds = sum(step["parts"].values()), 1e3 * step["measured"]
+        predicted = sum(step["parts"].values())
+        *phases, seconds = (1e3 * value for value in step["measured"])
         parts = ", ".join(f"{part} {value:.1f}" for part, value in step["parts"].items())
-        note = f"predicted {predicted:.1f} ms, measured {seconds:.1f} ms; {parts}"
+        split = ", ".join(f"{phase} {value:.1f}" for phase, value in zip(PHASES, phases, strict=True))
+        note = f"predicted {predicted:.1f} ms: {parts}; measured {seconds:.1f} ms: {split}"
         rows.append(Row(f"error of a step, {step['name']}", abs(predicted / seconds - 1), "", limit=ERROR, note=note))
     rows += plan_rows(repeats)
     rows += large()
-    print(answer["here"])
     print(write("planner_time", rows, options.out))
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from axon_nb.plan.memory_call import memory
     from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
     from axon_nb.plan.models import CapturedModel, TensorSpec
+    from axon_nb.plan.rates_presets import GPUS
     from axon_nb.plan.schedule_call import schedule
     from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
     from axon_nb.plan.search_call import search
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from axon_nb.plan.step_time_work import Rates
 
 __all__ = [
+    "GPUS",
     "PRESETS",
     "Calibration",
     "Cancelled",
@@ -68,6 +70,7 @@ _HOME = {
     "memory_call": ("memory",),
     "memory_record": ("MemoryParts", "MemoryPlan", "ModuleMemory", "RankMemory"),
     "models": ("CapturedModel", "TensorSpec"),
+    "rates_presets": ("GPUS",),
     "schedule_call": ("schedule",),
     "schedule_plan": ("SchedulePlan", "StageTimes"),
     "search_call": ("search",),

@@ -161,7 +161,7 @@ def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> C
     given, optimizer, repeats = options["given"], options["optimizer"], options["repeats"]
     with torch.enable_grad(), torch.random.fork_rng():
         trace = trace_model(given, optimizer=optimizer)
-        rates = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
+        rates, alone_s = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
         if len(plain.links) == 1 and plain.samples[0].ranks == everyone.ranks:
             wrappers = measured_wrappers(
                 everyone,
@@ -172,6 +172,7 @@ def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> C
                 rates=rates,
                 link=next(iter(plain.links.values())),
                 overlap=plain.overlap,
+                alone_s=alone_s,
                 repeats=repeats,
             )
             rates = replace(rates, wrappers=wrappers)

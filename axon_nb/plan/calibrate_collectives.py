@@ -76,6 +76,13 @@ class Bench:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return float(value)
 
+    def slowest_of(self, seconds: Sequence[float]) -> list[float]:
+        """Of each number the largest of all ranks of the axis."""
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        found: list[float] = values.tolist()
+        return found
+
     def wait(self) -> None:
         """Until all ranks of the axis are here and their devices are idle."""
         dist.barrier(group=self.group)

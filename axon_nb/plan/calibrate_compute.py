@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,11 @@ __all__ = ["measured_overlap", "measured_phases", "measured_rates"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
+_BEYOND_CACHES = 64 * 1024 * 1024
+"""Bytes that no core's cache holds."""
+_MOST_COPIES = 8
+_LARGER = 4
+"""Times the elements of parameters, to measure the optimizer again."""
 
 
 def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
@@ -103,30 +109,88 @@ def measured_phases(
     optimizer: Callable[..., Optimizer] | None,
     *,
     repeats: int,
-) -> Rates:
-    """Rates with the factors by which a model's forward, backward and optimizer take longer, run here without others.
+) -> tuple[Rates, float]:
+    """Rates as a model's forward, backward and optimizer have them, run here without others.
+
+    A small model fits into caches that larger ones do not, so as many copies of it are run, one after the other, as
+    keep more than a cache holds. Steps of several ranks wait for the slowest each time, so of each step the slowest
+    rank counts. The optimizer is measured on larger parameters, too, so that what takes longer by their size and what
+    by their number are told apart.
 
     Args:
         bench: Of all ranks that compute; each runs the model by itself, all at once.
-        rates: What the factors are of.
+        rates: What they are adjusted from.
         given: The model, with its inputs and loss.
         trace: Of its step.
         optimizer: Made from the parameters; None: there is no such phase.
         repeats: Steps, after two that warm up; medians count.
+
+    Returns:
+        The rates, and how many seconds a step of one copy takes.
     """
-    subject = given.real()
-    model: nn.Module = subject.model.to(bench.device)
-    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
-    made = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer is not None else None
+    alone = _phases(bench, given, optimizer, copies=1, repeats=repeats)
+    weights = sum(parameter.nbytes for _, parameter in trace.parameters)
+    held = sum(trace.saved.values()) + 4 * weights  # with gradients, and two states of the optimizer
+    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
+    many = alone if copies == 1 else _phases(bench, given, optimizer, copies=copies, repeats=repeats)
+    works = {phase: trace.total(phase) for phase in PHASES if trace.total(phase).ops}
+    measured = {phase: (work.times(copies), many[phase]) for phase, work in works.items()}
+    found = rates.fitted(measured, f"adjusted to a {type(trace.model).__name__}")
+    # The launches of a large model take next to no time.
+    if optimizer is not None and "optimizer" in works and weights <= _BEYOND_CACHES:
+        points = [
+            (rates.busy_s(works["optimizer"]) * size, _optimizer_s(bench, given, optimizer, size, repeats=repeats))
+            for size in (1, _LARGER)
+        ]
+        start, slope = line_through(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
+        if slope > 0:
+            factors = {**found.factors, "optimizer": slope}
+            found = replace(found, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
+    return found, sum(alone.values())
+
+
+def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer], size: int, *, repeats: int) -> float:
+    """Seconds of the optimizer's step on parameters that have so many times the elements."""
+    parameters = []
+    for known in given.real().model.parameters():
+        if known.requires_grad and known.ndim:
+            shape = (size * known.shape[0], *known.shape[1:])
+            parameters.append(nn.Parameter(torch.ones(shape, dtype=known.dtype, device=bench.device)))
+    if not parameters:
+        return 0.0
+    made = optimizer(parameters)
+    taken = []
+    for _ in range(repeats + 2):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        bench.wait()
+        start = time.perf_counter()
+        made.step()
+        bench.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(bench.slowest_of(taken[2:]))
+
+
+def _phases(
+    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
+) -> dict[str, float]:
+    """Seconds of each phase of some copies of a model, on the slowest rank."""
+    subjects = [given.real() for _ in range(copies)]
+    models: list[nn.Module] = [subject.model.to(bench.device) for subject in subjects]
+    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subjects[0].args or ())
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    made = optimizer(trained) if optimizer is not None else None
     taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(repeats + 2):
-        model.zero_grad()
+        for model in models:
+            model.zero_grad()
         bench.wait()
         moments = [time.perf_counter()]
-        number = subject.loss(model(*args))
+        numbers = [subject.loss(model(*args)) for subject, model in zip(subjects, models, strict=True)]
         bench.synchronize()
         moments.append(time.perf_counter())
-        number.backward()
+        for number in numbers:
+            number.backward()
         bench.synchronize()
         moments.append(time.perf_counter())
         if made is not None:
@@ -135,6 +199,4 @@ def measured_phases(
         moments.append(time.perf_counter())
         for place, phase in enumerate(PHASES):
             taken[phase].append(moments[place + 1] - moments[place])
-    slowest = {phase: bench.slowest(statistics.median(taken[phase][2:])) for phase in PHASES}
-    found = {phase: (trace.total(phase), slowest[phase]) for phase in PHASES if trace.total(phase).ops}
-    return rates.fitted(found, f"adjusted to a {type(model).__name__}")
+    return {phase: statistics.median(bench.slowest_of(taken[phase][2:])) for phase in PHASES}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.communication_table import format_flops, format_ms, html_table, text_table
 from axon_nb.plan.links import Link
 from axon_nb.plan.schedule_picture import plotly_figure
 from axon_nb.plan.step_time_work import Rates
@@ -83,7 +83,7 @@ class Calibration:
             "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
         )
         return (
-            f"{self.where}: {rates.flops_per_s / 1e9:.4g} GFLOP/s a rank{moving}, {1e6 * rates.op_s:.3g} us an "
+            f"{self.where}: {format_flops(rates.flops_per_s)} a rank{moving}, {1e6 * rates.op_s:.3g} us an "
             f"operation; {self.overlap:.0%} of communication passes behind computation"
         )
 
@@ -94,8 +94,8 @@ class Calibration:
                 str(sample.ranks),
                 sample.operation,
                 format_bytes(sample.bytes),
-                f"{1e3 * sample.seconds:.4g}",
-                f"{1e3 * self._fit(sample):.4g}",
+                format_ms(sample.seconds),
+                format_ms(self._fit(sample)),
             )
 
     def __str__(self) -> str:

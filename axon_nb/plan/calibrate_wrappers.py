@@ -37,6 +37,7 @@ def measured_wrappers(
     rates: Rates,
     link: Link,
     overlap: float,
+    alone_s: float,
     repeats: int,
 ) -> Mapping[str, float]:
     """Seconds of a step for each parameter, by strategy; 0 where a step takes no longer than predicted.
@@ -50,12 +51,15 @@ def measured_wrappers(
         rates: Adjusted to the model.
         link: Between the ranks.
         overlap: As `step_time` takes it.
+        alone_s: Seconds of a step without any wrapper, as measured: what is predicted of it may differ.
         repeats: Steps, after two that warm up; the median counts.
     """
+    one = Layout(given, {"dp": 1}, device=bench.device.type, known=trace)
+    astray = alone_s - predicted(one, traffic_of(one, None), rates, overlap).total_s
     found = {}
     for strategy in strategies:
         layout = Layout(given, {"dp": bench.ranks}, strategy, device=bench.device.type, known=trace)
-        said = predicted(layout, traffic_of(layout, link), rates, overlap).total_s
+        said = predicted(layout, traffic_of(layout, link), rates, overlap).total_s + astray
         step = _stepper(bench, given, optimizer, strategy)
         taken = []
         for _ in range(repeats + 2):
@@ -64,7 +68,7 @@ def measured_wrappers(
             step()
             bench.synchronize()
             taken.append(time.perf_counter() - start)
-        slowest = bench.slowest(statistics.median(taken[2:]))
+        slowest = statistics.median(bench.slowest_of(taken[2:]))
         found[strategy] = max(0.0, slowest - said) / max(1, len(list(layout.trace.model.parameters())))
     return found
 

@@ -79,24 +79,34 @@ def _rows(layout: Layout) -> Iterator[Traffic]:
     stages, tp = layout.stages, layout.size("tp")
     among = stages.among if stages is not None else None
     if layout.styles:
-        yield from tensor_parallel(
-            layout.trace,
-            layout.styles,
-            ranks=tp,
-            sequence=layout.sequence,
-            parallel_loss=layout.parallel_loss,
-            parts=stages.microbatches if stages is not None else 1,
-            among=among,
+        rows = tuple(
+            tensor_parallel(
+                layout.trace,
+                layout.styles,
+                ranks=tp,
+                sequence=layout.sequence,
+                parallel_loss=layout.parallel_loss,
+                parts=stages.microbatches if stages is not None else 1,
+                among=among,
+            )
         )
-    parameters = layout.parameters
-    for place in range(layout.size("pp")):
-        here = [held for held in parameters if among is None or among[held.name.partition(".")[0]] == place]
-        if layout.size(*DATA_AXES) > 1:
+        yield from rows
+        if layout.recompute:
+            yield from _again(rows)
+    if layout.size(*DATA_AXES) > 1:
+        for place, here in enumerate(layout.parameters_at):
             for row in _data_rows(layout, here):
                 yield replace(row, place=place)
     if stages is not None:
         shares = dict.fromkeys(_in_parts(layout), tp) if layout.sequence else {}
         yield from pipeline(layout.trace, stages, shares=shares)
+
+
+def _again(rows: Sequence[Traffic]) -> Iterator[Traffic]:
+    """What forward sends once more, when backward computes it again."""
+    for row in rows:
+        if row.phase == "forward":
+            yield replace(row, phase="backward", purpose=f"{row.purpose}, computed again")
 
 
 def _in_parts(layout: Layout) -> list[str]:
@@ -122,7 +132,7 @@ def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
                 parameters, ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit, waits=layout.device == "cpu"
             )
         return
-    units = data.units_of(layout.trace.model, parameters, _inner(layout), _runs_backward(layout))
+    units = data.units_of(_inner(layout), parameters, _runs_backward(layout))
     strategy = ShardingStrategy(layout.strategy)
     shard, replicate = (axis, ranks), None
     if strategy is ShardingStrategy.HYBRID_SHARD:
@@ -138,14 +148,30 @@ def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
     )
 
 
-def _inner(layout: Layout) -> list[torch.nn.Module]:
-    if layout.stages is None:
-        return make_units(layout.trace.model, layout.wrap)
-    return [child for child in layout.trace.model.children() if any(True for _ in child.parameters())]
+def _inner(layout: Layout) -> list[str]:
+    """Names of the modules that are units of their own."""
+    model = layout.trace.model
+
+    def named() -> list[str]:
+        if layout.stages is None:
+            inner = make_units(model, layout.wrap)
+        else:
+            inner = [child for child in model.children() if any(True for _ in child.parameters())]
+        chosen = set(map(id, inner))
+        return [name for name, module in model.named_modules() if id(module) in chosen]
+
+    found: list[str] = (
+        named() if layout.wrap is not None else layout.trace.once(("units", layout.stages is None), named)
+    )
+    return found
 
 
 def _runs_backward(layout: Layout) -> set[str] | None:
     trace = layout.trace
     if not trace.called:
         return None
-    return {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)}
+    found: set[str] = trace.once(
+        "units that run backward",
+        lambda: {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)},
+    )
+    return found

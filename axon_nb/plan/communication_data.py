@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from axon_nb.parallel.memory import deal_out
 from axon_nb.parallel.strategies import ShardingStrategy
@@ -35,9 +34,14 @@ class Held:
     """Whether it could."""
 
     @property
+    def elements(self) -> int:
+        """Number of them."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,27 +197,20 @@ def _width(held: Held, dtype: torch.dtype | None) -> int:
     return (dtype or held.dtype).itemsize
 
 
-def units_of(
-    model: nn.Module, parameters: Sequence[Held], inner: Collection[nn.Module], backward: Collection[str] | None
-) -> list[Unit]:
+def units_of(inner: Sequence[str], parameters: Sequence[Held], backward: Collection[str] | None) -> list[Unit]:
     """The parameters of each unit, in the order in which modules are made; first those that only the model itself has.
 
     Args:
-        model: The model.
+        inner: Names of the modules that are units of their own, in the order in which they are made.
         parameters: As one rank has them, by their names.
-        inner: Modules that are units of their own.
         backward: Names of the modules whose outputs need a gradient; None: all.
     """
-    known = {held.name: held for held in parameters}
-    owner: dict[str, str] = {}
-    chosen = {id(module) for module in inner}
-    names = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    for name in sorted(names, key=len):
-        prefix = f"{name}."
-        owner |= dict.fromkeys((key for key in known if key.startswith(prefix)), name)
-    members: dict[str, list[Held]] = {name: [] for name in names}
+    members: dict[str, list[Held]] = {name: [] for name in inner}
     own: list[Held] = []
-    for key, held in known.items():
-        (members[owner[key]] if key in owner else own).append(held)
+    for held in parameters:
+        path = held.name
+        while path and path not in members:
+            path = path.rpartition(".")[0]
+        (members[path] if path else own).append(held)
     made = [Unit(name, tuple(held), backward is None or name in backward) for name, held in members.items()]
     return [Unit("", tuple(own)), *made]

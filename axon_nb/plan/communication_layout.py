@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
@@ -25,7 +24,7 @@ from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 
-__all__ = ["DATA_AXES", "Layout", "LayoutOptions", "resolved_axes"]
+__all__ = ["DATA_AXES", "Layout", "LayoutOptions", "dtype_of", "optimizer_of", "resolved_axes"]
 
 DATA_AXES = ("replicate", "dp", "shard")
 """Axes along which ranks have different samples."""
@@ -111,13 +110,13 @@ class Layout:
     """How the model is cut over ``pp``; None: it is not."""
 
     def __post_init__(self) -> None:
-        trace = self.known or trace_model(self.given, optimizer=self.optimizer)
+        trace = self.known or trace_model(self.given, optimizer=self.optimizer, dtype=self.mixed_precision)
         if self.size("tp", "pp") > 1 and not trace.called:
             raise UsageError(
                 "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
-        styles = _styles(trace.model, self) if self.size("tp") > 1 else {}
+        styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
             stages = stages_for(
@@ -161,11 +160,11 @@ class Layout:
         strategy = rest.pop("strategy", "full_shard")
         strategy = str(strategy.value if isinstance(strategy, ShardingStrategy) else strategy).lower()
         mesh = resolved_axes(world, rest.pop("mesh", None), strategy)
-        rest["mixed_precision"] = _dtype(rest.pop("mixed_precision", None))
+        rest["mixed_precision"] = dtype_of(rest.pop("mixed_precision", None))
         limit = rest.get("bucket_size_mb", 25.0)
         if not limit > 0:
             raise UsageError(f"bucket_size_mb={limit}: it is a number of MiB above 0.")
-        return cls(Given(model, **subject), mesh, strategy, optimizer=_optimizer(optimizer), **rest, **own)
+        return cls(Given(model, **subject), mesh, strategy, optimizer=optimizer_of(optimizer), **rest, **own)
 
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""
@@ -175,6 +174,21 @@ class Layout:
     def parameters(self) -> list[Held]:
         """Each parameter as one rank along ``tp`` has it."""
         return local_parameters(self.trace, self.styles, self.size("tp"))
+
+    @cached_property
+    def parameters_at(self) -> list[list[Held]]:
+        """The same, by the rank along ``pp`` that has them."""
+        if self.stages is None:
+            return [self.parameters]
+        found: list[list[Held]] = [[] for _ in range(self.size("pp"))]
+        for held in self.parameters:
+            found[self.stages.among[held.name.partition(".")[0]]].append(held)
+        return found
+
+    @cached_property
+    def cut_children(self) -> frozenset[str]:
+        """Children of the model that ``tp`` cuts."""
+        return frozenset(name.partition(".")[0] for name in self.styles)
 
     @property
     def data_axis(self) -> str:
@@ -226,7 +240,14 @@ def resolved_axes(world: int | None, mesh: Mapping[str, int] | None, strategy: s
     return dict(sorted(mesh.items(), key=lambda item: _AXES.index(item[0])))
 
 
-def _optimizer(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
+def optimizer_of(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
+    """What makes an optimizer, from what a user gives: that itself, or the name of one of torch's.
+
+    Raises:
+        UsageError: there is none of this name, or it is nothing that can be called.
+    """
+    if given is not None and not isinstance(given, str) and not callable(given):
+        raise UsageError(f"optimizer={given!r}: a name in torch.optim such as 'AdamW', its class, or what makes one.")
     if not isinstance(given, str):
         return given
     kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
@@ -236,19 +257,25 @@ def _optimizer(given: Callable[..., Optimizer] | str | None) -> Callable[..., Op
     return kind
 
 
-def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from itself or its name.
+
+    Raises:
+        UsageError: it is none.
+    """
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(found, torch.dtype):
         raise UsageError(f"mixed_precision={given!r}: a dtype, such as torch.bfloat16.")
     return found
 
 
-def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
-    ranks = layout.size("tp")
+def _styles(trace: ModelTrace, layout: Layout) -> dict[str, str]:
+    model, ranks = trace.model, layout.size("tp")
     if isinstance(layout.tp_plan, str):
         if layout.tp_plan != "auto":
             raise UsageError(f"tp_plan={layout.tp_plan!r}: 'auto', or patterns of module names to styles.")
-        styles, _ = automatic_plan(model, ranks=ranks, sequence=layout.sequence, parallel_loss=layout.parallel_loss)
+        options = {"ranks": ranks, "sequence": layout.sequence, "parallel_loss": layout.parallel_loss}
+        styles: dict[str, str] = trace.once(("styles", *options.values()), lambda: automatic_plan(model, **options)[0])
         return styles
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}

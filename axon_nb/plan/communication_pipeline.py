@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of
@@ -36,12 +37,12 @@ class Stages:
         """Stages of a rank."""
         return stages_of(self.schedule, rank, num_ranks=self.ranks, num_stages=self.count)
 
-    @property
+    @cached_property
     def owner(self) -> dict[int, int]:
         """Rank of each stage."""
         return {stage: rank for rank in range(self.ranks) for stage in self.held(rank)}
 
-    @property
+    @cached_property
     def among(self) -> dict[str, int]:
         """Rank of each child."""
         owner = self.owner
@@ -71,15 +72,20 @@ def stages_for(
         UsageError: the model is no Sequential, or the numbers do not fit the schedule.
     """
     chosen = PipelineSchedule.of(schedule)
-    if at is None:
-        count = default_num_stages(chosen, ranks) if num_stages is None else num_stages
-        costs = costs_of(trace.model, "params")
-        at = [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]]
-    parts = sections(trace.model, at)
-    given = len(parts) if microbatches is None else microbatches
-    check_counts(chosen, num_ranks=ranks, num_stages=len(parts), num_microbatches=given)
-    names = tuple(tuple(name for name, _ in part.named_children()) for part in parts)
+    count = default_num_stages(chosen, ranks) if num_stages is None else num_stages
+    names = _cut(trace, at) if at is not None else trace.once(("stages", count), lambda: _balanced(trace, count))
+    given = len(names) if microbatches is None else microbatches
+    check_counts(chosen, num_ranks=ranks, num_stages=len(names), num_microbatches=given)
     return Stages(chosen, ranks, given, names)
+
+
+def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
+    costs: dict[str, float] = trace.once("costs of children", lambda: costs_of(trace.model, "params"))
+    return _cut(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
+
+
+def _cut(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(name for name, _ in part.named_children()) for part in sections(trace.model, at))
 
 
 def boundaries(trace: ModelTrace, stages: Stages) -> list[tuple[int, int]]:

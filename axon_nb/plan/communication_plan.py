@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.links import Link, rounds_and_volume
 from axon_nb.plan.schedule_picture import plotly_figure
 from axon_nb.records.quantity import format_bytes
@@ -110,9 +111,17 @@ class CommunicationPlan:
             phase: Of this phase alone.
             place: Of this rank along ``pp`` alone.
         """
-        wanted = {"axis": axis, "operation": operation, "phase": phase, "place": place}
+        wanted = {"axis": axis, "operation": operation, "phase": phase}
         asked = {name: value for name, value in wanted.items() if value is not None}
-        return tuple(row for row in self.rows if all(getattr(row, name) == value for name, value in asked.items()))
+        rows = self.rows if place is None else self._by_place.get(place, ())
+        return tuple(row for row in rows if all(getattr(row, name) == value for name, value in asked.items()))
+
+    @cached_property
+    def _by_place(self) -> dict[int, list[Traffic]]:
+        found: dict[int, list[Traffic]] = {}
+        for row in self.rows:
+            found.setdefault(row.place, []).append(row)
+        return found
 
     def calls(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
         """Calls of one rank in a step."""
@@ -183,7 +192,7 @@ class CommunicationPlan:
             rows = self.select(place=place)
             sent = format_bytes(sum(row.sent_bytes for row in rows))
             who = f"rank {place} of pp" if len(self.places) > 1 else "a rank"
-            time = f" in {1e3 * self.seconds(place=place):.4g} ms" if self.links else ""
+            time = f" in {format_ms(self.seconds(place=place))} ms" if self.links else ""
             parts.append(f"{who} makes {sum(row.calls for row in rows)} calls and sends {sent}{time}")
         shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
         return f"{self.title}, a step: {'; '.join(shown)}"
@@ -199,7 +208,7 @@ class CommunicationPlan:
                 str(row.calls),
                 format_bytes(row.bytes),
                 format_bytes(row.sent_bytes),
-                "" if row.seconds is None else f"{1e3 * row.seconds:.4g}",
+                "" if row.seconds is None else format_ms(row.seconds),
             )
             for row in self.rows
         ]

@@ -134,9 +134,16 @@ def local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -
         styles: By name of a module.
         ranks: Along ``tp``.
     """
+    found: list[Held] = trace.once(
+        ("local parameters", ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, ranks)
+    )
+    return found
+
+
+def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -> list[Held]:
     ready = set(trace.ready) if trace.called else None
     found = []
-    for name, parameter in trace.model.named_parameters():
+    for name, parameter in trace.parameters:
         path, _, own = name.rpartition(".")
         shape = list(parameter.shape)
         style = styles.get(path, "")

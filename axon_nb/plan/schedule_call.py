@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.memory import peaks_of
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
-from axon_nb.parallel.pipeline.simulation import Order, simulate
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
+from axon_nb.records.pipeline_play import Order, play_orders
 
 __all__ = ["schedule"]
 
@@ -60,14 +60,13 @@ def schedule(
     delays = _latencies(latency_s, stages - 1)
     orders, per_stage, per_rank = _known(chosen, count, stages, microbatches)
     weights = [stage.backward_s / 2 if stage.weight_s is None else stage.weight_s for stage in each]
-    found = simulate(
-        orders,
-        num_microbatches=microbatches,
-        forward_s=[stage.forward_s for stage in each],
-        backward_s=[stage.backward_s for stage in each],
-        weight_s=weights,
-        latency_s=delays,
-    )
+    lengths = {
+        "F": [stage.forward_s for stage in each],
+        "B": [stage.backward_s for stage in each],
+        "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
+        "W": weights,
+    }
+    found = play_orders(orders, lengths, num_stages=stages, num_microbatches=microbatches, latency_s=delays)
     return SchedulePlan(
         schedule=chosen,
         num_ranks=count,
@@ -138,13 +137,15 @@ def _one(given: Any) -> StageTimes:
 
 
 def _latencies(given: Any, boundaries: int) -> tuple[float, ...]:
+    if not isinstance(given, Real | Iterable) or isinstance(given, str):
+        raise UsageError(f"latency_s={given!r}: seconds of a message, 0 or more; one number, or one a boundary.")
     values = (given,) * boundaries if isinstance(given, Real) else tuple(given)
     if len(values) != boundaries:
         raise UsageError(
             f"latency_s has {len(values)} entries, and {boundaries + 1} stages have {boundaries} boundaries: one "
             "number for all of them, or one each."
         )
-    bad = [value for value in values if not isinstance(value, int | float) or not math.isfinite(value) or value < 0]
+    bad = [value for value in values if not isinstance(value, Real) or not math.isfinite(value) or value < 0]
     if bad:
         raise UsageError(f"latency_s: {bad[0]!r} is no latency; it is seconds, 0 or more.")
     return tuple(float(value) for value in values)

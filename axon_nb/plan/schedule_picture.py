@@ -10,6 +10,8 @@ from axon_nb.records.span import Span
 
 __all__ = ["figure_of", "plotly_figure", "svg_of"]
 
+_TEXT, _LINES = "#7a7a7a", "rgba(128, 128, 128, 0.3)"
+"""Of figures: readable on light pages and on dark ones."""
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eeca3b", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _WIDTH, _LANE, _LEFT = 900, 22, 56
@@ -18,7 +20,7 @@ _MOST = 6000
 
 
 def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
-    """A figure of plotly's.
+    """A figure of plotly's, on the page's own background.
 
     Args:
         traces: As plotly takes them, in plain dicts.
@@ -26,7 +28,12 @@ def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
     """
     # By name: what runs without a notebook does not depend on plotly, and ranks never load it.
     figures = import_module("plotly.graph_objects")
-    return figures.Figure({"data": list(traces), "layout": layout})
+    figure = figures.Figure({"data": list(traces), "layout": layout})
+    clear = "rgba(0, 0, 0, 0)"
+    figure.update_layout(paper_bgcolor=clear, plot_bgcolor=clear, font={"color": _TEXT}, title={"font": {"size": 15}})
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(gridcolor=_LINES, zerolinecolor=_LINES)
+    return figure
 
 
 def figure_of(spans: Iterable[Span], *, title: str) -> Any:

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.pipeline.simulation import Order
-from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_formulas import Formula, bubble_formula
 from axon_nb.plan.schedule_picture import figure_of, svg_of
+from axon_nb.records.pipeline_play import Order
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -126,13 +126,16 @@ class SchedulePlan:
 
     def figure(self) -> Any:
         """The timeline as a plotly figure: a line a rank, milliseconds along it."""
-        return figure_of(self.timeline, title=str(self).partition("\n")[0])
+        return figure_of(self.timeline, title=self._said())
+
+    def _said(self) -> str:
+        return (
+            f"{self.schedule.value}, {self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} "
+            f"microbatches: a step of {format_ms(self.step_s)} ms, {self.bubble:.1%} of it idle"
+        )
 
     def _summary(self) -> str:
-        said = (
-            f"{self.schedule.value}, {self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} "
-            f"microbatches: a step of {1e3 * self.step_s:.4g} ms, {self.bubble:.1%} of it idle"
-        )
+        said = self._said()
         formula = self.formula
         return f"{said} (by formula {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else said
 
@@ -141,8 +144,8 @@ class SchedulePlan:
             (
                 str(rank),
                 ", ".join(map(str, self.stages_of(rank))),
-                f"{1e3 * busy:.4g}",
-                f"{1e3 * (self.step_s - busy):.4g}",
+                format_ms(busy),
+                format_ms(self.step_s - busy),
                 f"{self.bubble_per_rank[rank]:.1%}",
                 str(self.peak_per_rank[rank]),
             )

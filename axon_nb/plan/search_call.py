@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.communication_layout import Layout, dtype_of, optimizer_of
+from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
+from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.rates_presets import as_rates
+from axon_nb.plan.schedule_plan import SchedulePlan
+from axon_nb.plan.search_layouts import Mesh, meshes
 from axon_nb.plan.search_memory import MemoryEstimate, estimated_memory
 from axon_nb.plan.search_plan import Candidate, SearchPlan
+from axon_nb.plan.search_simulate import Simulations
+from axon_nb.plan.search_traces import Traces
 from axon_nb.plan.step_time_call import predicted
+from axon_nb.plan.step_time_compute import pipelined
 from axon_nb.plan.step_time_model import Given
-from axon_nb.plan.step_time_trace import ModelTrace, trace_model
-from axon_nb.plan.step_time_work import Rates, as_rates
+from axon_nb.plan.step_time_trace import ModelTrace
+from axon_nb.plan.step_time_work import Rates
 
 __all__ = ["search"]
 
 _GIB = 1024.0**3
+_STRATEGIES = ("ddp", "optimizer_state", "no_shard", "shard_grad_op", "full_shard")
+_NODE = 8
+"""GPUs that NVLink joins, as far as defaults are concerned."""
 
 
 def search(
@@ -29,102 +43,181 @@ def search(
     gpus: int,
     memory: float,
     *,
-    rates: Rates | float | Any,
-    links: Link | str | Mapping[str, Link | str] | Any,
-    batch: int,
+    rates: Rates | float | str | Any = None,
+    links: Link | str | Mapping[str, Link | str] | Any = None,
+    batch: int | None = None,
     seq: int | None = None,
     inputs: Any = None,
     target: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[..., Optimizer] | str = "AdamW",
+    mixed_precision: torch.dtype | str | None = None,
     strategies: Sequence[str] = ("ddp", "shard_grad_op", "full_shard"),
-    largest_tp: int = 8,
+    schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
+    largest_tp: int = _NODE,
     overlap: float = 1.0,
+    simulate: int = 0,
+    progress: Callable[[float, str], None] | None = None,
+    cancel: threading.Event | None = None,
     estimate: MemoryEstimate = estimated_memory,
 ) -> SearchPlan:
     """Layouts (dp, tp, pp, strategy, microbatches, recomputing) of some GPUs, those that fit and the fastest first.
 
-        plan.search(GPTConfig(hidden=4096, heads=32, blocks=32, context=2048, vocab=50304), 64, 80, batch=128,
-                    rates=400e12, links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"})
+        plan.search(GPTConfig(hidden=4096, heads=32, blocks=32, context=2048, vocab=50304), 64, 80)
+        plan.search(make, 16, 40, batch=256, inputs=TensorSpec(("batch", 3, 224, 224)), rates="a100",
+                    links={"tp": "nvlink3", "all": "ib-hdr"}, mixed_precision="bfloat16", simulate=1)
+
+    The model takes two or three steps on tensors without data; all else is arithmetic.
 
     Args:
         model: As in `communication`; a pipeline is looked at where the model is a Sequential, and ``tp`` as
             `parallelize` cuts it by itself.
         gpus: Number of ranks; all are used.
         memory: GiB that each has.
-        rates: As in `step_time`.
-        links: As in `communication`, of the axes ``dp``, ``tp`` and ``pp``.
-        batch: Samples of a step over all ranks; the data axis divides it.
+        rates: As in `step_time`; None: those of an H100, in TF32 without `mixed_precision`.
+        links: As in `communication`, of the axes ``dp``, ``tp`` and ``pp``; None: NVLink 4 along ``tp`` and among up to
+            8 GPUs, InfiniBand NDR else.
+        batch: Samples of a step over all ranks, which the data axis divides; None: two a GPU.
         seq: Tokens of a sample.
-        inputs: What the model is called with, described so that ``"batch"`` stands for a rank's samples; not needed
-            with a GPTConfig.
+        inputs: What the model is called with, described so that ``"batch"`` stands for a rank's samples:
+            ``TensorSpec(("batch", 1024))``; not needed with a GPTConfig.
         target: The same, for the loss.
         loss: From output and target, or from the output alone.
         optimizer: Made from parameters, or the name of one of torch's.
-        strategies: Of the data axis.
+        mixed_precision: dtype of forward and backward, as in `FSDP`; of ``ddp`` that of autocast.
+        strategies: Of the data axis; a pipeline's stages are sharded by shard_grad_op.
+        schedule: Of pipelines.
         largest_tp: Ranks along ``tp`` at most, such as those of a node.
         overlap: As in `step_time`.
+        simulate: So many of the best are simulated by `memory`, until those at the top are known to fit: some seconds
+            each, in a process of its own. 0: all memory is estimated.
+        progress: Called with the share done, 0 to 1, and what is done next, while layouts are simulated.
+        cancel: Ends the simulation when it is set.
         estimate: Bytes by part that the fullest rank of a layout needs.
 
     Raises:
         UsageError: the numbers make no sense, or the model cannot be traced.
+        SimulatorError: the simulator's process failed.
+        Cancelled: `cancel` was set.
     """
-    if gpus < 1 or gpus != int(gpus) or not memory > 0 or batch < 1:
+    samples = 2 * gpus if batch is None else batch
+    _check(gpus, memory, samples, strategies, simulate)
+    dtype = dtype_of(mixed_precision)
+    given = Given(model, inputs, target, loss, seq=seq)
+    make = optimizer_of(optimizer)
+    chosen = as_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
+    wires = ({"all": "nvlink4" if gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
+    ask = _Ask(given, make, dtype, PipelineSchedule.of(schedule), strategies, chosen, wires, overlap, memory * _GIB)
+    traces = Traces(given, make, dtype)
+    found: list[Candidate] = []
+    for mesh in meshes(int(gpus), int(samples), largest_tp=largest_tp):
+        if mesh.reason:
+            found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
+        else:
+            found += ask.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+    plan = SearchPlan(
+        f"{gpus} GPUs of {memory:g} GiB, {samples} samples a step",
+        tuple(sorted(found, key=lambda one: one.rank_key)),
+        tuple(ask.notes(int(gpus))),
+        int(samples),
+    )
+    if not simulate:
+        return plan
+    options = {"seq": seq, "inputs": inputs, "target": target, "loss": loss, "optimizer": optimizer}
+    options |= {"mixed_precision": mixed_precision, "schedule": ask.schedule.value}
+    return Simulations(model, options, memory * _GIB, progress, cancel).of_the_best(plan, simulate)
+
+
+def _check(gpus: int, memory: float, batch: int, strategies: Sequence[str], simulate: int) -> None:
+    if gpus < 1 or gpus != int(gpus) or not memory > 0 or batch < 1 or batch != int(batch):
         raise UsageError(f"gpus={gpus}, memory={memory} GiB, batch={batch}: each is above 0, GPUs and batch whole.")
-    subject: dict[str, Any] = {"inputs": inputs, "target": target, "loss": loss, "seq": seq}
-    traces: dict[int, ModelTrace] = {}
-    found = []
-    for mesh, strategy, microbatches, recompute in _layouts(gpus, batch, strategies, largest_tp):
-        options = {**subject, "batch": batch // mesh["dp"], "mesh": mesh, "strategy": strategy}
-        if microbatches is not None:
-            options["microbatches"] = microbatches
-        plain = Candidate(mesh["dp"], mesh["tp"], mesh["pp"], strategy, microbatches or 1, recompute)
-        try:
-            if traces and mesh["dp"] not in traces:
-                traces[mesh["dp"]] = _other_batch(
-                    next(iter(traces.values())), Given(model, batch=batch // mesh["dp"], **subject)
-                )
-            layout = Layout.of(model, None, options, optimizer, recompute=recompute, known=traces.get(mesh["dp"]))
-        except UsageError as error:
-            if not traces and mesh == {"pp": 1, "dp": gpus, "tp": 1}:
-                raise
-            found.append(plain.rejected(str(error)))
-            continue
-        if not layout.trace.called:
-            raise UsageError("how long a step takes depends on the batch: give inputs=, described by shapes.")
-        traces[mesh["dp"]] = layout.trace
-        if mesh["tp"] > 1 and not layout.styles:
-            found.append(plain.rejected("tp cuts nothing of this model"))
-            continue
-        need = estimate(layout)
-        step = predicted(layout, traffic_of(layout, links), as_rates(rates), overlap)
-        found.append(plain.judged(need, step.total_s, memory * _GIB))
-    if not found:
-        raise UsageError(f"batch={batch} on {gpus} GPUs: no data axis divides it; take a multiple of {gpus}.")
-    title = f"{gpus} GPUs of {memory:g} GiB, {batch} samples a step"
-    return SearchPlan(title, tuple(sorted(found, key=lambda one: (not one.fits, one.reason != "", one.rank_key))))
+    if simulate < 0 or simulate != int(simulate):
+        raise UsageError(f"simulate={simulate}: how many of the best layouts are simulated, 0 or more.")
+    unknown = [name for name in strategies if name not in _STRATEGIES]
+    if unknown or not strategies:
+        raise UsageError(f"strategies={list(strategies)}: one or more of {', '.join(_STRATEGIES)}.")
 
 
-def _other_batch(known: ModelTrace, given: Given) -> ModelTrace:
-    """The trace of another batch; what the optimizer does is the same."""
-    trace = trace_model(given)
-    trace.grad_uses = known.grad_uses
-    trace.work |= {phase: work for phase, work in known.work.items() if phase == "optimizer"}
-    return trace
+@dataclass(frozen=True)
+class _Ask:
+    """What all layouts have in common."""
 
+    given: Given
+    optimizer: Callable[..., Optimizer] | None
+    dtype: torch.dtype | None
+    schedule: PipelineSchedule
+    strategies: Sequence[str]
+    rates: Rates
+    links: Any
+    overlap: float
+    limit: float
+    """Bytes of a rank."""
 
-def _layouts(
-    gpus: int, batch: int, strategies: Sequence[str], largest_tp: int
-) -> Iterator[tuple[dict[str, int], str, int | None, bool]]:
-    for tp in (n for n in range(1, min(gpus, largest_tp) + 1) if gpus % n == 0):
-        for pp in (n for n in range(1, gpus // tp + 1) if gpus // tp % n == 0):
-            dp = gpus // tp // pp
-            if batch % dp:
-                continue
-            counts = [m for m in (pp, 2 * pp, 4 * pp, 8 * pp) if batch // dp % m == 0] if pp > 1 else [None]
-            # One data rank shards nothing; a pipeline keeps parameters whole in a step, so full_shard is shard_grad_op.
-            chosen = strategies if pp == 1 else [name for name in strategies if name != "full_shard"]
-            for strategy in chosen if dp > 1 else list(chosen)[:1]:
-                for count in counts:
-                    for recompute in (False, True):
-                        yield {"pp": pp, "dp": dp, "tp": tp}, strategy, count, recompute
+    def candidates(self, mesh: Mesh, batch: int, trace: ModelTrace, estimate: MemoryEstimate) -> Iterator[Candidate]:
+        """All layouts on one mesh, judged.
+
+        Args:
+            mesh: Ranks by axis.
+            batch: Samples of a rank.
+            trace: With that batch.
+            estimate: Bytes by part.
+        """
+        said = set()
+        for count in mesh.microbatches:
+            plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count)
+            try:
+                base = self._layout(mesh, batch, count, trace)
+                reason = "tp cuts nothing of this model" if mesh.tp > 1 and not base.styles else ""
+            except UsageError as error:
+                reason = str(error)
+            if not reason:
+                yield from self._judged(plain, base, estimate)
+            elif reason not in said:
+                said.add(reason)
+                yield replace(plain, reason=reason)
+
+    def _layout(self, mesh: Mesh, batch: int, microbatches: int, trace: ModelTrace) -> Layout:
+        return Layout(
+            replace(self.given, batch=batch),
+            mesh.axes,
+            self._of(mesh.pp, mesh.dp)[0],
+            mixed_precision=self.dtype,
+            schedule=self.schedule,
+            microbatches=microbatches if mesh.pp > 1 else None,
+            optimizer=self.optimizer,
+            known=trace,
+        )
+
+    def _of(self, pp: int, dp: int) -> Sequence[str]:
+        """Strategies worth a look; one data rank shards nothing."""
+        if pp > 1:
+            return ("shard_grad_op",)
+        return self.strategies if dp > 1 else ("full_shard",)
+
+    def _judged(self, plain: Candidate, base: Layout, estimate: MemoryEstimate) -> Iterator[Candidate]:
+        for recompute in (False, True):
+            plan: SchedulePlan | None = None
+            for strategy in self._of(plain.pp, plain.dp):
+                layout = replace(base, strategy=strategy, recompute=recompute)
+                traffic = traffic_of(layout, self.links)
+                if layout.stages is not None and plan is None:
+                    plan = pipelined(layout, traffic, self.rates)
+                step = predicted(layout, traffic, self.rates, self.overlap, plan=plan)
+                one = replace(plain, strategy=strategy, recompute=recompute)
+                yield one.judged(estimate(layout), step.total_s, self.limit)
+
+    def notes(self, gpus: int) -> Iterator[str]:
+        """What the numbers rest on."""
+        computed = "as the model is made" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
+        links = links_of(self.links, dict.fromkeys(("dp", "tp", "pp"), gpus))
+        axes: dict[str, list[str]] = {}
+        for axis, link in links.items():
+            axes.setdefault(str(link), []).append(axis)
+        for text, names in axes.items():
+            yield f"{', '.join(names)}: {text}"
+        yield f"pipelines run {self.schedule.value}, and their stages are sharded by shard_grad_op"
+        yield (
+            "memory is an estimate, with an allowance of 5 % for fragmentation; plan.memory simulates a layout, "
+            "simulate=1 the best ones"
+        )

@@ -1,82 +1,173 @@
-"""About how much memory a rank of a layout needs: model states by formula, activations by what forward keeps.
+"""About how much memory a rank of a layout needs: model states by formula, the rest by what a traced step shows.
 
-For ranking many layouts at once; `axon_nb.plan.search` takes another estimate in its place.
+For ranking hundreds of layouts at once; `axon_nb.plan.memory` simulates one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from axon_nb.parallel.memory import model_states
 from axon_nb.parallel.optimizer_state import OptimizerKind
+from axon_nb.parallel.pipeline.memory import PipelineMemoryStats
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.communication_data import Held
 from axon_nb.plan.communication_layout import Layout
-from axon_nb.plan.schedule_call import schedule
 
-__all__ = ["MemoryEstimate", "estimated_memory"]
+__all__ = ["ALLOWANCE", "MemoryEstimate", "estimated_memory"]
 
 MemoryEstimate = Callable[[Layout], dict[str, int]]
 """Bytes by part, of the rank that needs most."""
 
+ALLOWANCE = 0.05
+"""Of all else, for what CUDA's allocator cannot use: as in `axon_nb.plan.memory`."""
+
 
 def estimated_memory(layout: Layout) -> dict[str, int]:
-    """Bytes by part: ``model states``, ``whole parameters``, ``activations``; of the fullest rank along ``pp``.
+    """Bytes by part, of the fullest rank along ``pp``.
 
-    Model states are exact (`axon_nb.parallel.memory`). Whole parameters are the two largest units that FSDP holds at
-    once, or all where they stay whole until backward. Activations are what forward keeps of a rank's batch, or with
-    recomputing the children's outputs and the largest child's own; those of children that ``tp`` cuts are divided by
-    it, and of a pipeline as many microbatches are counted as are live at once.
+    - ``model states`` are exact (`axon_nb.parallel.memory`).
+    - ``whole parameters``: the two largest units that FSDP holds at once, or all where they stay whole until backward.
+    - ``gradients``: those of the largest unit before and while they are reduced; of a pipeline's stages all, until the
+      last microbatch; DDP's buckets.
+    - ``activations``: what forward keeps of a rank's batch, or with recomputing the children's outputs and the largest
+      child's own. What ``tp`` cuts is divided by it; of a pipeline as many microbatches are counted as are live.
+    - ``temporary``: a gradient as large as the largest output.
+    - ``fragmentation``: an allowance on GPUs.
 
     Args:
         layout: The layout.
     """
-    held = layout.parameters
-    places = range(layout.size("pp"))
-    return max((_of_place(layout, held, place) for place in places), key=lambda parts: sum(parts.values()))
+    return max(
+        (_of_place(layout, held, place) for place, held in enumerate(layout.parameters_at)),
+        key=lambda parts: sum(parts.values()),
+    )
 
 
-def _of_place(layout: Layout, held: list[Held], place: int) -> dict[str, int]:
-    among = layout.stages.among if layout.stages is not None else None
-    here = [h for h in held if among is None or among[h.name.partition(".")[0]] == place]
-    ranks = layout.size(layout.data_axis)
+def _of_place(layout: Layout, held: Sequence[Held], place: int) -> dict[str, int]:
+    whole, gradients = _whole(layout, held)
+    parts = {
+        "model states": _states(layout, held),
+        "whole parameters": whole,
+        "gradients": gradients,
+        "activations": _activations(layout, place),
+        "temporary": _temporary(layout, place),
+    }
+    if layout.device == "cuda":
+        parts["fragmentation"] = round(ALLOWANCE * sum(parts.values()))
+    return parts
+
+
+class _Asked(OptimizerKind):
+    """Is tried once for each kind of parameter."""
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[torch.dtype, bool], int]:
+        return {}
+
+    def bytes_per_element(self, dtype: torch.dtype, *, trained: bool = True) -> int:
+        """As there."""
+        key = dtype, trained
+        if key not in self._known:
+            self._known[key] = super().bytes_per_element(dtype, trained=trained)
+        return self._known[key]
+
+
+def _states(layout: Layout, held: Sequence[Held]) -> int:
+    make = layout.optimizer or torch.optim.AdamW
+    kind: OptimizerKind = layout.trace.once(("states of", make), lambda: _Asked(make))
     whole = layout.strategy == "ddp"
     states = model_states(
-        [(h.shape, h.dtype, h.trained) for h in here],
+        [(h.shape, h.dtype, h.trained) for h in held],
         ShardingStrategy.NO_SHARD if whole else ShardingStrategy(layout.strategy),
-        world_size=ranks,
-        optimizer=OptimizerKind(layout.optimizer or torch.optim.AdamW),
+        world_size=layout.size(layout.data_axis),
+        optimizer=kind,
     )
+    return states.total_bytes
+
+
+def _whole(layout: Layout, held: Sequence[Held]) -> tuple[int, int]:
+    """Bytes of whole parameters, and of their gradients besides the model states."""
+    ranks = layout.size(layout.data_axis)
+    if layout.strategy in ("ddp", "optimizer_state"):
+        cast = sum(h.elements * layout.mixed_precision.itemsize for h in held) if layout.mixed_precision else 0
+        return cast, sum(h.nbytes for h in held if h.has_grad) if ranks > 1 else 0
+    if ranks == 1 and layout.mixed_precision is None:
+        return 0, 0
     units: dict[str, int] = {}
-    for h in here:
-        units[h.name.partition(".")[0]] = units.get(h.name.partition(".")[0], 0) + h.nbytes
-    gathered = 0
-    if not whole and layout.strategy != "optimizer_state" and ranks > 1:
-        largest = sorted(units.values(), reverse=True)
-        stay = layout.stages is not None or layout.strategy in ("shard_grad_op", "no_shard")
-        gathered = sum(largest if stay else largest[:2])
-    return {
-        "model states": states.total_bytes,
-        "whole parameters": gathered,
-        "activations": _activations(layout, place),
-    }
+    trained: dict[str, int] = {}
+    reduced: dict[str, int] = {}
+    for h in held:
+        name, computed = h.name.partition(".")[0], (layout.mixed_precision or h.dtype).itemsize
+        units[name] = units.get(name, 0) + h.elements * computed
+        if h.has_grad:
+            trained[name] = trained.get(name, 0) + h.elements * computed
+            reduced[name] = reduced.get(name, 0) + h.elements * h.dtype.itemsize
+    if layout.stages is not None:
+        return sum(units.values()), sum(reduced.values())
+    stay = layout.strategy in ("shard_grad_op", "no_shard")
+    largest = sorted(units.values(), reverse=True)
+    return sum(largest if stay else largest[:2]), max(trained.values(), default=0) + max(reduced.values(), default=0)
+
+
+def _children(layout: Layout, place: int) -> list[str]:
+    """Of the model, on one rank along ``pp``; what is outside of all children is on the last one."""
+    trace, stages = layout.trace, layout.stages
+    names = ("", *(name for name, _ in trace.model.named_children()))
+    if stages is None:
+        return list(names)
+    owner, last = stages.among, stages.owner[stages.count - 1]
+    return [name for name in names if owner.get(name, last) == place]
+
+
+def _saved(layout: Layout) -> dict[str, int]:
+    """What forward keeps on one rank along ``tp``, by child.
+
+    What is computed from the output of a column layer is cut, until a row layer sums it up; with sequence parallelism
+    the rest is cut by positions, but for what column layers have gathered (Korthikanti et al., 2022, section 4.2).
+    """
+    found: dict[str, int] = {}
+    styles = layout.styles
+    for (keeper, sources), size in layout.trace.saved.items():
+        cut = any(styles.get(source) == "column" for source in sources)
+        if layout.sequence and not cut:
+            cut = any(source in styles for source in sources) and not styles.get(keeper, "").startswith("column")
+        child = keeper.partition(".")[0]
+        found[child] = found.get(child, 0) + (size // layout.size("tp") if cut else size)
+    return found
 
 
 def _activations(layout: Layout, place: int) -> int:
-    trace, stages, ways = layout.trace, layout.stages, layout.size("tp")
-    cut = {name.partition(".")[0] for name in layout.styles}
-    names = dict.fromkeys((*trace.saved, *(name for name, _ in trace.model.named_children())))
-    children = [name for name in names if stages is None or stages.among.get(name, place) == place]
-    saved = {name: trace.saved.get(name, 0) // (ways if name in cut else 1) for name in children}
+    trace, stages = layout.trace, layout.stages
+    children, each = _children(layout, place), _saved(layout)
+    saved = {name: each.get(name, 0) for name in children}
     if layout.recompute:
         kept = sum(sum(fact.nbytes for fact in trace.outputs.get(name, ())) for name in children if name)
-        parts = kept, max(saved.values(), default=0)
+        parts = kept + saved.get("", 0), max((size for name, size in saved.items() if name), default=0)
     else:
         parts = sum(saved.values()), 0
     if stages is None:
         return sum(parts)
-    live = schedule(stages.schedule, stages.count, stages.microbatches, ranks=stages.ranks).peak_per_rank[place]
+    live = trace.once(
+        ("live microbatches", stages.schedule, stages.ranks, stages.count, stages.microbatches),
+        lambda: PipelineMemoryStats.of(
+            stages.schedule,
+            num_ranks=stages.ranks,
+            num_microbatches=stages.microbatches,
+            num_stages=stages.count,
+        ),
+    )
     count = len(stages.held(place)) * stages.microbatches
-    return parts[0] * live // count + parts[1] // stages.microbatches
+    return int(parts[0] * live.peak_per_rank[place] // count + parts[1] // stages.microbatches)
+
+
+def _temporary(layout: Layout, place: int) -> int:
+    largest = layout.trace.largest_outputs
+    sizes = [
+        largest.get(name, 0) // (layout.size("tp") if name in layout.cut_children else 1)
+        for name in _children(layout, place)
+    ]
+    return max(sizes, default=0) // (1 if layout.stages is None else layout.stages.microbatches)

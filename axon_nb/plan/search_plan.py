@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_picture import plotly_figure
 from axon_nb.records.quantity import format_bytes
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "SearchPlan"]
 
 _GIB = 1024.0**3
-_SHOWN = 20
+_SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "recompute", "step, ms", "memory, GiB", "why not")
 
 
@@ -27,10 +27,10 @@ class Candidate:
     dp: int
     tp: int
     pp: int
-    strategy: str
-    """Of the data axis."""
-    microbatches: int
-    recompute: bool
+    strategy: str = ""
+    """Of the data axis; empty: none was tried."""
+    microbatches: int = 1
+    recompute: bool = False
     """Whether activations are computed again in backward."""
     step_s: float = float("inf")
     """Seconds of a step; infinite where it cannot be."""
@@ -38,6 +38,8 @@ class Candidate:
     """Bytes by part, of the fullest rank."""
     reason: str = ""
     """Why it is rejected; empty: it fits."""
+    simulated: bool = False
+    """Whether its memory was simulated; it is estimated else."""
 
     @property
     def fits(self) -> bool:
@@ -50,13 +52,24 @@ class Candidate:
         return sum(self.memory.values())
 
     @property
-    def rank_key(self) -> tuple[float, int]:
-        """By which candidates are sorted: time, then memory."""
-        return self.step_s, self.memory_bytes
+    def rank_key(self) -> tuple[bool, bool, float, float]:
+        """By which candidates are sorted: those that fit by time, the others by how much they need."""
+        numbers = (self.step_s, self.memory_bytes)
+        return not self.fits, not self.memory, *(numbers if self.fits else numbers[::-1])
 
-    def rejected(self, reason: str) -> Candidate:
-        """The same, which cannot be."""
-        return replace(self, reason=reason)
+    def layout(self, batch: int) -> dict[str, Any]:
+        """What `axon_nb.plan.memory` is given to simulate it: ``plan.memory(model, **best.layout(batch), …)``.
+
+        Args:
+            batch: Samples of a step over all ranks.
+        """
+        options: dict[str, Any] = {
+            "mesh": {"pp": self.pp, "dp": self.dp, "tp": self.tp},
+            "strategy": self.strategy or "full_shard",
+            "batch": batch // self.dp,
+            "checkpointing": True if self.recompute else None,
+        }
+        return options | ({"microbatches": self.microbatches} if self.pp > 1 else {})
 
     def judged(self, memory: Mapping[str, int], step_s: float, limit: float) -> Candidate:
         """The same, with its memory in bytes and its time; rejected when it needs more than the limit."""
@@ -73,6 +86,10 @@ class SearchPlan:
     title: str
     """What was asked for, in words."""
     candidates: tuple[Candidate, ...]
+    notes: tuple[str, ...] = ()
+    """What the numbers rest on."""
+    batch: int = 1
+    """Samples of a step over all ranks."""
 
     @property
     def best(self) -> Candidate | None:
@@ -81,42 +98,57 @@ class SearchPlan:
         return first if first is not None and first.fits else None
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layout: dp, tp, pp, strategy, microbatches, recompute, step_ms, memory_gib, fits, reason."""
+        """One row a layout, the best first.
+
+        Columns: dp, tp, pp, strategy, microbatches, recompute, step_ms, memory_gib, fits, reason, simulated. Sizes
+        are in GiB (1024³ bytes), times in milliseconds; neither is known of a layout that cannot be.
+        """
         import pandas as pd
 
         rows = [
-            (c.dp, c.tp, c.pp, c.strategy, c.microbatches, c.recompute, 1e3 * c.step_s, c.memory_bytes / _GIB, c.fits,
-             c.reason)
+            (c.dp, c.tp, c.pp, c.strategy, c.microbatches, c.recompute, 1e3 * c.step_s if c.memory else None,
+             c.memory_bytes / _GIB if c.memory else None, c.fits, c.reason, c.simulated)
             for c in self.candidates
         ]  # fmt: skip
         names = ["dp", "tp", "pp", "strategy", "microbatches", "recompute", "step_ms", "memory_gib", "fits", "reason"]
-        return pd.DataFrame(rows, columns=names)
+        return pd.DataFrame(rows, columns=[*names, "simulated"])
 
     def figure(self) -> Any:
         """A plotly figure: milliseconds of a step over GiB of the fullest rank, a point a layout."""
-        known = [c for c in self.candidates if c.memory]
-        traces = [
-            {
+        traces = []
+        for fits, name, colour in ((True, "fits", "#54a24b"), (False, "does not fit", "#e45756")):
+            shown = [c for c in self.candidates if c.memory and c.fits is fits]
+            trace = {
                 "type": "scatter",
                 "mode": "markers",
-                "name": "fits" if fits else "does not fit",
-                "x": [c.memory_bytes / _GIB for c in known if c.fits is fits],
-                "y": [1e3 * c.step_s for c in known if c.fits is fits],
-                "text": [f"dp {c.dp}, tp {c.tp}, pp {c.pp}, {c.strategy}" for c in known if c.fits is fits],
+                "name": name,
+                "marker": {"color": colour, "size": 8},
+                "x": [c.memory_bytes / _GIB for c in shown],
+                "y": [1e3 * c.step_s for c in shown],
+                "text": [_words(c) for c in shown],
+                "hovertemplate": "%{text}<br>%{x:.1f} GiB, %{y:.1f} ms",
             }
-            for fits in (True, False)
-        ]
+            traces.append(trace)
         layout = {
             "title": {"text": self.title},
-            "xaxis": {"title": {"text": "GiB of the fullest rank"}},
+            "xaxis": {"title": {"text": "GiB of the fullest rank"}, "type": "log"},
             "yaxis": {"title": {"text": "ms a step"}, "type": "log"},
         }
         return plotly_figure(traces, layout)
 
     def _summary(self) -> str:
         fitting = sum(c.fits for c in self.candidates)
-        shown = f"; the first {_SHOWN} of them" if len(self.candidates) > _SHOWN else ""
-        return f"{self.title}: {fitting} of {len(self.candidates)} layouts fit{shown}"
+        said = f"{self.title}: {fitting} of {len(self.candidates)} layouts fit"
+        if len(self._shown()) < len(self.candidates):
+            said += "; the first of both kinds, and to_frame() has all"
+        return f"{said}. Best: {_words(self.best)}." if self.best else f"{said}."
+
+    def _shown(self) -> list[Candidate]:
+        fitting = [c for c in self.candidates if c.fits]
+        rejected = [c for c in self.candidates if not c.fits]
+        room = _SHOWN_FITTING + _SHOWN_REJECTED
+        first = fitting[: max(_SHOWN_FITTING, room - len(rejected))]
+        return first + rejected[: room - len(first)]
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -125,19 +157,30 @@ class SearchPlan:
                 str(c.tp),
                 str(c.pp),
                 c.strategy if c.dp > 1 else "",
-                str(c.microbatches),
+                str(c.microbatches) if c.memory else "",
                 "yes" if c.recompute else "",
-                f"{1e3 * c.step_s:.4g}" if c.memory else "",
-                f"{c.memory_bytes / _GIB:.3g}" if c.memory else "",
+                format_ms(c.step_s) if c.memory else "",
+                f"{c.memory_bytes / _GIB:.3g}{' (simulated)' if c.simulated else ''}" if c.memory else "",
                 c.reason,
             )
-            for c in self.candidates[:_SHOWN]
+            for c in self._shown()
         ]
 
     def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._rows())
+        return text_table(self._summary(), _HEAD, self._rows(), self.notes)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEAD, self._rows())
+        return html_table(self._summary(), _HEAD, self._rows(), self.notes)
+
+
+def _words(one: Candidate) -> str:
+    parts = [f"{name} {size}" for name, size in (("dp", one.dp), ("tp", one.tp), ("pp", one.pp)) if size > 1]
+    if one.dp > 1:
+        parts.append(one.strategy)
+    if one.pp > 1:
+        parts.append(f"{one.microbatches} microbatches")
+    if one.recompute:
+        parts.append("recomputing")
+    return ", ".join(parts) or "one GPU"

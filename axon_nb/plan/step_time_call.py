@@ -11,11 +11,13 @@ from axon_nb.errors import UsageError
 from axon_nb.plan.communication_call import traffic_of
 from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
 from axon_nb.plan.communication_plan import CommunicationPlan
+from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
+from axon_nb.plan.rates_presets import as_rates
 from axon_nb.plan.schedule_plan import SchedulePlan
 from axon_nb.plan.step_time_compute import computed, copied, optimizer_work, pipelined, wrapped_s, wrapper_of
 from axon_nb.plan.step_time_plan import StepTime
-from axon_nb.plan.step_time_work import Rates, as_rates
+from axon_nb.plan.step_time_work import Rates
 
 __all__ = ["predicted", "step_time"]
 
@@ -24,7 +26,7 @@ def step_time(
     model: Any,
     world: int | None = None,
     *,
-    rates: Rates | float | Any,
+    rates: Rates | float | str | Any,
     links: Link | str | Mapping[str, Link | str] | Any = None,
     overlap: float | None = None,
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
@@ -40,7 +42,7 @@ def step_time(
         model: As in `communication`.
         world: Number of ranks; None: as the mesh has.
         rates: Floating point operations a second that a rank does, in the dtype that it computes in; `Rates`, which
-            knows of other operations too; or what `calibrate` has returned.
+            knows of other operations too; a GPU's name such as ``"h100"``; or what `calibrate` has returned.
         links: As in `communication`.
         overlap: The share of communication, 0 to 1, that passes behind computation where it may; None: as `calibrate`
             has measured, or 1.
@@ -63,7 +65,9 @@ def step_time(
     return predicted(laid_out, traffic, found, share)
 
 
-def predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float) -> StepTime:
+def predicted(
+    layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float, *, plan: SchedulePlan | None = None
+) -> StepTime:
     """The step of a layout.
 
     Args:
@@ -71,9 +75,9 @@ def predicted(layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap:
         traffic: What it sends, with times.
         rates: Of a rank.
         overlap: The share of communication, 0 to 1, that passes behind computation where it may.
+        plan: The pipeline's schedule, where it is known already: it does not depend on the strategy.
     """
-    plan: SchedulePlan | None = None
-    if layout.stages is not None:
+    if layout.stages is not None and plan is None:
         plan = pipelined(layout, traffic, rates)
     found = [_parts(layout, traffic, rates, overlap=overlap, place=place, plan=plan) for place in traffic.places]
     slowest = max(traffic.places, key=lambda place: sum(found[place].values()))
@@ -124,7 +128,7 @@ def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
     moving = "other operations take no time"
     if rates.bytes_per_s is not None:
         moving = f"other operations {rates.bytes_per_s / 1e9:.3g} GB/s and {1e6 * rates.op_s:.3g} us each"
-    yield f"rates ({rates.source}): {rates.flops_per_s / 1e9:.4g} GFLOP/s, {moving}"
+    yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
     if rates.factors:
         said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
         yield f"times these factors of the model that was measured: {said}"

@@ -36,12 +36,11 @@ def computed(layout: Layout, place: int) -> dict[str, Work]:
 
 def _of_children(layout: Layout, phase: str, names: tuple[str, ...] | None) -> Work:
     """Some children's; None: all, and what is outside of them."""
-    cut = {name.partition(".")[0] for name in layout.styles}
     ways = layout.size("tp")
     total = Work()
     for child, work in layout.trace.work.get(phase, {}).items():
         if names is None or child in names:
-            total += work.scaled(1 / ways) if child in cut else work
+            total += work.scaled(1 / ways) if child in layout.cut_children else work
     if layout.recompute and phase == "backward":
         total += _of_children(layout, "forward", names)
     return total
@@ -63,14 +62,14 @@ def optimizer_work(layout: Layout, place: int) -> Work:
         place: The rank along ``pp``.
     """
     whole = layout.trace.total("optimizer")
-    trained = set(layout.trace.ready)
-    total = [p for name, p in layout.trace.model.named_parameters() if name in trained]
-    among = layout.stages.among if layout.stages is not None else None
-    held = [h for h in layout.parameters if h.name in trained]
-    here = [h for h in held if among is None or among[h.name.partition(".")[0]] == place]
+    trained = layout.trace.once("trained parameters", lambda: set(layout.trace.ready))
+    total = layout.trace.once(
+        "sizes of trained parameters", lambda: [p.numel() for name, p in layout.trace.parameters if name in trained]
+    )
+    here = [h for h in layout.parameters_at[place] if h.name in trained]
     if not total:
         return whole
-    elements = sum(math.prod(h.shape) for h in here) / sum(p.numel() for p in total)
+    elements = sum(math.prod(h.shape) for h in here) / sum(total)
     count = len(here) / len(total)
     ways = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
     sharded = ways.get(layout.strategy, layout.size(layout.data_axis))
@@ -104,10 +103,7 @@ def wrapped_s(layout: Layout, rates: Rates, place: int) -> float:
     """
     if layout.size(*DATA_AXES) == 1:
         return 0.0
-    among = layout.stages.among if layout.stages is not None else None
-    names = [name for name, _ in layout.trace.model.named_parameters()]
-    here = [name for name in names if among is None or among[name.partition(".")[0]] == place]
-    return (wrapper_of(rates, layout.strategy) or 0.0) * len(here)
+    return (wrapper_of(rates, layout.strategy) or 0.0) * len(layout.parameters_at[place])
 
 
 def wrapper_of(rates: Rates, strategy: str) -> float | None:

@@ -43,6 +43,21 @@ class Subject:
     """None: it is not known what it is called with."""
     loss: Callable[[Any], torch.Tensor]
 
+    def computing_in(self, dtype: torch.dtype) -> Subject:
+        """The same model with its parameters converted, and floating point inputs with them; buffers stay."""
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        made: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            # Not `Module.to`: it swaps tensors, which fake ones that are referred to do not allow.
+            for name, own in module._parameters.items():
+                if own is not None:
+                    known = made.setdefault(id(own), nn.Parameter(cast(own.detach()), requires_grad=own.requires_grad))
+                    module._parameters[name] = known
+        return Subject(self.model, tree_map_only(torch.Tensor, cast, self.args), self.loss)
+
 
 @dataclass(frozen=True)
 class Given:

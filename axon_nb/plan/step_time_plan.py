@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.communication_plan import CommunicationPlan
-from axon_nb.plan.communication_table import html_table, text_table
+from axon_nb.plan.communication_table import format_flops, format_ms, html_table, text_table
 from axon_nb.plan.schedule_picture import plotly_figure
 from axon_nb.plan.schedule_plan import SchedulePlan
 
@@ -65,18 +65,25 @@ class StepTime:
             {"type": "bar", "orientation": "h", "name": part, "x": [1e3 * seconds], "y": ["step"]}
             for part, seconds in self.parts.items()
         ]
-        layout = {"barmode": "stack", "title": {"text": self._summary()}, "xaxis": {"title": {"text": "ms"}}}
+        layout = {
+            "barmode": "stack",
+            "title": {"text": f"{self.title}: {format_ms(self.total_s)} ms a step"},
+            "xaxis": {"title": {"text": "ms"}},
+            "yaxis": {"showticklabels": False},
+            "legend": {"traceorder": "normal"},
+            "height": 260,
+        }
         return plotly_figure(bars, layout)
 
     def _summary(self) -> str:
         return (
-            f"{self.title}: a step of {1e3 * self.total_s:.4g} ms, {self.flops_per_s / 1e9:.4g} GFLOP/s a rank, "
-            f"{1e3 * self.exposed_s:.4g} ms of it only communicating"
+            f"{self.title}: a step of {format_ms(self.total_s)} ms, {format_flops(self.flops_per_s)} a rank, "
+            f"{format_ms(self.exposed_s)} ms of it only communicating"
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
         total = self.total_s or 1.0
-        return [(part, f"{1e3 * seconds:.4g}", f"{seconds / total:.1%}") for part, seconds in self.parts.items()]
+        return [(part, format_ms(seconds), f"{seconds / total:.1%}") for part, seconds in self.parts.items()]
 
     def __str__(self) -> str:
         return text_table(self._summary(), _HEAD, self._rows(), self.assumptions)

@@ -5,28 +5,24 @@ Nothing is allocated or computed, so that models of any size are traced on a lap
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
+from axon_nb.plan.step_time_counting import Counting, tensors_in
 from axon_nb.plan.step_time_model import Given, first_line
 from axon_nb.plan.step_time_work import Work
 
 __all__ = ["ModelTrace", "TensorFacts", "trace_model"]
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +56,57 @@ class ModelTrace:
     """By module: the tensors that it is called with."""
     outputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)
     """By module: the tensors that it returns."""
-    saved: dict[str, int] = field(default_factory=dict)
-    """Bytes that forward keeps for backward, parameters aside, by child of the model; each storage once."""
+    saved: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    """Bytes that forward keeps for backward, parameters aside, each storage once: by the module that keeps them, and
+    the modules with parameters from whose outputs they were computed, as far as no other is between."""
     grad_uses: dict[str, int] = field(default_factory=dict)
     """How often the optimizer's step takes each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
     """By phase, then by child of the model; what is outside of all children is under an empty name."""
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What `once` has worked out."""
+
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What follows from the model alone, worked out when it is first asked for.
+
+        Args:
+            name: Of it, with all that it depends on besides.
+            make: Works it out.
+        """
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+    @property
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The model's, with their names."""
+        found: list[tuple[str, nn.Parameter]] = self.once("parameters", lambda: list(self.model.named_parameters()))
+        return found
+
+    @cached_property
+    def largest_outputs(self) -> dict[str, int]:
+        """By child of the model: bytes of the largest tensor that a module in it returns; of the model under ""."""
+        found: dict[str, int] = {}
+        for name, facts in self.outputs.items():
+            child = name.partition(".")[0]
+            found[child] = max([found.get(child, 0), *(fact.nbytes for fact in facts)])
+        return found
 
     def total(self, phase: str) -> Work:
         """Of all children."""
         return sum(self.work.get(phase, {}).values(), Work())
 
 
-def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = None) -> ModelTrace:
+def trace_model(
+    given: Given, *, optimizer: Callable[..., Optimizer] | None = None, dtype: torch.dtype | None = None
+) -> ModelTrace:
     """Build a model on fake tensors and take one step.
 
     Args:
         given: The model, what it is called with, and its loss. Without inputs it is built and not called.
         optimizer: Made from the parameters; its second step is counted, too.
+        dtype: In which forward and backward compute, as with FSDP's mixed precision; the optimizer has the parameters
+            as they are made. None: all as it is made.
 
     Raises:
         UsageError: the model cannot be built or run without data.
@@ -85,11 +114,13 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         subject = given.fake(mode)
-    told = ModelTrace(subject.model)
-    if subject.args is None:
-        return told
-    counted = _Counting(type(subject.model).__name__)
-    handles = list(_watched(subject.model, told))
+        told = ModelTrace(subject.model)
+        if subject.args is None:
+            return told
+        if dtype is not None:
+            subject = given.fake(mode).computing_in(dtype)
+    counted = Counting(subject.model)
+    handles = list(_watched(subject.model, told, counted))
     try:
         with ExitStack() as stack:
             stack.enter_context(mode)
@@ -100,7 +131,7 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
             if number.requires_grad:
                 counted.phase = "backward"
                 number.backward()
-            _step(subject.model, optimizer, counted)
+            _step(told.model, subject.model, optimizer, counted)
     except Exception as error:
         raise UsageError(
             f"{type(subject.model).__name__} cannot run a step on tensors without data: {type(error).__name__}: "
@@ -110,15 +141,20 @@ def trace_model(given: Given, *, optimizer: Callable[..., Optimizer] | None = No
         for handle in handles:
             handle.remove()
     told.work, told.saved, told.called = counted.found, dict(counted.saved), True
-    names = {id(parameter.grad): name for name, parameter in subject.model.named_parameters()}
+    names = {id(parameter.grad): name for name, parameter in told.parameters}
     told.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return told
 
 
-def _step(model: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: _Counting) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+def _step(model: nn.Module, computed: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: Counting) -> None:
     counted.phase = ""
-    if optimizer is None or not trained:
+    if optimizer is None:
+        return
+    if computed is not model:
+        for own, other in zip(model.parameters(), computed.parameters(), strict=True):
+            own.grad = None if other.grad is None else torch.zeros_like(own)
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if not trained:
         return
     made = optimizer(trained)
     made.step()  # makes the states
@@ -126,86 +162,19 @@ def _step(model: nn.Module, optimizer: Callable[..., Optimizer] | None, counted:
     made.step()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
 def _facts(value: Any) -> tuple[TensorFacts, ...]:
-    return tuple(TensorFacts(tuple(one.shape), one.dtype, one.requires_grad) for one in _tensors(value))
+    return tuple(TensorFacts(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors_in(value))
 
 
-def _watched(model: nn.Module, told: ModelTrace) -> Iterator[Any]:
+def _watched(model: nn.Module, told: ModelTrace, counted: Counting) -> Iterator[Any]:
     for name, module in model.named_modules():
 
-        def note(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
             told.inputs[name], told.outputs[name] = _facts((args, kwargs)), _facts(output)
+            if module._parameters:
+                counted.note_output(name, output)
 
         yield module.register_forward_hook(note, with_kwargs=True)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.ready.append(name))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_back(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
-# torch counts the attention of GPUs only.
-_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
-}
-
-
-class _Counting(TorchDispatchMode):
-    """Counts what is computed."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = "forward"
-        """What is counted now; empty: nothing."""
-        self.found: dict[str, dict[str, Work]] = {}
-        self.saved: Counter[str] = Counter()
-        """Bytes kept for backward, by child."""
-        self._kept: set[int] = set()
-        self.uses: Counter[int] = Counter()
-        """How often the optimizer takes each tensor, by its id."""
-        self.tracker: Any = None
-        self._prefix = f"{root}."
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.phase and not func.is_view:
-            place = self.found.setdefault(self.phase, {})
-            child = "" if self.phase == "optimizer" else self._child()
-            if self.phase == "optimizer":
-                self.uses.update(map(id, _tensors((args, kwargs))))
-            place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
-        return result
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is saved for backward."""
-        storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage._cdata not in self._kept:
-            self._kept.add(storage._cdata)
-            self.saved[self._child()] += storage.nbytes()
-        return tensor
-
-    def _child(self) -> str:
-        for name in self.tracker.parents:
-            if name.startswith(self._prefix):
-                return str(name[len(self._prefix) :].partition(".")[0])
-        return ""
-
-
-def _work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    if packet in flop_registry:
-        return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
-    if packet in _FORMULAS:
-        return Work(flops=float(_FORMULAS[packet](*args, **kwargs)), ops=1)
-    return Work(bytes=float(sum(tensor.nbytes for tensor in _tensors((args, kwargs, result)))), ops=1)

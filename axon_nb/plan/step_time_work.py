@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from axon_nb.errors import UsageError
-
-__all__ = ["PHASES", "Rates", "Work", "as_rates"]
+__all__ = ["PHASES", "Rates", "Work"]
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -55,6 +53,8 @@ class Rates:
     """Where the numbers are from."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """How much longer a measured model took than these rates say, by phase, one of `PHASES`."""
+    launches: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that an operation of a measured model takes besides, by phase; of others `op_s` times the factor."""
     wrappers: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that a strategy's wrapper takes for each parameter of the model, besides what it sends and
     copies: its hooks, and the dispatch of distributed tensors. By strategy; measured with a model."""
@@ -66,8 +66,13 @@ class Rates:
             work: Of one rank.
             phase: One of `PHASES`.
         """
+        factor = self.factors.get(phase, 1.0)
+        return self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.op_s * factor)
+
+    def busy_s(self, work: Work) -> float:
+        """The same by these rates alone, without launches."""
         moving = work.bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-        return (work.flops / self.flops_per_s + moving + work.ops * self.op_s) * self.factors.get(phase, 1.0)
+        return work.flops / self.flops_per_s + moving
 
     def fitted(self, measured: Mapping[str, tuple[Work, float]], source: str) -> Rates:
         """The same, with the factors by which a model's phases took longer.
@@ -76,27 +81,10 @@ class Rates:
             measured: Work and seconds, by phase.
             source: What was measured.
         """
-        bare = replace(self, factors={})
+        bare = replace(self, factors={}, launches={})
         factors = {
             phase: seconds / said
             for phase, (work, seconds) in measured.items()
             if seconds > 0 and (said := bare.seconds(work, phase)) > 0
         }
         return replace(bare, factors=factors, source=f"{self.source}; {source}")
-
-
-def as_rates(given: Rates | float) -> Rates:
-    """The rates themselves, or those of a number of floating point operations a second.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    found = getattr(given, "rates", given)
-    if isinstance(found, Rates):
-        return found
-    if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
-        return Rates(float(found))
-    raise UsageError(
-        f"rates={given!r}: floating point operations a second, such as 400e12; `Rates(…)`; or what `plan.calibrate()` "
-        "has returned."
-    )

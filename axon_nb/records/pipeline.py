@@ -6,12 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from axon_nb.records.pipeline_play import Action, play_orders
 from axon_nb.records.span import Span
 
 __all__ = ["Action", "PipelineStep", "bubble_fraction", "last_steps", "play"]
-
-Action = tuple[str, int, int]
-"""F, B, I (backward for inputs) or W (for weights); stage; microbatch."""
 
 _COMPUTING = ("forward", "backward")
 _LOOK_BACK = 3
@@ -71,37 +69,23 @@ def play(
         ValueError: the orders wait for each other, or for what is in none of them.
     """
     names = range(len(orders)) if ranks is None else ranks
-    last = max((stage for order in orders for _, stage, _ in order), default=0)
-    over: dict[Action, float] = {}
-    """When each action ended, in seconds; a whole backward stands for its part for inputs, too."""
-    next_one, free, spans = [0] * len(orders), [0.0] * len(orders), [list[Span]() for _ in orders]
-    while any(place < len(order) for place, order in zip(next_one, orders, strict=True)):
-        before = sum(next_one)
-        for index, order in enumerate(orders):
-            while next_one[index] < len(order):
-                action, stage, microbatch = order[next_one[index]]
-                needed = [(kind, place, microbatch) for kind, place in _needs(action, stage, last)]
-                if any(need not in over for need in needed):
-                    break
-                start = max([free[index], *(over[need] for need in needed)])
-                free[index] = start + lengths[action]
-                over["I" if action == "B" else action, stage, microbatch] = free[index]
-                kind = "forward" if action == "F" else "backward"
-                begin, end = round(start * 1e9), round(free[index] * 1e9)
-                spans[index].append(Span(names[index], kind, action, begin, end, stage=stage, microbatch=microbatch))
-                next_one[index] += 1
-        if sum(next_one) == before:
-            raise ValueError("the orders of a pipeline wait for each other")
-    return [span for of_rank in spans for span in of_rank]
-
-
-def _needs(action: str, stage: int, last: int) -> list[tuple[str, int]]:
-    """What must be over before: (action, stage) of the same microbatch."""
-    if action == "F":
-        return [("F", stage - 1)] if stage else []
-    if action == "W":
-        return [("I", stage)]
-    return [("F", stage)] + ([("I", stage + 1)] if stage < last else [])
+    stages = 1 + max((stage for order in orders for _, stage, _ in order), default=0)
+    count = 1 + max((microbatch for order in orders for _, _, microbatch in order), default=0)
+    each = {action: (seconds,) * stages for action, seconds in lengths.items()}
+    times = play_orders(orders, each, num_stages=stages, num_microbatches=count)
+    return [
+        Span(
+            names[index],
+            "forward" if action == "F" else "backward",
+            action,
+            round(begin * 1e9),
+            round(end * 1e9),
+            stage=stage,
+            microbatch=microbatch,
+        )
+        for index, order in enumerate(orders)
+        for (action, stage, microbatch), (begin, end) in zip(order, times[index], strict=True)
+    ]
 
 
 def last_steps(spans: Iterable[Span]) -> list[PipelineStep]:

@@ -163,3 +163,30 @@ def test_exported_example_prints_the_same_losses(
         return  # a saved notebook does not tell with which seed its ranks began
     missing = [line for line in dict.fromkeys(shown) if line not in printed and " s" not in line]
     assert not missing, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_plans_are_shown_without_ranks(execute: Callable[[str], NotebookNode]) -> None:
+    notebook = execute("08_will_it_fit")
+    shown = {
+        cell.source: "".join(
+            output.get("data", {}).get("text/html", output.get("data", {}).get("text/plain", ""))
+            for output in cell.outputs
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+    (table,) = [text for source, text in shown.items() if source.startswith("found = plan.search")]
+    assert re.search(r"64 GPUs of 80 GiB, 256 samples a step: [1-9][0-9]* of [0-9]+ layouts fit", table)
+    (pipeline,) = [text for source, text in shown.items() if source.startswith('plan.schedule("1F1B"')]
+    assert pipeline.count("<rect") > 64
+    assert "GiB" in next(text for source, text in shown.items() if source.startswith("alone ="))
+    assert "leave one of the two away" in streams(notebook)
+    figures = [
+        output
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "application/vnd.plotly.v1+json" in output.get("data", {})
+    ]
+    assert len(figures) == 3

@@ -18,7 +18,6 @@ from axon_nb.plan.worker import run_apart
 from tests.plan.megatron import Layers
 
 GB = 10**9
-LINEARS, SIZE = 750, (10000, 1000)
 
 
 class MixedPrecisionAdam(torch.optim.Optimizer):
@@ -35,37 +34,48 @@ class MixedPrecisionAdam(torch.optim.Optimizer):
                     self.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
 
 
-def _of_7_5_billion() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(SIZE[1], SIZE[0], bias=False) for _ in range(LINEARS)))
+def _linears(num: int, rows: int, columns: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(num)))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world", "gigabytes"),
-    [
-        ("ddp", 64, 120.0),
-        ("optimizer_state", 4, 52.5),
-        ("optimizer_state", 16, 35.6),
-        ("optimizer_state", 64, 31.4),
-        ("full_shard", 4, 30.0),
-        ("full_shard", 16, 7.5),
-        ("full_shard", 64, 1.88),
-        ("full_shard", 256, 0.47),
-        ("full_shard", 1024, 0.12),
-    ],
-)
-def test_model_states_of_the_zero_paper(strategy: str, world: int, gigabytes: float) -> None:
+MODELS = {7.5: (750, 10_000, 1_000), 128.0: (256, 500_000, 1_000), 1000.0: (250, 4_000_000, 1_000)}
+"""Layers, rows and columns by billions of parameters."""
+TABLE_1 = {
+    ("ddp", 64): (120.0, 2048.0, 16000.0),
+    ("optimizer_state", 4): (52.5, 896.0, 7000.0),
+    ("optimizer_state", 16): (35.6, 608.0, 4750.0),
+    ("optimizer_state", 64): (31.4, 536.0, 4187.0),
+    ("optimizer_state", 256): (30.4, 518.0, 4046.0),
+    ("optimizer_state", 1024): (30.1, 513.0, 4011.0),
+    ("full_shard", 4): (30.0, 512.0, 4000.0),
+    ("full_shard", 16): (7.5, 128.0, 1000.0),
+    ("full_shard", 64): (1.88, 32.0, 250.0),
+    ("full_shard", 256): (0.47, 8.0, 62.5),
+    ("full_shard", 1024): (0.12, 2.0, 15.6),
+}
+"""GB a rank, of models of 7.5, 128 and 1000 billion parameters.
+
+The table's middle column, optimizer states and gradients sharded and parameters whole, is of no strategy here: torch's
+FSDP shards parameters between steps whatever it does within them.
+"""
+
+
+@pytest.mark.parametrize("billions", list(MODELS))
+@pytest.mark.parametrize(("strategy", "world"), list(TABLE_1))
+def test_model_states_of_the_zero_paper(strategy: str, world: int, billions: float) -> None:
     """Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), table 1."""
     made = plan.memory(
-        _of_7_5_billion,
+        partial(_linears, *MODELS[billions]),
         world,
         strategy=strategy,
-        inputs=TensorSpec((1, SIZE[1])),
+        inputs=TensorSpec((1, 1_000)),
         optimizer=MixedPrecisionAdam,
         dtype="bfloat16",
         method="closed_form",
     )
-    assert made.num_parameters == 7.5 * GB
-    # 750 layers are dealt out over 64 ranks as 12 to the fullest ones, and padded to whole rows.
+    assert made.num_parameters == billions * GB
+    gigabytes = TABLE_1[strategy, world][list(MODELS).index(billions)]
+    # Layers are dealt out whole, 12 of 750 to the fullest of 64 ranks, and padded to whole rows.
     assert made.worst.persistent.total / GB == pytest.approx(gigabytes, rel=0.025, abs=0.005)
 
 

@@ -157,7 +157,7 @@ def test_frame_figure_and_texts() -> None:
     assert len(found.figure().data) == len(frame)
     assert "GFLOP/s" in str(found)
     assert all(text in str(found) for text in found.assumptions)
-    assert "<table>" in found._repr_html_()
+    assert "<table" in found._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_calibration_on_ranks() -> None:
     frame = plain.to_frame()
     assert set(frame["axis"]) == {"dp"}
     assert len(plain.figure().data) == 2 * 5
-    assert "<table>" in plain._repr_html_()
+    assert "<table" in plain._repr_html_()
     links = {"dp": plain.links["dp"], "tp": "nvlink4"}
     predicted = plan.step_time(CONFIG, mesh={"dp": 8, "tp": 2}, batch=2, rates=adjusted, links=links)
     assert predicted.total_s > 0

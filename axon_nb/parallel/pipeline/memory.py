@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
-from axon_nb.parallel.pipeline.simulation import Order
 from axon_nb.parallel.pipeline.torch_hooks import actions
+from axon_nb.records.pipeline_play import Order
 
 __all__ = ["PipelineMemoryStats", "peaks_of"]
 

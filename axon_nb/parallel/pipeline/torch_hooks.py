@@ -204,8 +204,12 @@ def actions(
         for index in stages_of(schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
     ]
     try:
-        # Without the messages between them, which take torch most of the time and are not asked for.
-        unsent = {"_prepare_schedule_with_comms": lambda *_, **__: None}
+        # Without the messages between them, and the idle places of ZB1P, which take torch most of the time and are not
+        # asked for.
+        unsent = {
+            "_prepare_schedule_with_comms": lambda *_, **__: None,
+            "_add_bubbles_to_actions": lambda self, *_: self.pipeline_order,
+        }
         orders = type("Order", (schedule_class(schedule),), unsent)(places, num_microbatches).pipeline_order
         return [[item for action in orders[rank] for item in _computations(action)] for rank in range(num_ranks)]
     except (AttributeError, KeyError, TypeError) as error:

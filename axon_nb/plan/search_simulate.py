@@ -1,0 +1,113 @@
+"""The best layouts of a search, simulated: one process for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+
+from axon_nb.errors import UsageError
+from axon_nb.plan.errors import PlanError
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.models import check_model, dtype_name
+from axon_nb.plan.search_memory import ALLOWANCE
+from axon_nb.plan.search_plan import Candidate, SearchPlan
+from axon_nb.plan.worker import run_apart
+
+__all__ = ["Simulations", "simulated"]
+
+
+@dataclass(frozen=True)
+class Simulations:
+    """Simulates layouts of a model."""
+
+    model: Any
+    options: Mapping[str, Any]
+    """Fields of `MemoryRequest` that all layouts share."""
+    limit: float
+    """Bytes of a rank."""
+    progress: Callable[[float, str], None] | None = None
+    cancel: threading.Event | None = None
+
+    def of_the_best(self, plan: SearchPlan, count: int) -> SearchPlan:
+        """The same search, in which the first ones have been simulated and still fit.
+
+        Args:
+            plan: With memory that is estimated.
+            count: How many.
+
+        Raises:
+            PlanError: the model cannot be sent to the simulator's process.
+            SimulatorError: that process failed.
+            Cancelled: it was called off.
+        """
+        check_model(self.model)
+        candidates, refused = list(plan.candidates), set[int]()
+        while True:
+            candidates.sort(key=lambda one: one.rank_key)
+            best = [one for one in candidates if one.fits and id(one) not in refused][:count]
+            todo = [one for one in best if not one.simulated]
+            if not todo:
+                return replace(plan, candidates=tuple(candidates))
+            for one, answer in zip(todo, self._answers(todo, plan.batch), strict=True):
+                if isinstance(answer, str):
+                    refused.add(id(one))
+                else:
+                    candidates[next(n for n, other in enumerate(candidates) if other is one)] = self._judged(
+                        one, answer
+                    )
+
+    def _judged(self, one: Candidate, answer: MemoryPlan) -> Candidate:
+        parts = {name: size for name, size in answer.worst.peak.as_dict().items() if size}
+        return replace(one, simulated=True).judged(parts, one.step_s, self.limit)
+
+    def _answers(self, todo: Sequence[Candidate], batch: int) -> list[MemoryPlan | str]:
+        requests = [self._request(one, batch) for one in todo]
+        try:
+            task = cloudpickle.dumps(requests)
+        except Exception as error:
+            raise PlanError(
+                f"simulate={len(todo)}: the model, its inputs or its loss cannot be sent to another process ({error}): "
+                "give functions that make what they need, or simulate=0."
+            ) from error
+        found: list[MemoryPlan | str] = run_apart(
+            f"{__name__}:simulated", task, progress=self.progress, cancel=self.cancel
+        )
+        return found
+
+    def _request(self, one: Candidate, batch: int) -> MemoryRequest:
+        options = dict(self.options)
+        mixed = options.pop("mixed_precision")
+        return MemoryRequest(
+            self.model,
+            **one.layout(batch),
+            mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
+            fragmentation=ALLOWANCE,
+            **options,
+        )
+
+
+def simulated(requests: Sequence[MemoryRequest], report: Callable[[float, str], None]) -> list[MemoryPlan | str]:
+    """The plan of each, or why it cannot be simulated; called in the simulator's process.
+
+    Args:
+        requests: Not checked yet.
+        report: Told the share done and what is done next.
+    """
+    from axon_nb.plan.simulate import simulate
+
+    found: list[MemoryPlan | str] = []
+    for number, request in enumerate(requests):
+
+        def told(share: float, text: str, number: int = number) -> None:
+            report((number + share) / len(requests), f"layout {number + 1} of {len(requests)}: {text}")
+
+        try:
+            found.append(simulate(request.check(), told))
+        except UsageError as error:
+            found.append(str(error))
+    return found
