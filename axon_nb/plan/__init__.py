@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axon_nb.plan.calibrate_call import calibrate
     from axon_nb.plan.calibrate_record import Calibration
+    from axon_nb.plan.capture_model import capture
     from axon_nb.plan.communication_call import communication
     from axon_nb.plan.communication_plan import CommunicationPlan
     from axon_nb.plan.communication_recorded import recorded_communication
@@ -50,6 +51,7 @@ __all__ = [
     "StepTime",
     "TensorSpec",
     "calibrate",
+    "capture",
     "communication",
     "memory",
     "recorded_communication",
@@ -61,6 +63,7 @@ __all__ = [
 _HOME = {
     "calibrate_call": ("calibrate",),
     "calibrate_record": ("Calibration",),
+    "capture_model": ("capture",),
     "communication_call": ("communication",),
     "communication_plan": ("CommunicationPlan",),
     "communication_recorded": ("recorded_communication",),

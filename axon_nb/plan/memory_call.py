@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 
+from axon_nb.plan.capture_named import sendable
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest, resolved_mesh, some_ranks
@@ -54,6 +55,7 @@ def memory(
     progress: Callable[[float, str], None] | None = None,
     cancel: threading.Event | None = None,
     refresh: bool = False,
+    cluster: Any = None,
 ) -> MemoryPlan:
     """What a training step of a model takes of each rank's memory, without the ranks and without the memory.
 
@@ -62,15 +64,18 @@ def memory(
     the rest is extrapolated. The same question is answered from memory.
 
         plan.memory(GPTConfig(hidden=4096, heads=32, blocks=34, context=2048), world=64, mixed_precision="bfloat16")
+        plan.memory("model", world=64, inputs=plan.TensorSpec(("batch", 1024)), batch=8)  # the ranks' variable `model`
 
     Args:
-        model: A function without arguments that makes it, `axon_nb.parallel.models.GPTConfig`, or a `CapturedModel`.
+        model: A function without arguments that makes it; `axon_nb.parallel.models.GPTConfig`; a module, of which
+            only classes and sizes are taken; the name of one on the ranks, as it was before it was wrapped; or what
+            `plan.capture` has made of one.
         world: Number of ranks; None: as the mesh has.
         mesh: Size of each axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp`` cuts layers, ``pp``
-            stages. None: one axis, dp.
+            stages. tp alone: with nothing wrapped around. None: one axis, dp.
         strategy: One of `ShardingStrategy` or its value, or ``ddp``.
         inputs: What the model is called with: a `TensorSpec`, a tuple of them, or a function that makes tensors. Not
-            needed with GPTConfig.
+            needed with GPTConfig, nor a `GPT`.
         target: What the loss is given besides the output, in the same forms.
         loss: From output and target, or from the output alone, to a scalar; None: the output's mean.
         optimizer: Its name in `torch.optim`, its class, or what makes one from parameters.
@@ -95,19 +100,22 @@ def memory(
         progress: Called with the share done, 0 to 1, and what is done next.
         cancel: When it is set, the plan is called off.
         refresh: Simulate again, even when the answer is known.
+        cluster: Whose ranks have the model of that name; None: the one that this notebook's cells run on.
 
     Raises:
         PlanError: the model cannot be built or run on tensors without data, ranks cannot be arranged so, or an option
             has no meaning; the message says what can.
         SimulatorError: the simulator's process failed.
         Cancelled: `cancel` was set.
+        NoCluster: the model is a name, and no ranks run.
     """
     if method not in _METHODS:
         raise PlanError(f"method={method!r}: it is one of {', '.join(_METHODS)}.")
     chosen = _value(strategy)
+    axes = resolved_mesh(world, mesh, chosen)
     request = MemoryRequest(
-        model,
-        resolved_mesh(world, mesh, chosen),
+        sendable(model, cluster),
+        axes,
         chosen,
         inputs=inputs,
         target=target,

@@ -60,6 +60,11 @@ class MemoryRequest:
         """Number of ranks."""
         return math.prod(self.mesh.values())
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether layers are cut and nothing is wrapped around them: there is no axis but tp."""
+        return self.mesh.keys() == {"tp"}
+
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
@@ -108,6 +113,11 @@ class MemoryRequest:
             )
         if self.strategy == "ddp" and self.offload != "none":
             raise PlanError(f"offload={self.offload!r} with ddp: optimizer_state and full_shard can offload.")
+        if self.is_bare and (self.mixed_precision is not None or self.offload != "none"):
+            raise PlanError(
+                "mixed_precision and offload with an axis tp alone: they come with FSDP, mesh={'dp': 1, 'tp': …}; dtype= "
+                "converts the model."
+            )
         if self.size("pp") > 1:
             if self.strategy not in ("full_shard", "shard_grad_op") and self.size("dp") > 1:
                 raise PlanError(

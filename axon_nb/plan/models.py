@@ -8,7 +8,7 @@ from typing import Any
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["CapturedModel", "TensorSpec", "check_model", "dtype_name"]
+__all__ = ["CapturedModel", "TensorSpec", "check_model", "dtype_name", "is_module"]
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FACTORY = "a function without arguments that makes it, such as `lambda: GPT(GPTConfig(blocks=24))`"
@@ -59,12 +59,17 @@ def check_model(model: Any) -> None:
         return
     if isinstance(model, str):
         raise PlanError(f"model={model!r}: a name is not known here; give {_FACTORY}.")
-    if any(kind.__module__.startswith("torch.nn.") and kind.__name__ == "Module" for kind in type(model).__mro__):
+    if is_module(model):
         raise PlanError(
             f"model is a {type(model).__name__} that is made already, and would be copied whole: give {_FACTORY}."
         )
     if not callable(model):
         raise PlanError(f"model={model!r}: give {_FACTORY}, or a config such as GPTConfig(blocks=24).")
+
+
+def is_module(model: Any) -> bool:
+    """Whether it is a `torch.nn.Module`; told without torch."""
+    return any(kind.__module__.startswith("torch.nn.") and kind.__name__ == "Module" for kind in type(model).__mro__)
 
 
 def dtype_name(given: Any, name: str) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from axon_nb.plan.copies import together
 from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.memory_states import StatesOfRanks
@@ -26,6 +26,7 @@ from axon_nb.plan.simulate_pipeline import stages_on
 from axon_nb.plan.simulate_replay import Moment
 from axon_nb.plan.simulate_step import ran
 from axon_nb.plan.simulate_training import Meshes, Shape, cut_layers, shapes_of
+from axon_nb.records.ranks import format_ranks
 
 __all__ = ["simulate"]
 
@@ -75,14 +76,17 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     whole = _whole(question)
     states = StatesOfRanks(request, whole.shapes, tried_optimizer(request))
     asked = states.asked()
-    classes: dict[Any, _Found] = {}
-    ranks: list[RankMemory] = []
-    for rank in asked:
-        alike = request.coordinates(rank).get("pp", 0), states.of(rank)
-        if alike not in classes:
-            share = 0.1 + 0.9 * len(ranks) / len(asked)
-            classes[alike] = _found(question, whole, states, rank, partial(report, share))
-        ranks.append(_record(request, rank, classes[alike]))
+    alike = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in asked}
+    firsts = {kind: rank for rank, kind in reversed(alike.items())}
+    short = "" if whole.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {whole.run.depth} blocks"
+    doing = f"a step of rank {format_ranks(firsts.values())}{short}"
+    report(0.1, doing)
+    found = together(
+        [partial(_found, question, whole, states, rank) for rank in firsts.values()],
+        tell=lambda done: report(0.1 + 0.85 * done / len(firsts), doing),
+    )
+    classes = dict(zip(firsts, found, strict=True))
+    ranks = [_record(request, rank, classes[alike[rank]]) for rank in asked]
     if request.ranks == "worst":
         ranks = [max(ranks, key=lambda item: item.peak.total)]
     report(1.0, "done")
@@ -119,28 +123,20 @@ def _whole(question: Question) -> _Whole:
             return _Whole(type(model).__name__, num_parameters, shapes, run)
 
 
-def _found(
-    question: Question, whole: _Whole, states: StatesOfRanks, rank: int, report: Callable[[str], None]
-) -> _Found:
+def _found(question: Question, whole: _Whole, states: StatesOfRanks, rank: int) -> _Found:
     if whole.run is not None:
-        found = _extrapolated(question, whole.run, states, rank, report)
+        found = _extrapolated(question, whole.run, states, rank)
         if found is not None:
             return found
-    report(f"a step of rank {rank}")
     one = ran(question, rank)
     peak = max(one.step.highest(key_of(None, 0)).values(), key=lambda moment: moment.parts.total)
     rows = module_rows(one.modules, peak.activations)
     return _Found(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
 
 
-def _extrapolated(
-    question: Question, run: Run, states: StatesOfRanks, rank: int, report: Callable[[str], None]
-) -> _Found | None:
+def _extrapolated(question: Question, run: Run, states: StatesOfRanks, rank: int) -> _Found | None:
     """From two short versions of the model; None where they do not lie on a line with the whole."""
-    both = []
-    for depth in DEPTHS:
-        report(f"a step of rank {rank} with {depth} of {run.depth} blocks")
-        both.append(ran(question, rank, run, depth))
+    both = together([partial(ran, question, rank, run, depth) for depth in DEPTHS])
     short, long = (one.step.highest(key_of(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
     formula = states.on_device(rank)
     # States that are dealt out whole do not grow evenly with the number of blocks; they are there all the time.
@@ -188,8 +184,6 @@ def _notes(request: MemoryRequest) -> tuple[str, ...]:
         f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
         "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
     ]
-    if request.size("tp") > 1:
-        notes.append("With tp the peak is too high by up to 10 %; what is held between steps is exact.")
     if request.device == "cuda":
         notes.append("Operations are those of CPUs: kernels of a GPU may need workspaces besides.")
     if request.fragmentation:

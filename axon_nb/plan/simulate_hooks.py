@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.simulate_chunks import only_needed_chunks
 from axon_nb.plan.simulate_convert import converting
+from axon_nb.plan.simulate_init import without_values
 
 __all__ = [
+    "GLOO_COPIES",
+    "NOWHERE",
     "NO_VALUES",
     "ORIGINS",
+    "RESULT",
+    "SAME",
     "WHOLE_GRADIENTS",
     "fake_world",
     "fakes",
@@ -35,17 +42,37 @@ __all__ = [
 
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
 _FSDP = _DISTRIBUTED / "fsdp" / "_fully_shard"
+NOWHERE = "nowhere"
+"""What is made without data in real runs, too: torch asks an operation for the shape of its result."""
 _MAKERS: dict[tuple[Path, str], str] = {
     (_FSDP / "_fsdp_collectives.py", ""): "communication",
     (_FSDP / "_fsdp_param.py", ""): "unsharded",
     (_DISTRIBUTED / "_functional_collectives.py", ""): "communication",
     (_DISTRIBUTED / "tensor" / "_redistribute.py", ""): "communication",
     (_DISTRIBUTED / "tensor" / "_collective_utils.py", ""): "communication",
+    (_DISTRIBUTED / "tensor" / "_sharding_prop.py", ""): NOWHERE,
+    (_DISTRIBUTED / "tensor" / "_decompositions.py", ""): NOWHERE,
     (_DISTRIBUTED / "pipelining" / "_utils.py", "_make_tensor_from_meta"): "communication",
     (_DISTRIBUTED / "pipelining" / "stage.py", "_make_tensor_from_meta"): "communication",
 }
 ORIGINS = {(str(path), name): role for (path, name), role in _MAKERS.items()}
 """What a storage is, by the file, and where that says too little the function, that has it made."""
+
+SAME = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
+"""Operations that give back the tensor they are given; on fake tensors torch makes another one (2.13), which would count."""
+
+RESULT = -1
+GLOO_COPIES = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::allgather_into_tensor_coalesced_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::reduce_scatter_": 1,
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+    "_c10d_functional::all_gather_into_tensor": RESULT,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+}
+"""What Gloo copies while a collective runs: the number of an argument, or the result; as its allocations tell (2.13)."""
 
 WHOLE_GRADIENTS = frozenset({"fsdp::chunk_cat", "aten::_chunk_cat"})
 """The operation that FSDP copies the gradients of a unit's whole parameters with: its first argument."""
@@ -57,6 +84,8 @@ NO_VALUES: tuple[type[Exception], ...] = tuple(
 )
 """What fake tensors raise where a value would be needed."""
 
+_FORGETFUL = tuple(f"torch.distributed.tensor.{name}" for name in ("_dispatch", "_redistribute", "_sharding_prop"))
+_TRACING = "_are_we_tracing"
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 
 
@@ -105,10 +134,31 @@ def fakes() -> Iterator[FakeTensorMode]:
 
     DeviceMesh.__init__ = real  # type: ignore[method-assign]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, converting():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _lighter():
             yield mode
     finally:
         DeviceMesh.__init__ = made  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _lighter() -> Iterator[None]:
+    """Within it is left out what takes time and changes no size."""
+    with converting(), without_values(), only_needed_chunks(), _remembering():
+        yield
+
+
+@contextlib.contextmanager
+def _remembering() -> Iterator[None]:
+    """Within it DTensor remembers what it has found out about operations; else it does not where tensors are fakes."""
+    found = [vars(module) for name in _FORGETFUL if (module := sys.modules.get(name)) and _TRACING in vars(module)]
+    kept = [names[_TRACING] for names in found]
+    for names in found:
+        names[_TRACING] = lambda: False
+    try:
+        yield
+    finally:
+        for names, before in zip(found, kept, strict=True):
+            names[_TRACING] = before
 
 
 @contextlib.contextmanager

@@ -77,9 +77,14 @@ def question_of(request: MemoryRequest) -> Question:
     model = request.model
     named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq}
     if isinstance(model, GPTConfig):
-        return _gpt_question(request, model, named)
+        return _gpt_question(request, model, named, functools.partial(GPT, model))
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
+        if request.inputs is None:
+            with torch.device("meta"):
+                config = getattr(factory(), "config", None)
+            if isinstance(config, GPTConfig):
+                return _gpt_question(request, config, named, factory)
     elif is_dataclass(model):
         raise PlanError(
             f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a "
@@ -101,18 +106,21 @@ def question_of(request: MemoryRequest) -> Question:
     )
 
 
-def _gpt_question(request: MemoryRequest, config: GPTConfig, named: dict[str, int | None]) -> Question:
+def _gpt_question(
+    request: MemoryRequest, config: GPTConfig, named: dict[str, int | None], factory: Callable[[], Any]
+) -> Question:
     seq = config.context if request.seq is None else request.seq
     if seq > config.context:
         raise PlanError(f"seq={seq}: the model's context is {config.context} tokens; GPTConfig(context={seq}).")
     tokens = TensorSpec((request.batch, seq), "int64")
     given = request.inputs is not None
+    target = request.target if given or request.target is not None else tokens
     return Question(
         request,
-        functools.partial(GPT, config),
+        factory,
         functools.partial(_arguments, request.inputs if given else tokens, named),
-        functools.partial(_tensors, request.target if given or request.target is not None else tokens, named),
-        next_byte_loss if request.loss is None else _loss_of(request.loss, True),
+        functools.partial(_tensors, target, named),
+        _loss_of(request.loss or next_byte_loss, True) if target is not None else _loss_of(request.loss, False),
     )
 
 

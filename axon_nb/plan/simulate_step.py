@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from axon_nb.plan.memory_request import OFFLOADED, MemoryRequest
 from axon_nb.plan.simulate_depth import Run
-from axon_nb.plan.simulate_hooks import fake_world, fakes
+from axon_nb.plan.simulate_hooks import GLOO_COPIES, fake_world, fakes
 from axon_nb.plan.simulate_model import Question, explained
 from axon_nb.plan.simulate_pipeline import pipeline_of
 from axon_nb.plan.simulate_replay import Step
@@ -50,7 +50,7 @@ def ran(question: Question, rank: int, run: Run | None = None, depth: int = 0) -
     request = question.request
     with fake_world(rank, request.world):
         meshes = Meshes.of(request)
-        with fakes(), StorageLog() as log:
+        with fakes(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
             training = _training(question, question.model(run, depth), meshes)
             log.follow(training.model)
             with explained("run", "inputs=, target= and loss= are what the model takes and gives"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from axon_nb.parallel.gathering import local_part
-from axon_nb.plan.simulate_hooks import ORIGINS, WHOLE_GRADIENTS
+from axon_nb.plan.simulate_hooks import NOWHERE, ORIGINS, RESULT, SAME, WHOLE_GRADIENTS
 
 __all__ = ["Change", "StorageLog"]
 
@@ -39,14 +39,18 @@ class StorageLog(TorchDispatchMode):
     """Counts each storage of fake tensors once, however many tensors share it.
 
     Nothing is drawn from values, nor kept alive: a storage is known by a weak reference.
+
+    Args:
+        copying: Collectives that copy one of their arguments while they run, and which.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and each operation would pay for it
 
-    def __init__(self) -> None:
+    def __init__(self, copying: Mapping[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copying = copying or {}
         self.changes: list[Change] = []
         """Since `begin`."""
         self.start: dict[int, int] = {}
@@ -130,17 +134,24 @@ class StorageLog(TorchDispatchMode):
         """Run an operation, and log the storages of what it gives."""
         if any(issubclass(kind, _WRAPPERS) for kind in types):
             return NotImplemented  # their parts come here
-        if func._schema.name in WHOLE_GRADIENTS:
+        name = func._schema.name
+        if name in SAME:
+            return args[0]
+        if name in WHOLE_GRADIENTS:
             self.mark("unsharded", args[0])
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 self._see(leaf.untyped_storage())
+        if (copied := self._copying.get(name)) is not None:
+            self._pass_by(result if copied == RESULT else args[copied])
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known and (size := storage.nbytes()):
-            self._add(storage, size, _origin())
+        if storage._cdata in self._known or not (size := storage.nbytes()):
+            return
+        if (role := _origin()) != NOWHERE:
+            self._add(storage, size, role)
 
     def _add(self, storage: torch.UntypedStorage, size: int, role: str) -> None:
         key, block = storage._cdata, self._next
@@ -150,6 +161,15 @@ class StorageLog(TorchDispatchMode):
         if role:
             self.roles[block] = role
         self._change(block, size)
+
+    def _pass_by(self, tensors: Any) -> None:
+        """Count copies that are gone when the operation is over."""
+        for tensor in tree_leaves(tensors):
+            block, size = self._next, tensor.nbytes
+            self._next += 1
+            self.makers[block], self.roles[block] = (self.phase, self.module), "communication"
+            self._change(block, size)
+            self._change(block, -size)
 
     def _gone(self, key: int, _: Any) -> None:
         _, block, size = self._known.pop(key)
@@ -178,11 +198,20 @@ class StorageLog(TorchDispatchMode):
 
 def _origin() -> str:
     """What a storage is that is made now, by who makes it; empty when that says nothing."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEEP):
+        if frame is None:
+            break
         code = frame.f_code
-        role = ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name))
-        if role or frame.f_back is None:
-            return role or ""
+        found = _told.get(id(code))
+        if found is None:
+            role = ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name)) or ""
+            found = _told[id(code)] = role, code
+        if found[0]:
+            return found[0]
         frame = frame.f_back
     return ""
+
+
+_told: dict[int, tuple[str, CodeType]] = {}
+"""What code was found to make; by its identity, as to compare code is to compare all of it, and with it, so that it lives."""

@@ -136,7 +136,10 @@ def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
     whole = request.strategy in ("ddp", "optimizer_state")
     kind = optimizer_of(request)
     args, target = question.inputs(), question.target()
-    wrapped, optimizer = (_in_ddp if whole else _in_fsdp)(model, request, meshes.data, kind)
+    if request.is_bare:
+        wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
+    else:
+        wrapped, optimizer = (_in_ddp if whole else _in_fsdp)(model, request, meshes.data, kind)
     precise = request.mixed_precision is None or not whole
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
 

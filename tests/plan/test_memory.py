@@ -233,8 +233,7 @@ def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(2, 2), "a Linear that is made already"),
-        ("net", "a name is not known here"),
+        ("a net", "a variable of the ranks"),
         (7, "model=7: give a function without arguments"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from axon_nb.comm import World
 from axon_nb.parallel import (
@@ -66,9 +67,15 @@ class Case:
             batch=BATCH,
             schedule=self.schedule,
             microbatches=self.microbatches,
+            tp_plan=layers() if {"pp", "tp"} <= dict(self.mesh).keys() else "auto",
             device="cpu",
             **more,
         )
+
+
+def layers() -> dict[str, Any]:
+    """Which layers a pipeline with an axis tp cuts."""
+    return {"block*.up": ColwiseParallel(), "block*.down": RowwiseParallel()}
 
 
 def measured(world: World, case: Case) -> dict[str, Any]:
@@ -105,6 +112,9 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.opt
         ddp = DDP(model, world)
         return ddp, make(ddp.parameters())
     axes = dict(case.mesh)
+    if axes.keys() == {"tp"}:
+        parallelize(model, "auto", world)
+        return model, make(model.parameters())
     mesh = make_mesh(device="cpu", **axes) if len(axes) > 1 else None
     if mesh is not None and "tp" in axes:
         parallelize(model, "auto", mesh["tp"])
@@ -124,7 +134,8 @@ def _in_stages(model: nn.Sequential, case: Case, tokens: torch.Tensor, targets: 
     else:
         mixed = None if case.mixed is None else getattr(torch, case.mixed)
         again = case.strategy == "full_shard"
-        piped = Parallel3D(model, mesh, mixed_precision=mixed, reshard_after_forward=again, **options)
+        cut = layers() if "tp" in dict(case.mesh) else None
+        piped = Parallel3D(model, mesh, tp_plan=cut, mixed_precision=mixed, reshard_after_forward=again, **options)
     del model
     optimizer = getattr(torch.optim, case.optimizer)(piped.parameters())
 

@@ -1,0 +1,71 @@
+"""Plans for models that live on the ranks, asked for by their names."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from axon_nb import plan
+from axon_nb.parallel.models import GPTConfig
+from tests.kernel.driver import Kernel
+
+SETUP = """%%distributed
+from types import SimpleNamespace
+from torch import nn
+from axon_nb.parallel import FSDP, Pipeline
+from axon_nb.parallel.models import GPT, GPTConfig
+config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    def forward(self, x):
+        return self.inner(x)
+net = Net()
+gpt = GPT(config)
+trainer = SimpleNamespace(model=FSDP(GPT(config)))
+pipe = Pipeline.split(GPT(config))
+number = 3
+if rank == 2: alone = nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture(scope="module")
+def planner(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.ok(SETUP)
+    shared_kernel.ok("from axon_nb import plan")
+    return shared_kernel
+
+
+def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> None:
+    planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=150)
+    config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
+    formula = plan.memory(config, 64, device="cpu", method="closed_form")
+    assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
+    assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
+    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, and extrapolated"
+    assert planner.value("'torch' in __import__('sys').modules") is False
+
+
+@pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
+def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements: int) -> None:
+    planner.ok("from axon_nb.plan.capture_named import sendable")
+    factory = pickle.loads(planner.value(f"sendable({name!r}).factory"))
+    assert sum(parameter.numel() for parameter in factory().parameters()) == elements
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("modle", "there is no 'modle' (name 'modle' is not defined)"),
+        ("gpt.head.nothing", "there is no 'gpt.head.nothing' ('Head' object has no attribute 'nothing')"),
+        ("number", "number is a int: a model is a torch.nn.Module."),
+        ("pipe", "a Pipeline holds the stages of its own rank alone: capture the model before it is wrapped"),
+    ],
+)
+def test_one_sentence_says_why_there_is_no_such_model(planner: Kernel, name: str, sentence: str) -> None:
+    reply = planner.run(f"plan.memory({name!r}, 64)")
+    assert reply.ename == "PlanError"
+    assert sentence in reply.evalue
+    assert len(reply.evalue) < 400
