@@ -6,8 +6,10 @@ the notebook has `axon_nb.plan` simulate a step in a process of its own.
 
 from __future__ import annotations
 
+import atexit
 import base64
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -26,6 +28,7 @@ __all__ = ["Ask", "WhatIf"]
 _PENDING_S = 0.2
 _PATIENCE_S = 120.0
 _BUSY_S = 0.25
+_END_S = 3.0
 _ALL_RANKS = 8
 """Of so many ranks each is planned for; of more the one with the highest peak."""
 _ROLES = {"other": "buffers"}
@@ -57,6 +60,7 @@ class WhatIf:
         self._thread: threading.Thread | None = None
         self._state = WhatIfState()
         self._model: tuple[str, bytes] = ("", b"")
+        atexit.register(_end, weakref.ref(self))
 
     @property
     def state(self) -> WhatIfState:
@@ -160,6 +164,15 @@ class WhatIf:
         estimate = _estimate(setup, made, notes)
         known = {"reference": estimate} if setup == self._state.as_is else {}
         self._tell(estimate=estimate, doing="", share=None, **known)
+
+
+def _end(me: weakref.ref[WhatIf]) -> None:
+    """At the end of this process: the simulator's is not left behind."""
+    what_if = me()
+    if what_if is not None:
+        what_if.close()
+        if (thread := what_if._thread) is not None:
+            thread.join(_END_S)
 
 
 def _plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dict[str, Any]:
