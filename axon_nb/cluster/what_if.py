@@ -111,7 +111,7 @@ class WhatIf:
         self._show(self._state)
 
     def _answer(self, asked: Mapping[str, Any] | None, cancel: threading.Event) -> None:
-        self._tell(doing="asking a rank", share=None, error="", estimate=None)
+        self._tell(doing="asking a rank", share=None, error="")
         told = self._told(asked, cancel)
         if told is None:
             return
@@ -121,8 +121,11 @@ class WhatIf:
             if as_is != self._state.as_is:
                 self._tell(reference=None)
             self._tell(as_is=as_is, is_trained_so=bool(facts["is_trained_so"]), notes=tuple(facts["notes"]))
+        else:
+            self._tell(as_is=None, notes=())
         if "refused" in told or facts is None:
-            self._tell(error=str(told.get("refused", "The rank has not answered.")), doing="", setup=None)
+            said = str(told.get("refused", "The rank has not answered."))
+            self._tell(error=said, doing="", setup=None, estimate=None)
             return
         setup = MemorySetup(**told["setup"])
         if told["model"] is not None:
@@ -132,7 +135,8 @@ class WhatIf:
         if facts["inputs"] is None:
             self._tell(setup=setup, estimate=replace(states, notes=(_HOW_CALLED,)), doing="")
             return
-        self._tell(setup=setup, estimate=states, doing="waiting for the cell that runs")
+        waits = asked is None and self._busy()
+        self._tell(setup=setup, estimate=states, doing="waiting for the cell that runs" if waits else "starting")
         while asked is None and self._busy():
             if cancel.wait(_BUSY_S):
                 return

@@ -21,6 +21,7 @@ __all__ = ["called_with", "look_at_next_call"]
 _seen: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
 _looked: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 """In which cell a model's hook was set last."""
+_NEVER = -1
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -34,7 +35,11 @@ class _Look:
         if torch.compiler.is_compiling():
             return
         self.handle.remove()
-        _seen[module] = _described(module, args, kwargs)
+        _waiting.pop(module, None)
+        try:
+            _seen[module] = _described(module, args, kwargs)
+        except Exception:  # whatever it was called with, the call goes on
+            _seen[module] = None
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _no_look, ()
@@ -48,15 +53,18 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+_waiting: weakref.WeakKeyDictionary[nn.Module, _Look] = weakref.WeakKeyDictionary()
+"""Hooks that have not been called yet."""
+
+
 def look_at_next_call(module: nn.Module) -> None:
     """Take down the model's next call; set once a cell at most."""
     cell = current().cell
-    if module not in _looked or _looked[module] != cell:
-        known = module in _looked and module not in _seen  # it is still there
-        _looked[module] = cell
-        if not known:
-            look = _Look()
-            look.handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    if module in _waiting or _looked.get(module, _NEVER) == cell:
+        return
+    _looked[module] = cell
+    _waiting[module] = look = _Look()
+    look.handle = module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def called_with(module: nn.Module) -> list[Any] | None:

@@ -55,8 +55,17 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
         "estimated": None if predicted is None else dataclasses.asdict(predicted),
         "notes": [why] if why else [],
         "is_pending": bool(chosen) and None in (estimator, facts),
-        "model": facts.model_key(modules[0]) if facts is not None and len(modules) == 1 else "",
+        "model": _key(facts, modules),
     }
+
+
+def _key(facts: Any, modules: list[torch.nn.Module]) -> str:
+    if facts is None or len(modules) != 1:
+        return ""
+    try:
+        return str(facts.model_key(modules[0]))
+    except Exception:  # an odd model of the user's is measured all the same
+        return ""
 
 
 def modules_and_optimizers(

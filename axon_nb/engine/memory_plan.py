@@ -42,7 +42,7 @@ def tell_plan(
     Returns:
         ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes of the rank that has
         most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
-        where the notebook has it; ``refused`` instead of all but ``facts``: why there is no plan.
+        where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of another question.
     """
     facts = facts_of(module, optimizers, session)
     told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
@@ -54,7 +54,7 @@ def tell_plan(
         sent = None if known == told["key"] else base64.b64encode(factory).decode()
         return {**told, "model": sent, **states}
     except NoSkeleton as error:
-        return {**told, "refused": f"There is no plan: {error}"}
+        return {"refused": f"There is no plan: {error}"}
     except UsageError as error:
         return {**told, "refused": str(error)}
 

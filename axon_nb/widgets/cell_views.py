@@ -23,6 +23,7 @@ from axon_nb.widgets.timeline_page import timeline_bundle
 __all__ = ["CellViews", "cell_views"]
 
 _PUMP_S = 0.1
+_COLLECT_S = 1.0
 _PATIENCE_S = 60.0
 """A page that has not asked for spans within so long shows none; opening the view again helps."""
 _log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class CellViews:
         self._strip = RankStrip(ranks, title=title)
         self._watch = Watch(cluster.client, ranks, self._strip)
         self._feed: SpanFeed | None = None
-        self._spans = (0, 0)
-        """The numbers of the cell's first span, and of the first one after it."""
+        self._first = 0
+        """The number that the cell's first span has in the feed's store."""
         self._time_ns = (0, 0)
 
     @property
@@ -67,7 +68,7 @@ class CellViews:
                     yield
             finally:
                 end_ns = time.monotonic_ns()
-        self._feed, self._spans, self._time_ns = feed, (first, feed.store.end), (start_ns, end_ns)
+        self._feed, self._first, self._time_ns = feed, first, (start_ns, end_ns)
 
     def show(self) -> None:
         """Open both views anew, to look into: a widget each in a notebook, with a folded picture; text elsewhere."""
@@ -91,7 +92,8 @@ class CellViews:
         """The cell's spans, as far as the notebook still has them."""
         if self._feed is None:
             return None
-        table = self._feed.store.table(*self._spans)
+        self._feed.collect(limit_s=_COLLECT_S)  # a busy rank may not have told all when the cell was over
+        table = self._feed.store.table(self._first).between(*self._time_ns)
         return KeptSpans(table, (self._title, *self._time_ns)) if len(table) else None
 
 

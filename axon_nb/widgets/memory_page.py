@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from axon_nb.records.memory import ROLES
 from axon_nb.records.what_if import WhatIfState
 from axon_nb.widgets.memory_rows import Bar, MemoryRow, MemoryRows
-from axon_nb.widgets.memory_what_if import state_in_words, what_if_html
+from axon_nb.widgets.memory_what_if import answer_bars, state_in_words, what_if_html
 from axon_nb.widgets.palette import OKABE_ITO, needs_outline
 from axon_nb.widgets.picture import svg_uri
 
@@ -79,7 +80,9 @@ def _svg(width: int, height: int, body: str) -> str:
 def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:
     """`text/html` and `text/plain`, with the answer to the last question where one was asked."""
     state = state or WhatIfState()
-    html = _html(rows, what_if_html(state, lambda bar: _picture(bar, 300, 14)))
+    planned = {role for own in answer_bars(state, None) for role, _ in own.bar.segments}
+    roles = [role for role in ROLES if role in planned or role in rows.roles]
+    html = _html(rows, roles, what_if_html(state, lambda bar: _picture(bar, 300, 14)))
     return {"text/html": html, "text/plain": "\n".join([_text(rows), *state_in_words(state)])}
 
 
@@ -91,11 +94,11 @@ def _text(rows: MemoryRows) -> str:
     return "\n".join([rows.heading, *lines, *rows.notes()])
 
 
-def _html(rows: MemoryRows, what_if: str) -> str:
+def _html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><img alt="" src="{svg_uri(role_swatch(role))}" width="24" '
         f'height="12" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{role}</span> '
-        for role in rows.roles
+        for role in roles
     )
     drawn = rows.rows()
     notes = rows.notes()
