@@ -98,15 +98,23 @@ class CellViews:
 
 
 @contextlib.contextmanager
-def cell_views(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterator[CellViews]:
+def cell_views(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterator[CellViews | None]:
     """Show what these ranks do until the block is left.
 
     Args:
         cluster: Where the cell runs.
         ranks: On which of its ranks.
         title: Such as ``In [3]``.
+
+    Yields:
+        The views; None where they could not be made, which is logged and never reaches the cell.
     """
-    views = CellViews(cluster, ranks, title)
+    try:
+        views = CellViews(cluster, ranks, title)
+    except Exception:
+        _log.warning("What ranks do could not be shown.", exc_info=True)
+        yield None
+        return
     with views.live(cluster):
         yield views
 
