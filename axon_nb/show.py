@@ -52,8 +52,8 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise UsageError(
-                f"a {type(name).__name__} of this notebook: what is shown is on the ranks; give its name there, such as "
-                "'model'."
+                f"a {type(name).__name__} of this notebook: what is shown is on the ranks; give its name there, "
+                "such as 'model'."
             )
     return names
 

@@ -74,9 +74,7 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
     return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model)
 
 
-def ask_plan(
-    cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | None, known: str
-) -> Mapping[str, Any]:
+def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
     """What the first living rank tells a planner of memory, as `engine/plan_request.py` says.
 
     Args:

@@ -68,9 +68,7 @@ def _key(facts: Any, modules: list[torch.nn.Module]) -> str:
         return ""
 
 
-def modules_and_optimizers(
-    names: list[str], session: RankSession
-) -> tuple[list[torch.nn.Module], list[Optimizer]]:
+def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
     """Those of these names, with the optimizers that step the modules where none is named; all when no name is given.
 
     Raises:

@@ -42,7 +42,8 @@ def tell_plan(
     Returns:
         ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes of the rank that has
         most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
-        where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of another question.
+        where the notebook has it; ``refused`` instead: why there
+        is no plan, beside ``facts`` where there is one of another question.
     """
     facts = facts_of(module, optimizers, session)
     told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}

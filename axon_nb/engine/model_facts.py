@@ -1,7 +1,7 @@
 """How a model of this rank is trained now, as far as it shows: strategy, ranks, dtypes, optimizer, batch.
 
-Private hooks: the states of FSDP2's modules, read for their units, their dtype and whether they stay whole. A torch that
-has them no more is taken for one with the defaults.
+Private hooks: the states of FSDP2's modules, read for their units, their dtype and whether they stay whole. A torch
+that has them no more is taken for one with the defaults.
 """
 
 from __future__ import annotations

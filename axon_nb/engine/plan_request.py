@@ -14,7 +14,7 @@ __all__ = ["plan_report"]
 
 
 def plan_report(names: Sequence[str], *, asked: Mapping[str, Any] | None, known: str) -> dict[str, Any]:
-    """The answer to ``axon_plan``: as `memory_plan.tell_plan`, ``is_pending`` while that is being loaded, or ``refused``.
+    """The answer to ``axon_plan``: of `memory_plan.tell_plan`, ``is_pending`` while that is loaded, or ``refused``.
 
     Args:
         names: A model, and its optimizers where they are named.

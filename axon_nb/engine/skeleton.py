@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = ["NoSkeleton", "inner_model", "is_recomputed", "skeleton"]
 _STATE_KEY = "__composable_api_state_key"
 _KEPT = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What of `nn.Module`'s own attributes belongs to the model; the others hold hooks."""
+_NOT_SENT = ("_compiled_call_impl", "_flat_weight_refs")
 _FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _SHARDED = ("axon_nb.parallel.sharded_model", "ShardedModel")
@@ -139,7 +141,7 @@ def _reduce_module(module: Any) -> Any:
         for name, value in vars(module).items()
         if (name in _KEPT or name not in own)
         and not name.startswith(_STATE_KEY)
-        and name != "_compiled_call_impl"
+        and name not in _NOT_SENT
         and not (name == "forward" and is_recomputed(module))
     }
     return _module, (kind,), state, None, None, _set_module
@@ -157,3 +159,7 @@ def _module(kind: type[nn.Module]) -> nn.Module:
 
 def _set_module(module: nn.Module, state: dict[str, Any]) -> None:
     vars(module).update(state)
+    if isinstance(module, nn.RNNBase):  # it holds its weights a second time, and refers to them weakly
+        weights: list[Any] = [getattr(module, name, None) for name in module._flat_weights_names]
+        vars(module)["_flat_weights"] = weights
+        vars(module)["_flat_weight_refs"] = [own if own is None else weakref.ref(own) for own in weights]

@@ -31,7 +31,8 @@ class MemoryUse:
     time_ns: int
     """When: nanoseconds of `time.monotonic_ns`."""
     source: str
-    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (a formula) or ``plan`` (simulated)."""
+    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (a formula) or ``plan`` (a
+    simulation)."""
     by_role: Mapping[str, int] = field(default_factory=dict)
     """Bytes by role, one of `ROLES`; what is not known is left out."""
     peak: int | None = None

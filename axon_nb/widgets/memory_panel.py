@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.memory import MemoryAnswers, ask_memory, ask_plan
 from axon_nb.cluster.what_if import WhatIf
+from axon_nb.records.what_if import WhatIfState
 from axon_nb.widgets.following import FollowingPanel
 from axon_nb.widgets.memory import MemoryView
 
@@ -33,13 +34,16 @@ class MemoryPanel(FollowingPanel):
         self._model = answers.model
         self.what_if = WhatIf(
             lambda asked, known: ask_plan(cluster, self._names, asked, known),
-            lambda state: self.view.answer(state),
+            self._answered,
             lambda: bool(cluster.busy),
         )
         # Of all variables together, or of several models, nothing can be planned.
         self.view: MemoryView = MemoryView(", ".join(names), self.what_if.ask if answers.model else None)
         self._take(answers)
         self.view.refresh(unseen=True)
+
+    def _answered(self, state: WhatIfState) -> None:
+        self.view.answer(state)
 
     def ask(self) -> None:
         """Ask the ranks, and show what they say."""

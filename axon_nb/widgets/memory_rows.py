@@ -110,7 +110,10 @@ class MemoryRows:
         """One a rank."""
         uses, estimates = self._answers.measured, self.estimates
         scale = _scale(
-            [*(max(use.total, self._peak(use)) for use in uses.values()), *(max(use.total, use.peak or 0) for use in estimates.values())],
+            [
+                *(max(use.total, self._peak(use)) for use in uses.values()),
+                *(max(use.total, use.peak or 0) for use in estimates.values()),
+            ],
             [use.capacity for use in uses.values() if use.source == "allocator"],
         )
         resident = _scale(

@@ -94,9 +94,7 @@ def answer_bars(state: WhatIfState, capacity: int | None) -> list[AnswerBar]:
     near = capacity is not None and capacity <= _FAR * most
     scale = max(most, capacity) if near and capacity is not None else most
     limit = capacity / scale if near and capacity is not None else None
-    return [
-        AnswerBar(label, Bar(segments(held, scale), None, limit, roles_in_words(held))) for label, held in moments
-    ]
+    return [AnswerBar(label, Bar(segments(held, scale), None, limit, roles_in_words(held))) for label, held in moments]
 
 
 def _moments(estimate: MemoryEstimate) -> list[tuple[str, Mapping[str, int]]]:
@@ -165,11 +163,14 @@ def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
     """
     if not state_in_words(state):
         return ""
+    cell = "text-align:left;padding:2px 14px 2px 0"
     rows = "".join(
-        f"<tr style='background:none'><th scope='row' style='font-weight:normal;text-align:left;padding:2px 14px 2px 0'>"
-        f"{escape(own.label)}</th><td style='padding:2px 14px 2px 0'>{picture(own.bar)}</td>"
+        f"<tr style='background:none'><th scope='row' style='font-weight:normal;{cell}'>"
+        f"{escape(own.label)}</th><td style='{cell}'>{picture(own.bar)}</td>"
         f"<td style='text-align:left'>{escape(own.bar.words)}</td></tr>"
         for own in answer_bars(state, None)
     )
     head = escape(state.error or _heading(state))
-    return f"<div style='margin-top:6px'><b>plan</b> {head}</div><table style='border:none'><tbody>{rows}</tbody></table>"
+    return (
+        f"<div style='margin-top:6px'><b>plan</b> {head}</div><table style='border:none'><tbody>{rows}</tbody></table>"
+    )

@@ -57,7 +57,12 @@ def _ask(page: LabPage) -> None:
     page.page.locator(f"{PART} select[name=strategy]").select_option("ddp")
     _wait_answer(page, "ddp on 8 ranks", "peak", "simulated")
     labels = page.page.locator(f"{PART} tbody th, {PART} table th").all_inner_texts()
-    assert labels == ["as it is, between steps", "as it is, at the peak", "as asked, between steps", "as asked, at the peak"]
+    assert labels == [
+        "as it is, between steps",
+        "as it is, at the peak",
+        "as asked, between steps",
+        "as asked, at the peak",
+    ]
     assert page.page.locator(f"{PART} i[data-role=activations]").count() > 0
     _picture(page, "what-if", ".axon-memory")
     page.page.locator(f"{PART} label[data-name=shard]").wait_for(state="hidden")

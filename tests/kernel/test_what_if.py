@@ -140,12 +140,12 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
             assert reference["persistent"][rank][role] == sizes[role], (rank, role)
         assert 0 <= sizes["optimizer"] - reference["persistent"][rank]["optimizer"] < 1000, "Adam counts its steps, too"
     # Other ranks, another strategy: asked while a cell runs, and the notebook is free meanwhile.
-    ready.ok("%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)")
+    ready.ok(
+        "%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)"
+    )
     ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world': '8', 'batch': '2'})")
     assert ready.value("1 + 1") == 2
-    ready.ok(
-        "t_told = t_wait(lambda state: state.setup.world == 8 and state.estimate is not None and state.estimate.is_whole)"
-    )
+    ready.ok("t_told = t_wait(lambda own: own.setup.world == 8 and own.estimate is not None and own.estimate.is_whole)")
     ready.ok("t_job.cancel()\n_ = t_job.wait(60)")
     answer = told(ready, "t_told['estimate']")
     assert answer["setup"]["world"] == 8
