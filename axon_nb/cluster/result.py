@@ -56,6 +56,9 @@ class CellResult:
     profiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """With `--profile`: ``rows`` of a table and the path of the ``trace``, by profiled rank."""
 
+    views: CellShown | None = field(default=None, repr=False, compare=False)
+    """With `--watch`: what was shown; `show` opens it again. It stays with this process."""
+
     @property
     def ok(self) -> bool:
         """Whether the cell failed on no rank."""
