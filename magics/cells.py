@@ -116,7 +116,9 @@ class CellMagics(Magics):
         if request.noblock:
             return self._start_noblock(request)
         with _watching(request) as views:
-            result = await request.cluster.run_async(request.code, view=views and views.watch, **request.options)
+            result = await request.cluster.run_async(
+                request.code, view=views.watch if views else None, **request.options
+            )
         result = dataclasses.replace(result, views=views)
         request.measures.show(result)
         if request.out:
@@ -134,7 +136,7 @@ class CellMagics(Magics):
         if request.noblock:
             return self._start_noblock(request)
         with _watching(request) as views:
-            result = request.cluster.run(request.code, view=views and views.watch, **request.options)
+            result = request.cluster.run(request.code, view=views.watch if views else None, **request.options)
         result = dataclasses.replace(result, views=views)
         request.measures.show(result)
         if request.out:

@@ -13,15 +13,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from axon_nb.cluster.plan_options import plan_options, read_plan
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.by_name import Imported, OfClasses
 from axon_nb.records.memory_setup import MemorySetup
 from axon_nb.records.what_if import MemoryEstimate, WhatIfState
-
-if TYPE_CHECKING:
-    from axon_nb.plan import MemoryPlan
 
 __all__ = ["Ask", "WhatIf"]
 
@@ -29,9 +26,6 @@ _PENDING_S = 0.2
 _PATIENCE_S = 120.0
 _BUSY_S = 0.25
 _END_S = 3.0
-_ALL_RANKS = 8
-"""Of so many ranks each is planned for; of more the one with the highest peak."""
-_ROLES = {"other": "buffers"}
 _STATES_ONLY = "model states only"
 _HOW_CALLED = (
     "Activations are not in it: how the model is called is seen in its next forward, while this panel is open."
@@ -115,28 +109,23 @@ class WhatIf:
         told = self._told(asked, cancel)
         if told is None:
             return
-        facts = told.get("facts")
-        if facts is not None:
-            as_is = MemorySetup(**facts["setup"])
-            if as_is != self._state.as_is:
-                self._tell(reference=None)
-            self._tell(as_is=as_is, is_trained_so=bool(facts["is_trained_so"]), notes=tuple(facts["notes"]))
-        else:
-            self._tell(as_is=None, notes=())
+        facts, known = told.get("facts"), _known(told.get("facts"))
+        if known["as_is"] != self._state.as_is or told.get("model") is not None:
+            known["reference"] = None
         if "refused" in told or facts is None:
             said = str(told.get("refused", "The rank has not answered."))
-            self._tell(error=said, doing="", setup=None, estimate=None)
+            self._tell(error=said, doing="", setup=None, estimate=None, **known)
             return
         setup = MemorySetup(**told["setup"])
         if told["model"] is not None:
             self._model = (str(told["key"]), base64.b64decode(told["model"]))
-            self._tell(reference=None)
         states = MemoryEstimate(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
         if facts["inputs"] is None:
-            self._tell(setup=setup, estimate=replace(states, notes=(_HOW_CALLED,)), doing="")
+            self._tell(setup=setup, estimate=replace(states, notes=(_HOW_CALLED,)), doing="", **known)
             return
         waits = asked is None and self._busy()
-        self._tell(setup=setup, estimate=states, doing="waiting for the cell that runs" if waits else "starting")
+        doing = "waiting for the cell that runs" if waits else "starting"
+        self._tell(setup=setup, estimate=states, doing=doing, **known)
         while asked is None and self._busy():
             if cancel.wait(_BUSY_S):
                 return
@@ -160,12 +149,12 @@ class WhatIf:
 
         heard(0.0, "starting")
         captured = planner.CapturedModel("model", self._model[1])
-        options = _plan_options(setup, facts, planner.TensorSpec)
+        options = plan_options(setup, facts, planner.TensorSpec)
         made = planner.memory(captured, **options, progress=heard, cancel=cancel)
         if cancel.is_set():
             return
         notes = (_MEAN_LOSS,) if facts["loss"] == "mean" else ()
-        estimate = _estimate(setup, made, notes)
+        estimate = read_plan(setup, made, notes)
         known = {"reference": estimate} if setup == self._state.as_is else {}
         self._tell(estimate=estimate, doing="", share=None, **known)
 
@@ -179,57 +168,12 @@ def _end(me: weakref.ref[WhatIf]) -> None:
             thread.join(_END_S)
 
 
-def _plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-    """The arguments of `plan.memory`; no object of torch's among them."""
-    inputs = [_input(value, facts["setup"]["batch"], spec) for value in facts["inputs"]]
-    tokens = facts["loss"] == "tokens"
-    optimizer, options = setup.optimizer_arguments
-    if setup.optimizer == facts["setup"]["optimizer"]:
-        options = facts["optimizer_options"]
-    recomputed = OfClasses(tuple(facts["blocks"])) if facts["blocks"] else True
-    return {
-        "mesh": setup.mesh,
-        "strategy": setup.strategy,
-        "inputs": tuple(inputs),
-        "target": inputs[0] if tokens else None,
-        "loss": Imported("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
-        "optimizer": optimizer,
-        "optimizer_options": options,
-        "dtype": setup.dtype or None,
-        "mixed_precision": setup.mixed_precision or None,
-        "offload": setup.offload,
-        "batch": setup.batch,
-        "checkpointing": recomputed if setup.checkpointing else None,
-        "wrap": None if facts["units"] is None else OfClasses(tuple(facts["units"])),
-        "device": facts["device"],
-        "ranks": "all" if setup.world <= _ALL_RANKS else "worst",
-    }
-
-
-def _input(value: Any, batch: int, spec: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    first, *rest = value["shape"] or [None]
-    shape = () if first is None else ("batch" if first == batch else first, *rest)
-    return spec(shape, value["dtype"])
-
-
-def _estimate(setup: MemorySetup, made: MemoryPlan, notes: tuple[str, ...]) -> MemoryEstimate:
-    worst = made.worst
-    return MemoryEstimate(
-        setup,
-        made.method,
-        worst.rank,
-        {own.rank: _by_role(own.persistent.as_dict()) for own in made.ranks},
-        {own.rank: _by_role(own.peak.as_dict()) for own in made.ranks},
-        f"in {worst.phase}" + (f" of {worst.module}" if worst.module else ""),
-        worst.host_bytes,
-        (*notes, *made.notes),
-    )
-
-
-def _by_role(parts: Mapping[str, int]) -> dict[str, int]:
-    return {_ROLES.get(name, name): size for name, size in parts.items() if size}
+def _known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a state says of the model."""
+    if facts is None:
+        return {"as_is": None, "notes": ()}
+    as_is = MemorySetup(**facts["setup"])
+    return {"as_is": as_is, "is_trained_so": bool(facts["is_trained_so"]), "notes": tuple(facts["notes"])}
 
 
 def _sentence(error: Exception) -> str:

@@ -31,13 +31,13 @@ def cut_parameters(modules: Iterable[Any]) -> dict[int, Cut]:
     block, norm = loaded(*_BLOCK), loaded(*_NORM)
     found: dict[int, Cut] = {}
     for module in modules:
-        if isinstance(module, linear):
+        if issubclass(type(module), linear):
             dims = module.shard_dims
             own = dict(module.named_parameters(recurse=False))
             found |= {id(own[name]): Cut(module.group, dims.get(name)) for name in own}
-        elif isinstance(module, block):
+        elif issubclass(type(module), block):
             whole = [parameter for part in (module.norm_1, module.norm_2) for parameter in part.parameters()]
             found |= {id(parameter): Cut(module.attention.group, None) for parameter in whole}
-        elif isinstance(module, norm):
+        elif issubclass(type(module), norm):
             found |= {id(parameter): Cut(module.group, None) for parameter in module.parameters(recurse=False)}
     return {key: cut for key, cut in found.items() if cut.group.size() > 1}

@@ -82,7 +82,7 @@ def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     if bound.kwargs:
         return None
-    found = []
+    found: list[Any] = []
     for value in bound.args:
         if type(value) in (torch.Tensor, nn.Parameter):
             found.append({"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")})

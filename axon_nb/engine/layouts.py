@@ -119,11 +119,12 @@ def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     """The process group over which DDP keeps a tensor equal, by the tensor's `id`."""
     found: dict[int, Any] = {}
     for module in modules:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            group: Any = module.process_group
-            found |= {id(tensor): group for tensor in [*module.parameters(), *module.buffers()]}
-        elif isinstance(module, loaded("axon_nb.parallel.zero", "ZeRO1")):  # its DDP is out of the sight of modules()
-            found |= _copied([module.ddp])
+        own: Any = module
+        if issubclass(type(own), loaded("axon_nb.parallel.zero", "ZeRO1")):
+            own = own.ddp  # it is out of the sight of modules()
+        if isinstance(own, torch.nn.parallel.DistributedDataParallel):
+            group: Any = own.process_group
+            found |= {id(tensor): group for tensor in [*own.parameters(), *own.buffers()]}
     return found
 
 

@@ -19,7 +19,7 @@ from axon_nb.engine.groups.fsdp_reset import param_groups
 from axon_nb.engine.last_call import called_with, look_at_next_call
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharded import is_dtensor, loaded
-from axon_nb.engine.skeleton import inner_model, is_recomputed
+from axon_nb.engine.skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup
 
 __all__ = ["ModelFacts", "facts_of", "model_key"]
@@ -72,7 +72,7 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
     inputs = called_with(_called(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch(inputs)}
     known = fields.pop("known")
-    recomputed = sorted({type(own).__name__.removeprefix("FSDP") for own in inner.modules() if is_recomputed(own)})
+    recomputed = sorted({plain_class(own).__name__ for own in inner.modules() if is_recomputed(own)})
     units = _units(inner)
     return ModelFacts(
         MemorySetup(**fields, checkpointing=bool(recomputed)),
@@ -132,7 +132,8 @@ def _strategy(
     if isinstance(module, DistributedDataParallel):
         size = torch.distributed.get_world_size(module.process_group)
         return {"strategy": "optimizer_state" if zero1 else "ddp", "world": size, "shard": size, "known": True}
-    meshes = {p.device_mesh for p in inner.parameters() if is_dtensor(p)}
+    parameters: list[Any] = list(inner.parameters())
+    meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:
         notes.append(f"Nothing wraps the model: what is asked for first is full_shard on all {world} ranks.")
         return {"strategy": "full_shard", "world": world, "shard": world, "known": False}
@@ -156,12 +157,12 @@ def _states(inner: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def _units(inner: nn.Module) -> set[str] | None:
     states = _states(inner)
-    return {type(own).__name__.removeprefix("FSDP") for own, _ in states if own is not inner} if states else None
+    return {plain_class(own).__name__ for own, _ in states if own is not inner} if states else None
 
 
 def _computes_in(inner: nn.Module) -> str:
-    policies = [getattr(state, "_mp_policy", None) for _, state in _states(inner)]
-    dtype = next((policy.param_dtype for policy in policies if getattr(policy, "param_dtype", None)), None)
+    dtypes = [getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for _, state in _states(inner)]
+    dtype = next(filter(None, dtypes), None)
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 

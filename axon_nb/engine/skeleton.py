@@ -29,7 +29,7 @@ from axon_nb.engine.gathered import whole_parameters
 from axon_nb.engine.sharded import is_stage, loaded, mesh_type
 from axon_nb.errors import UsageError
 
-__all__ = ["NoSkeleton", "inner_model", "is_recomputed", "skeleton"]
+__all__ = ["NoSkeleton", "inner_model", "is_recomputed", "plain_class", "skeleton"]
 
 _STATE_KEY = "__composable_api_state_key"
 _KEPT = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -48,13 +48,15 @@ class NoSkeleton(UsageError):
 
 def inner_model(module: nn.Module) -> nn.Module:
     """What is trained, without DDP, FSDP and torch.compile around it."""
+    found: Any = module
     while True:
-        if isinstance(module, (DistributedDataParallel, loaded(*_SHARDED))):
-            module = module.module
-        elif isinstance(module, loaded(*_COMPILED)):
-            module = module._orig_mod
+        if issubclass(type(found), (DistributedDataParallel, loaded(*_SHARDED))):
+            found = found.module
+        elif issubclass(type(found), loaded(*_COMPILED)):
+            found = found._orig_mod
         else:
-            return module
+            inner: nn.Module = found
+            return inner
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -62,6 +64,19 @@ def is_recomputed(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     by_hand = isinstance(forward, functools.partial) and forward.func is checkpoint
     return by_hand or isinstance(module, loaded(*_RECOMPUTED))
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The user's class of a module that wrappers have given one of theirs."""
+    kind: Any = type(module)
+    if issubclass(kind, loaded(*_RECOMPUTED)):
+        inner: Any = module
+        return plain_class(inner._checkpoint_wrapped_module)
+    wrapper = loaded(*_FSDP2)
+    if issubclass(kind, wrapper):  # fully_shard has put classes of its own before the user's
+        kind = next(base for base in kind.__mro__ if not issubclass(base, wrapper))
+    found: type[nn.Module] = kind
+    return found
 
 
 def skeleton(module: nn.Module) -> bytes:
@@ -129,12 +144,8 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_
 
 
 def _reduce_module(module: Any) -> Any:
-    if isinstance(module, loaded(*_RECOMPUTED)):
+    if issubclass(type(module), loaded(*_RECOMPUTED)):
         return _itself, (module._checkpoint_wrapped_module,)
-    kind = type(module)
-    wrapper = loaded(*_FSDP2)
-    if issubclass(kind, wrapper):  # fully_shard has put classes of its own before the user's
-        kind = next(base for base in kind.__mro__ if not issubclass(base, wrapper))
     own = set(vars(nn.Module()))
     state = {
         name: value
@@ -144,7 +155,7 @@ def _reduce_module(module: Any) -> Any:
         and name not in _NOT_SENT
         and not (name == "forward" and is_recomputed(module))
     }
-    return _module, (kind,), state, None, None, _set_module
+    return _module, (plain_class(module),), state, None, None, _set_module
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -50,12 +50,13 @@ def _wait_answer(page: LabPage, *words: str) -> str:
 
 def _ask(page: LabPage) -> None:
     ranks = page.page.locator(f"{PART} input[name=world]")
-    assert ranks.input_value() == "2"
+    batch = page.page.locator(f"{PART} input[name=batch]")
+    assert (ranks.input_value(), batch.input_value()) == ("2", "4")
     ranks.fill("8")
     ranks.press("Tab")
     _wait_answer(page, "on 8 ranks")
     page.page.locator(f"{PART} select[name=strategy]").select_option("ddp")
-    _wait_answer(page, "ddp on 8 ranks", "peak", "simulated")
+    _wait_answer(page, "ddp on 8 ranks, adamw, batch 4", "peak", "simulated")
     labels = page.page.locator(f"{PART} tbody th, {PART} table th").all_inner_texts()
     assert labels == [
         "as it is, between steps",
@@ -66,7 +67,6 @@ def _ask(page: LabPage) -> None:
     assert page.page.locator(f"{PART} i[data-role=activations]").count() > 0
     _picture(page, "what-if", ".axon-memory")
     page.page.locator(f"{PART} label[data-name=shard]").wait_for(state="hidden")
-    batch = page.page.locator(f"{PART} input[name=batch]")
     batch.fill("0")
     batch.press("Tab")
     page.page.locator(".axon-memory-error", has_text="is no whole number from 1").wait_for(timeout=LONG_MS)

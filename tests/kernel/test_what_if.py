@@ -117,6 +117,7 @@ def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     assert refused.startswith("strategy='everything': it is one of full_shard")
 
 
+@pytest.mark.slow
 def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
     ready.ok("%memory t_gpt")
     ready.ok(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from axon_nb.engine.skeleton import NoSkeleton, inner_model, is_recomputed, skeleton
+from axon_nb.engine.skeleton import NoSkeleton, inner_model, is_recomputed, plain_class, skeleton
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig
 
@@ -72,6 +72,7 @@ def test_hooks_and_checkpointed_forwards_are_left_out() -> None:
     assert again(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 256)
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert is_recomputed(wrapped[0])
+    assert plain_class(wrapped[0]) is nn.Linear
     assert list(shapes(made(wrapped))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
