@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from axon_nb.errors import UsageError
+
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.widgets.timeline_record import Timeline
@@ -26,7 +28,9 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         UsageError: there is nothing of that name to show.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.shards()")
-    import_module("axon_nb.widgets.open_panels").show_shards(chosen, names, gradients=gradients)
+    if not names:
+        raise UsageError("axon_nb.show.shards() shows something of the ranks: give its name, such as 'model'.")
+    import_module("axon_nb.widgets.open_panels").show_shards(chosen, _checked(names), gradients=gradients)
 
 
 def memory(*names: str, cluster: Cluster | None = None) -> None:
@@ -41,7 +45,17 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         UsageError: there is nothing of that name.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
-    import_module("axon_nb.widgets.open_job").show_memory(chosen, names)
+    import_module("axon_nb.widgets.open_job").show_memory(chosen, _checked(names))
+
+
+def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(
+                f"a {type(name).__name__} of this notebook: what is shown is on the ranks; give its name there, "
+                "such as 'model'."
+            )
+    return names
 
 
 def timeline(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
@@ -15,11 +16,13 @@ from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import current, startup
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.ranks import resolve_ranks
-from axon_nb.cluster.watch import Watch
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse
 from axon_nb.magics.measures import Measures, add_measures, read_measures
 from axon_nb.records.ranks import format_ranks
+
+if TYPE_CHECKING:
+    from axon_nb.widgets.cell_views import CellViews
 
 __all__ = ["CellMagics", "cell_parser"]
 
@@ -112,8 +115,11 @@ class CellMagics(Magics):
             return None
         if request.noblock:
             return self._start_noblock(request)
-        with _watching(request) as view:
-            result = await request.cluster.run_async(request.code, view=view, **request.options)
+        with _watching(request) as views:
+            result = await request.cluster.run_async(
+                request.code, view=views.watch if views else None, **request.options
+            )
+        result = dataclasses.replace(result, views=views)
         request.measures.show(result)
         if request.out:
             self.shell.user_ns[request.out] = result
@@ -129,8 +135,9 @@ class CellMagics(Magics):
             return None
         if request.noblock:
             return self._start_noblock(request)
-        with _watching(request) as view:
-            result = request.cluster.run(request.code, view=view, **request.options)
+        with _watching(request) as views:
+            result = request.cluster.run(request.code, view=views.watch if views else None, **request.options)
+        result = dataclasses.replace(result, views=views)
         request.measures.show(result)
         if request.out:
             self.shell.user_ns[request.out] = result
@@ -201,18 +208,12 @@ def _cluster() -> Cluster:
 
 
 @contextlib.contextmanager
-def _watching(request: _Request) -> Iterator[Watch | None]:
+def _watching(request: _Request) -> Iterator[CellViews | None]:
     if not request.watch:
         yield None
         return
-    from axon_nb.widgets.strip import RankStrip
-    from axon_nb.widgets.timeline_cell import cell_timeline
+    from axon_nb.widgets.cell_views import cell_views
 
     title = f"In [{request.options['cell']}]"
-    strip = RankStrip(request.options["ranks"], title=title)
-    strip.start()
-    with (
-        cell_timeline(request.cluster, request.options["ranks"], title=title),
-        Watch(request.cluster.client, request.options["ranks"], strip) as watch,
-    ):
-        yield watch
+    with cell_views(request.cluster, request.options["ranks"], title=title) as views:
+        yield views

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
@@ -149,4 +149,5 @@ class CellRunning:
         if not options.get("quiet", False):
             self.health.hint("draws", shared_draws(run.told, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.seconds, text, **measured(run.told))
+        told: dict[str, Any] = measured(run.told)
+        return CellResult(fetched, run.errors, run.seconds, text, **told)

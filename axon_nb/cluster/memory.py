@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.waits import ask
-from axon_nb.errors import AxonError, UsageError
+from axon_nb.errors import AxonError, ClusterGone, UsageError
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["MemoryAnswers", "ask_memory"]
+__all__ = ["MemoryAnswers", "ask_memory", "ask_plan"]
 
 _LIMIT_S = 10.0
 _PATIENCE_S = 20.0
@@ -32,6 +32,8 @@ class MemoryAnswers:
     """Of those for which there is a formula."""
     notes: tuple[str, ...]
     """Sentences: what is not known, and of whom."""
+    model: str = ""
+    """Changes when the one model that was named is another, or is called otherwise; empty: there is no such one."""
 
 
 def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
@@ -68,7 +70,30 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
         note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
     )
     given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
-    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes)
+    model = next((str(answer.get("model", "")) for answer in given.values()), "")
+    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model)
+
+
+def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+    """What the first living rank tells a planner of memory, as `engine/plan_request.py` says.
+
+    Args:
+        cluster: The cluster.
+        names: A model, and its optimizers where they are named.
+        asked: Fields of `MemorySetup` that differ from what is; None: what is.
+        known: The key of the model that is here already.
+
+    Raises:
+        AxonError: it does not answer, or there is none.
+    """
+    if not cluster.running:
+        raise ClusterGone(f"The cluster {cluster.name!r} is gone: `%distributed start`, and `%memory` again.")
+    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead][:1]
+    content = {"names": list(names), "asked": None if asked is None else dict(asked), "known": known}
+    answers = ask(cluster.connection.client, living, "axon_plan", limit_s=_PATIENCE_S, **content)
+    if not answers:
+        raise AxonError("No rank has answered: `%distributed status` tells what they do.")
+    return answers[living[0]]
 
 
 def _uses(answers: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, MemoryUse]:

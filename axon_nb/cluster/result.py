@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["CellResult", "RankError", "measured"]
+__all__ = ["CellResult", "CellShown", "RankError", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,13 @@ class RankError:
 
     def __str__(self) -> str:
         return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
+
+
+class CellShown(Protocol):
+    """The views of one cell that is over."""
+
+    def show(self) -> None:
+        """Open them again."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,9 @@ class CellResult:
     profiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """With `--profile`: ``rows`` of a table and the path of the ``trace``, by profiled rank."""
 
+    views: CellShown | None = field(default=None, repr=False, compare=False)
+    """With `--watch`: what was shown; `show` opens it again. It stays with this process."""
+
     @property
     def ok(self) -> bool:
         """Whether the cell failed on no rank."""
@@ -62,6 +73,22 @@ class CellResult:
         if rank not in self.values:
             raise KeyError(f"rank {rank} has no value; ranks with one: {format_ranks(self.values) or 'none'}")
         return self.values[rank]
+
+    def show(self) -> None:
+        """Open the views of a cell that ran with `--watch` again: to zoom, to point at, to search.
+
+        Raises:
+            UsageError: it ran without.
+        """
+        if self.views is None:
+            raise UsageError(
+                "This cell ran without a view: run it as `%%distributed --watch --out result`; `%timeline --cell N` "
+                "shows what is still known of one that is over."
+            )
+        self.views.show()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "views": None}
 
     def __repr__(self) -> str:
         lines = [f"rank {rank}: {value!r}" for rank, value in self.values.items()]

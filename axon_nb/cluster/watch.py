@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.client import RankClient
@@ -17,6 +18,7 @@ __all__ = ["StateView", "Watch"]
 _HZ = 8.0
 _LEASE_S = 10.0
 _RENEW_S = 4.0
+_log = logging.getLogger(__name__)
 
 
 class StateView(Protocol):
@@ -45,6 +47,7 @@ class Watch:
         self._over: dict[int, Activity] = {}
         self._lock = threading.Lock()
         self._renewed = 0.0
+        self._failed = False
 
     def __enter__(self) -> Watch:
         self._client.on_telemetry(self._on_telemetry)
@@ -54,7 +57,7 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         self._client.on_telemetry(None)
         self._lease(0.0)
-        self._view.finish()
+        self._tell(self._view.finish)
 
     def _lease(self, seconds: float) -> None:
         self._renewed = time.monotonic()
@@ -67,9 +70,19 @@ class Watch:
         if rank not in self._ranks:
             return
         states = [RankState(**{**state, "activity": Activity(state["activity"])}) for state in content["states"]]
-        self._view.add([self._as_part_of_cell(state) for state in states])
+        self._tell(self._view.add, [self._as_part_of_cell(state) for state in states])
         if content["lost"]:
-            self._view.lost(content["lost"])
+            self._tell(self._view.lost, content["lost"])
+
+    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+        """A view is never worth a cell: one that fails is left as it is."""
+        if self._failed:
+            return
+        try:
+            call(*arguments)
+        except Exception:
+            self._failed = True
+            _log.warning("A view of the cell has failed, and is no longer fed.", exc_info=True)
 
     def _as_part_of_cell(self, state: RankState) -> RankState:
         with self._lock:
@@ -81,7 +94,7 @@ class Watch:
         """On the notebook's thread: show what has come, and renew the watch when it is due."""
         if time.monotonic() - self._renewed > _RENEW_S:
             self._lease(_LEASE_S)
-        self._view.flush()
+        self._tell(self._view.flush)
 
     def rank_over(self, rank: int, *, failed: bool) -> None:
         """From any thread: the rank has ended the cell; it shows as done or failed from now on."""
@@ -89,4 +102,4 @@ class Watch:
         with self._lock:
             self._over[rank] = activity
         now = time.monotonic_ns()
-        self._view.add([RankState(rank, activity, now, since_ns=now)])
+        self._tell(self._view.add, [RankState(rank, activity, now, since_ns=now)])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from axon_nb.engine.cut_layers import Cut, cut_parameters
 from axon_nb.engine.gathered import whole_parameters
 from axon_nb.engine.named import look_up
 from axon_nb.engine.placed import place_of, placed_local
 from axon_nb.engine.session import current
+from axon_nb.engine.sharded import loaded
 from axon_nb.errors import UsageError
 from axon_nb.records.shard import Shard
 
 __all__ = ["layouts"]
-
-_DDP = "torch.nn.parallel.distributed"
 
 
 def layouts(names: Iterable[str], *, gradients: bool = False) -> list[dict[str, Any]]:
@@ -52,9 +53,10 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
     elif isinstance(value, Optimizer):
         yield from _of_optimizer(value, space)
     elif isinstance(value, torch.Tensor):
-        yield _shard(name, "tensor", value)
+        held = _holder(value, space)
+        yield _shard(name, "tensor", value, held)
         if gradients and value.grad is not None:
-            yield _shard(name, "gradient", value.grad)
+            yield _shard(name, "gradient", value.grad, held)
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _shards(str(key), item, space, gradients=gradients)
@@ -63,60 +65,106 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
             yield from _shards(f"{name}[{index}]", item, space, gradients=gradients)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What modules know of the tensors that they hold, by the tensor's `id`."""
+
+    whole: dict[int, Any] = field(default_factory=dict)
+    """The DTensor of which a parameter is the whole just now."""
+    copied: dict[int, Any] = field(default_factory=dict)
+    """The process group over which DDP keeps it equal."""
+    cut: dict[int, Cut] = field(default_factory=dict)
+    """How a tensor-parallel layer holds it."""
+
+    @staticmethod
+    def by(module: torch.nn.Module) -> _Held:
+        """What a module and those within it know."""
+        modules = list(module.modules())
+        return _Held(whole_parameters(modules), _copied(modules), cut_parameters(modules))
+
+    def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
+        """What is known of one parameter or buffer.
+
+        Args:
+            tensor: The parameter or buffer.
+            shape_of: What is shown instead, such as a state of the optimizer; one of another shape is not cut along.
+        """
+        same = shape_of is None or tuple(shape_of.shape) == tuple(tensor.shape)
+        return {"group": self.copied.get(id(tensor)), "cut": self.cut.get(id(tensor)) if same else None}
+
+
+def _holder(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a tensor by itself: it may be a parameter of one of the variables."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return {}
+    for value in list(space.values()):
+        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        if issubclass(type(value), torch.nn.Module) and any(tensor is own for own in value.parameters()):
+            return _Held.by(value).of(tensor)
+    return {}
+
+
 def _of_module(module: torch.nn.Module, *, gradients: bool) -> Iterator[Shard]:
-    modules = list(module.modules())
-    whole = whole_parameters(modules)
-    copied = _copied(modules)
+    held = _Held.by(module)
     for name, parameter in module.named_parameters():
-        sharded = whole.get(id(parameter))
-        group = copied.get(id(parameter))
-        yield _shard(name, "parameter", parameter, group=group, sharded=sharded)
+        known = held.of(parameter)
+        yield _shard(name, "parameter", parameter, known, sharded=held.whole.get(id(parameter)))
         if gradients and parameter.grad is not None:
-            yield _shard(name, "gradient", parameter.grad, group=group)
+            yield _shard(name, "gradient", parameter.grad, known)
     for name, buffer in module.named_buffers():
-        yield _shard(name, "buffer", buffer, group=copied.get(id(buffer)))
+        yield _shard(name, "buffer", buffer, held.of(buffer))
 
 
 def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     """The process group over which DDP keeps a tensor equal, by the tensor's `id`."""
     found: dict[int, Any] = {}
     for module in modules:
-        if type(module).__module__ == _DDP and type(module).__name__ == "DistributedDataParallel":
-            group: Any = module.process_group
-            found |= {id(tensor): group for tensor in [*module.parameters(), *module.buffers()]}
+        own: Any = module
+        if issubclass(type(own), loaded("axon_nb.parallel.zero", "ZeRO1")):
+            own = own.ddp  # it is out of the sight of modules()
+        if isinstance(own, torch.nn.parallel.DistributedDataParallel):
+            group: Any = own.process_group
+            found |= {id(tensor): group for tensor in [*own.parameters(), *own.buffers()]}
     return found
 
 
 def _of_optimizer(optimizer: Optimizer, space: dict[str, Any]) -> Iterator[Shard]:
-    names, copied = _names_of_parameters(optimizer, space)
+    # ZeroRedundancyOptimizer holds states in the optimizer of its own part: no other rank has them.
+    own: Optimizer = getattr(optimizer, "optim", optimizer)
+    names, held = _names_of_parameters(optimizer, space)
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"group {group_number}, parameter {number}")
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in own.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield _shard(f"{name}: {key}", "optimizer", value, group=copied.get(id(parameter)))
+                    known = held.of(parameter, shape_of=value)
+                    known |= {} if own is optimizer else {"group": None}
+                    yield _shard(f"{name}: {key}", "optimizer", value, known)
 
 
-def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[dict[int, str], dict[int, Any]]:
+def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[dict[int, str], _Held]:
     """Names after the module in the namespace that has most of the optimizer's parameters; of a wrapper its content."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     best: dict[int, str] = {}
-    copied: dict[int, Any] = {}
+    known = _Held()
     for variable, value in list(space.items()):
-        if variable.startswith("_") or not isinstance(value, torch.nn.Module):
+        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        if variable.startswith("_") or not issubclass(type(value), torch.nn.Module):
             continue
-        modules = list(value.modules())
-        whole = whole_parameters(modules)
-        named = ((name, whole.get(id(parameter), parameter)) for name, parameter in value.named_parameters())
-        names = {id(parameter): name for name, parameter in named if id(parameter) in wanted}
+        held = _Held.by(value)
+        # While parameters are whole, the optimizer still has the sharded ones.
+        stands_for = {id(parameter): id(held.whole.get(id(parameter), parameter)) for parameter in value.parameters()}
+        named = ((name, stands_for[id(parameter)]) for name, parameter in value.named_parameters())
+        names = {key: name for name, key in named if key in wanted}
         if names:
-            copied |= _copied(modules)
+            known.copied.update(held.copied)
+            known.cut.update({stands_for.get(key, key): cut for key, cut in held.cut.items()})
             best = max(best, names, key=lambda found: (len(found), -sum(map(len, found.values()))))
-    return best, copied
+    return best, known
 
 
-def _shard(name: str, role: str, tensor: Any, *, group: Any = None, sharded: Any = None) -> Shard:
-    place = place_of(tensor, group=group, sharded=sharded)
+def _shard(name: str, role: str, tensor: Any, known: Mapping[str, Any], *, sharded: Any = None) -> Shard:
+    place = place_of(tensor, sharded=sharded, **known)
     local = placed_local(tensor)
     size = local.numel() * local.element_size()
     return Shard(

@@ -21,7 +21,7 @@ from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["memory_report"]
+__all__ = ["memory_report", "modules_and_optimizers"]
 
 _living = LivingTensors()
 
@@ -34,29 +34,46 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
 
     Returns:
         ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None where there is no formula; ``notes``:
-        sentences; ``is_pending``: the formula is still being loaded.
+        sentences; ``is_pending``: the formula is still being loaded; ``model``: what changes when the one model that
+        was named is another, or is called otherwise.
 
     Raises:
         UsageError: there is no such variable, or it is neither.
     """
     session = current()
     chosen = list(names)
-    modules, optimizers = _found(chosen, session)
+    modules, optimizers = modules_and_optimizers(chosen, session)
     measured = _measure(modules, optimizers, session)
-    predicted, why, estimator = None, "", None
+    predicted, why, estimator, facts = None, "", None, None
     if chosen:  # of all variables together there is no formula: what of them belongs together is not known
         estimator = loaded("axon_nb.engine.memory_estimate")
+        facts = loaded("axon_nb.engine.model_facts")
     if estimator is not None:
         predicted, why = estimator.estimate(modules, optimizers, session)
     return {
         "measured": dataclasses.asdict(measured),
         "estimated": None if predicted is None else dataclasses.asdict(predicted),
         "notes": [why] if why else [],
-        "is_pending": bool(chosen) and estimator is None,
+        "is_pending": bool(chosen) and None in (estimator, facts),
+        "model": _key(facts, modules),
     }
 
 
-def _found(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
+def _key(facts: Any, modules: list[torch.nn.Module]) -> str:
+    if facts is None or len(modules) != 1:
+        return ""
+    try:
+        return str(facts.model_key(modules[0]))
+    except Exception:  # an odd model of the user's is measured all the same
+        return ""
+
+
+def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
+    """Those of these names, with the optimizers that step the modules where none is named; all when no name is given.
+
+    Raises:
+        UsageError: there is no such variable, or it is neither.
+    """
     space = session.kernel.shell.user_ns
     values = [look_up(name, space) for name in names]
     for name, value in zip(names, values, strict=True):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from axon_nb.engine.cut_layers import Cut
 from axon_nb.engine.sharded import placement_in_words
 
 __all__ = ["Place", "missing", "place_of", "placed_local"]
@@ -46,14 +47,20 @@ def placed_local(tensor: Any) -> torch.Tensor:
     return local
 
 
-def place_of(tensor: Any, *, group: Any = None, sharded: Any = None) -> Place:
+def place_of(tensor: Any, *, group: Any = None, sharded: Any = None, cut: Cut | None = None) -> Place:
     """Where a tensor lies.
 
     Args:
         tensor: Any tensor.
         group: The process group on which a plain tensor is kept equal.
         sharded: The DTensor of which a plain tensor is the whole.
+        cut: How a tensor-parallel layer holds it; all else is about the part that is here.
     """
+    place = _place_here(tensor, group, sharded)
+    return place if cut is None else _within_layer(place, cut)
+
+
+def _place_here(tensor: Any, group: Any, sharded: Any) -> Place:
     if isinstance(tensor, DTensor):
         return _on_mesh(tensor, tensor.placements, padded=True)
     if isinstance(sharded, DTensor):
@@ -63,6 +70,25 @@ def place_of(tensor: Any, *, group: Any = None, sharded: Any = None) -> Place:
         place, size = (dist.get_rank(group),), (dist.get_world_size(group),)
         return Place(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, place)
     return Place(shape, (0,) * len(shape))
+
+
+def _within_layer(place: Place, cut: Cut) -> Place:
+    """Where a part lies in what a layer has cut over its group."""
+    count, own = cut.group.size(), cut.group.rank()
+    shape, offset, words = list(place.global_shape), list(place.offset), "Replicate()"
+    if cut.dim is not None:
+        words = f"Shard({cut.dim})"
+        offset[cut.dim] += own * shape[cut.dim]
+        shape[cut.dim] *= count
+    return replace(
+        place,
+        global_shape=tuple(shape),
+        offset=tuple(offset),
+        placements=(*place.placements, words),
+        axes=(*place.axes, "tp"),
+        mesh_shape=(*place.mesh_shape, count),
+        coordinates=(*place.coordinates, own),
+    )
 
 
 def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> Place:

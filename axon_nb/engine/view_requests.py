@@ -33,9 +33,14 @@ def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, Con
         except UsageError as error:
             return {"refused": str(error)}
 
+    def tell_plan(content: dict[str, Any]) -> dict[str, Any]:
+        from axon_nb.engine.plan_request import plan_report
+
+        return plan_report(content["names"], asked=content.get("asked"), known=str(content.get("known", "")))
+
     def tell_mesh(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.meshes import mesh_fields
 
         return {"mesh": mesh_fields()}
 
-    return {"axon_job": tell_job, "axon_memory": tell_memory, "axon_mesh": tell_mesh}
+    return {"axon_job": tell_job, "axon_memory": tell_memory, "axon_mesh": tell_mesh, "axon_plan": tell_plan}

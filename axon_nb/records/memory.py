@@ -7,8 +7,19 @@ from dataclasses import dataclass, field
 
 __all__ = ["ROLES", "MemoryUse"]
 
-ROLES = ("parameters", "gradients", "optimizer", "buffers", "activations", "other")
-"""What memory is for, in the order in which it is drawn."""
+ROLES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "activations",
+    "unsharded",
+    "communication",
+    "fragmentation",
+    "other",
+)
+"""What memory is for, in the order in which it is drawn; of whole parameters of FSDP, of buffers of collectives and of
+what fragmentation may take, plans alone know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,8 @@ class MemoryUse:
     time_ns: int
     """When: nanoseconds of `time.monotonic_ns`."""
     source: str
-    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA) or ``estimate``."""
+    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (a formula) or ``plan`` (a
+    simulation)."""
     by_role: Mapping[str, int] = field(default_factory=dict)
     """Bytes by role, one of `ROLES`; what is not known is left out."""
     peak: int | None = None

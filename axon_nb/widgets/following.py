@@ -78,15 +78,18 @@ class FollowingPanel(ABC):
             _log.debug("a panel could not be updated", exc_info=True)
 
     def _after_cell(self, result: Any) -> None:
-        if self._cluster.running:
-            self.update()
-        else:
-            self.cluster_is_gone()
-            self.close()
-        before = self._saved_html
-        bundle = self._folded()
-        if self._saved is not None and self._saved_html != before:
-            self._saved.update(bundle, raw=True)
+        try:
+            if self._cluster.running:
+                self.update()
+            else:
+                self.cluster_is_gone()
+                self.close()
+            before = self._saved_html
+            bundle = self._folded()
+            if self._saved is not None and self._saved_html != before:
+                self._saved.update(bundle, raw=True)
+        except Exception:  # a view is never worth a cell
+            _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)
 
     def _follow(self) -> None:
         was_busy = False

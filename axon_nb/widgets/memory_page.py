@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from axon_nb.records.memory import ROLES
+from axon_nb.records.what_if import WhatIfState
 from axon_nb.widgets.memory_rows import Bar, MemoryRow, MemoryRows
+from axon_nb.widgets.memory_what_if import answer_bars, state_in_words, what_if_html
 from axon_nb.widgets.palette import OKABE_ITO, needs_outline
 from axon_nb.widgets.picture import svg_uri
 
@@ -22,10 +25,14 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "optimizer": (OKABE_ITO["vermillion"], "M-2 2l4-4M0 8l8-8M6 10l4-4"),
     "buffers": (OKABE_ITO["purple"], "M0 0h8M0 0v8"),
     "activations": (OKABE_ITO["orange"], "M0 0l8 8M8 0l-8 8"),
+    "unsharded": (OKABE_ITO["sky"], "M0 8l8-8"),
+    "communication": (OKABE_ITO["yellow"], "M4 0v3"),
+    "fragmentation": ("#FFFFFF", "M4 0v8"),
     "other": ("#FFFFFF", "M0 4h8"),
     "resident": (OKABE_ITO["grey"], ""),
 }
 """Colour and pattern of each role; `static/memory.css` has the same."""
+_DARK_LINES = ("communication", "fragmentation", "other")
 
 
 def bar_svg(bar: Bar, *, width: int, height: int) -> str:
@@ -61,7 +68,7 @@ def _svg(width: int, height: int, body: str) -> str:
     used = [role for role in (*ROLES, "resident") if f"url(#{role})" in body]
     defs = "".join(
         f'<pattern id="{role}" width="8" height="8" patternUnits="userSpaceOnUse"><path d="{_LOOKS[role][1]}" '
-        f'stroke="{"#767676" if role == "other" else "#fff"}" stroke-opacity=".7" stroke-width="1.5"/></pattern>'
+        f'stroke="{"#767676" if role in _DARK_LINES else "#fff"}" stroke-opacity=".7" stroke-width="1.5"/></pattern>'
         for role in used
     )
     return (
@@ -70,9 +77,13 @@ def _svg(width: int, height: int, body: str) -> str:
     )
 
 
-def memory_bundle(rows: MemoryRows) -> dict[str, str]:
-    """`text/html` and `text/plain`."""
-    return {"text/html": _html(rows), "text/plain": _text(rows)}
+def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:
+    """`text/html` and `text/plain`, with the answer to the last question where one was asked."""
+    state = state or WhatIfState()
+    planned = {role for own in answer_bars(state, None) for role, _ in own.bar.segments}
+    roles = [role for role in ROLES if role in planned or role in rows.roles]
+    html = _html(rows, roles, what_if_html(state, lambda bar: _picture(bar, 300, 14)))
+    return {"text/html": html, "text/plain": "\n".join([_text(rows), *state_in_words(state)])}
 
 
 def _text(rows: MemoryRows) -> str:
@@ -83,11 +94,11 @@ def _text(rows: MemoryRows) -> str:
     return "\n".join([rows.heading, *lines, *rows.notes()])
 
 
-def _html(rows: MemoryRows) -> str:
+def _html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><img alt="" src="{svg_uri(role_swatch(role))}" width="24" '
         f'height="12" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{role}</span> '
-        for role in rows.roles
+        for role in roles
     )
     drawn = rows.rows()
     notes = rows.notes()
@@ -100,7 +111,7 @@ def _html(rows: MemoryRows) -> str:
         f'<figcaption style="margin:0 0 4px"><b>{escape(rows.heading)}</b><div>{legend}</div></figcaption>'
         '<table style="border-collapse:collapse;border:none;margin:0;font-size:inherit;color:inherit">'
         f'<thead><tr style="background:none">{head}</tr></thead><tbody>{"".join(map(_row, drawn[:_MAX_RANKS]))}</tbody>'
-        "</table>" + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes) + "</figure>"
+        "</table>" + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes) + what_if + "</figure>"
     )
 
 

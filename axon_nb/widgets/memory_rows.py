@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_nb.cluster.memory import MemoryAnswers
 from axon_nb.records.memory import ROLES, MemoryUse
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.waits import named
+from axon_nb.records.what_if import MemoryEstimate
 
-__all__ = ["Bar", "MemoryRow", "MemoryRows"]
+__all__ = ["NEAR", "Bar", "MemoryRow", "MemoryRows", "roles_in_words", "segments"]
 
-_NEAR = 0.9
+NEAR = 0.9
 """A rank with so much of its capacity taken is flagged."""
 _FAR = 5.0
 """A capacity that is so many times what is there is told, and not drawn."""
@@ -20,6 +21,7 @@ SOURCES = {
     "storages": "storages of live tensors",
     "allocator": "CUDA's allocator, with the storages of live tensors",
     "estimate": "formula",
+    "plan": "simulation",
 }
 
 
@@ -59,12 +61,32 @@ class MemoryRows:
         self.title = title
         self._answers = MemoryAnswers({}, {}, ())
         self._highest: dict[int, int] = {}
+        self._expected: dict[int, MemoryUse] = {}
 
     def take(self, answers: MemoryAnswers) -> None:
         """Show these instead."""
         self._answers = answers
         for rank, use in answers.measured.items():
             self._highest[rank] = max(self._highest.get(rank, 0), use.total)
+
+    def expect(self, estimate: MemoryEstimate | None) -> bool:
+        """Show what a simulation says beside what is measured, of the ranks that it knows; None: formulas alone.
+
+        Returns:
+            Whether that is something else than before.
+        """
+        before, self._expected = self._expected, {} if estimate is None else dict(_expected(estimate))
+        return before != self._expected
+
+    @property
+    def capacity(self) -> int | None:
+        """What the smallest of the devices has, in bytes; None: not known."""
+        return min((use.capacity for use in self._answers.measured.values() if use.capacity), default=None)
+
+    @property
+    def estimates(self) -> dict[int, MemoryUse]:
+        """What each rank should hold: by simulation where there is one, else by formula."""
+        return {**self._answers.estimated, **self._expected}
 
     @property
     def heading(self) -> str:
@@ -81,14 +103,17 @@ class MemoryRows:
     @property
     def roles(self) -> list[str]:
         """Those that any rank has something of, in order."""
-        uses = [*self._answers.measured.values(), *self._answers.estimated.values()]
+        uses = [*self._answers.measured.values(), *self.estimates.values()]
         return [role for role in ROLES if any(use.by_role.get(role) for use in uses)]
 
     def rows(self) -> list[MemoryRow]:
         """One a rank."""
-        uses, estimates = self._answers.measured, self._answers.estimated
+        uses, estimates = self._answers.measured, self.estimates
         scale = _scale(
-            [*(max(use.total, self._peak(use)) for use in uses.values()), *(use.total for use in estimates.values())],
+            [
+                *(max(use.total, self._peak(use)) for use in uses.values()),
+                *(max(use.total, use.peak or 0) for use in estimates.values()),
+            ],
             [use.capacity for use in uses.values() if use.source == "allocator"],
         )
         resident = _scale(
@@ -105,7 +130,7 @@ class MemoryRows:
         on_device = use.source == "allocator"
         kind = "highest seen" if use.peak is None else "peak"
         peak = self._peak(use)
-        told = [_roles_in_words(use), f"{kind} {format_bytes(peak)}" if peak else ""]
+        told = [roles_in_words(use.by_role), f"{kind} {format_bytes(peak)}" if peak else ""]
         if on_device and use.capacity:
             told.append(f"of {format_bytes(use.capacity)}")
         process = f"{format_bytes(use.resident)} resident, highest {format_bytes(use.resident_peak)}"
@@ -115,14 +140,12 @@ class MemoryRows:
         return MemoryRow(
             use.rank,
             Bar(
-                _segments(use, scale),
+                segments(use.by_role, scale),
                 peak / scale if peak else None,
                 _within(use.capacity if on_device else None, scale),
                 ", ".join(filter(None, told)),
             ),
-            None
-            if estimate is None
-            else Bar(_segments(estimate, scale), None, None, f"estimate: {_roles_in_words(estimate)}"),
+            None if estimate is None else _estimate_bar(estimate, scale),
             Bar(
                 parts,
                 use.resident_peak / resident if use.resident_peak else None,
@@ -145,6 +168,20 @@ class MemoryRows:
         return [*found, *self._answers.notes]
 
 
+def _expected(estimate: MemoryEstimate) -> Iterator[tuple[int, MemoryUse]]:
+    for rank, held in estimate.persistent.items():
+        peak = sum(estimate.peak[rank].values()) if rank in estimate.peak else None
+        yield rank, MemoryUse(rank, 0, "plan", held, peak)
+
+
+def _estimate_bar(estimate: MemoryUse, scale: int) -> Bar:
+    words = f"estimate: {roles_in_words(estimate.by_role)}"
+    if estimate.peak is None:
+        return Bar(segments(estimate.by_role, scale), None, None, words)
+    words += f" between steps, peak {format_bytes(estimate.peak)}, simulated"
+    return Bar(segments(estimate.by_role, scale), estimate.peak / scale, None, words)
+
+
 def _scale(sizes: Sequence[int], capacities: Sequence[int | None]) -> int:
     most = max(sizes, default=0) or 1
     near = [size for size in capacities if size is not None and size <= _FAR * most]
@@ -155,18 +192,20 @@ def _within(size: int | None, scale: int) -> float | None:
     return None if size is None or size > scale else size / scale
 
 
-def _segments(use: MemoryUse, scale: int) -> tuple[tuple[str, float], ...]:
-    return tuple((role, use.by_role[role] / scale) for role in ROLES if use.by_role.get(role))
+def segments(by_role: Mapping[str, int], scale: int) -> tuple[tuple[str, float], ...]:
+    """A bar of so many bytes, as parts of a scale in bytes."""
+    return tuple((role, by_role[role] / scale) for role in ROLES if by_role.get(role))
 
 
-def _roles_in_words(use: MemoryUse) -> str:
-    parts = [f"{role} {format_bytes(use.by_role[role])}" for role in ROLES if use.by_role.get(role)]
+def roles_in_words(by_role: Mapping[str, int]) -> str:
+    """Such as ``3.00 MiB (parameters 1.00 MiB, optimizer 2.00 MiB)``."""
+    parts = [f"{role} {format_bytes(by_role[role])}" for role in ROLES if by_role.get(role)]
     together = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    return f"{format_bytes(use.total)}{together}"
+    return f"{format_bytes(sum(by_role.values()))}{together}"
 
 
 def _flag(use: MemoryUse) -> str:
-    if not use.capacity or use.occupied is None or use.occupied < _NEAR * use.capacity:
+    if not use.capacity or use.occupied is None or use.occupied < NEAR * use.capacity:
         return ""
     what = "the device's memory is taken" if use.source == "allocator" else "what it could have is taken"
     return f"{100 * use.occupied / use.capacity:.0f} % of {what}: {format_bytes(use.capacity - use.occupied)} are left."

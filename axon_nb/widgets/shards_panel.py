@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +12,12 @@ from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.layouts import ask_layouts
-from axon_nb.errors import AxonError
 from axon_nb.widgets.shards import ShardsView
 
 __all__ = ["ShardsPanel"]
 
 _EVERY_S = 1.0
+_log = logging.getLogger("axon_nb.panels")
 
 
 class ShardsPanel:
@@ -60,15 +61,19 @@ class ShardsPanel:
         """Ask the ranks; True when something has changed. What cannot be asked any more stays as it is."""
         try:
             return self.view.show(*ask_layouts(self._cluster, self._names, gradients=self._gradients))
-        except (AxonError, OSError, RuntimeError):
+        except Exception:  # a view must not disturb the cell that it shows
+            _log.debug("a panel could not be updated", exc_info=True)
             return False
 
     def _after_cell(self, result: Any) -> None:
         if not self._cluster.running:
             self.close()
             return
-        if self.update() and self._saved is not None:
-            self._saved.update(self._folded(), raw=True)
+        try:
+            if self.update() and self._saved is not None:
+                self._saved.update(self._folded(), raw=True)
+        except Exception:  # a view is never worth a cell
+            _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)
 
     def _follow(self) -> None:
         while not self._closed.wait(_EVERY_S):

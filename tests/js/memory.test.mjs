@@ -26,3 +26,30 @@ test("only ranks that were not flagged before are news", () => {
   assert.deepEqual(memory.news(before, after), ["rank 1: full"]);
   assert.deepEqual(memory.news(after, after), []);
 });
+
+const FIELDS = [
+  { name: "world", now: 4 },
+  { name: "strategy", now: "full_shard" },
+  { name: "shard", now: 4 },
+  { name: "checkpointing", now: false },
+];
+
+test("only what differs is asked, and only where it has a meaning", () => {
+  const same = { world: "4", strategy: "full_shard", shard: "2", checkpointing: false };
+  assert.deepEqual(memory.difference(FIELDS, same), {});
+  assert.deepEqual(memory.difference(FIELDS, { ...same, world: "8", checkpointing: true }), {
+    world: "8",
+    checkpointing: true,
+  });
+  assert.deepEqual(memory.difference(FIELDS, { ...same, strategy: "hybrid_shard" }), {
+    strategy: "hybrid_shard",
+    shard: "2",
+  });
+  assert.ok(!memory.applies("shard", same));
+});
+
+test("progress has its share where it is known", () => {
+  assert.equal(memory.progressWords("simulating: a step", 0.256), "simulating: a step (26 %)");
+  assert.equal(memory.progressWords("asking a rank", null), "asking a rank");
+  assert.equal(memory.progressWords("", 0.5), "");
+});

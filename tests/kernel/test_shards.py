@@ -123,3 +123,120 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
 def test_hooks_are_there(ready: Kernel) -> None:
     code = "%%rank 0\nfrom axon_nb.engine import gathered, placed\nprint(gathered.missing(), placed.missing())"
     assert ready.ok(code).lines() == ["[rank 0] [] []"]
+
+
+LAYERS = """%%distributed
+import functools
+from axon_nb.parallel import ColumnParallelLinear, FSDP, Parallel3D, RowParallelLinear, ShardingStrategy, make_mesh
+from axon_nb.parallel import TensorParallelBlock
+from axon_nb.parallel.models import GPT, Block, GPTConfig
+torch.manual_seed(0)
+t_grid = make_mesh(dp=2, tp=2)
+t_block = TensorParallelBlock(8, 4, group=t_grid["tp"])
+t_block_steps = torch.optim.Adam(t_block.parameters())
+t_block(torch.randn(2, 3, 8)).sum().backward()
+t_block_steps.step()
+t_copied = nn.parallel.DistributedDataParallel(
+    nn.Sequential(ColumnParallelLinear(4, 8, group=t_grid["tp"])), process_group=t_grid["dp"].get_group()
+)
+t_both = nn.Sequential(ColumnParallelLinear(4, 8, group=t_grid["tp"]), RowParallelLinear(8, 6, group=t_grid["tp"]))
+_ = fully_shard(t_both, mesh=t_grid["dp"])
+t_both_steps = torch.optim.SGD(t_both.parameters(), lr=0.1, momentum=0.9)
+t_both(torch.randn(2, 4)).sum().backward()
+t_both_steps.step()
+t_hybrid = FSDP(nn.Linear(6, 5), strategy=ShardingStrategy.HYBRID_SHARD, mesh=make_mesh(replicate=2, shard=2))
+t_hybrid_steps = t_hybrid.optimizer(torch.optim.Adam)
+t_hybrid(torch.randn(2, 6)).sum().backward()
+t_hybrid_steps.step()
+t_zero = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strategy=ShardingStrategy.OPTIMIZER_STATE)
+t_zero_steps = t_zero.optimizer(torch.optim.Adam)
+t_zero(torch.randn(2, 4)).sum().backward()
+t_zero_steps.step()
+t_styles = {"block*.up": ColwiseParallel(), "block*.down": RowwiseParallel()}
+t_three = Parallel3D(
+    GPT(GPTConfig(blocks=2)), make_mesh(pp=2, tp=2), tp_plan=t_styles, num_microbatches=2,
+    loss=nn.functional.mse_loss,
+)
+t_piped = Parallel3D(GPT(GPTConfig(blocks=2)), make_mesh(pp=2, dp=2), num_microbatches=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def layers(ready: Kernel) -> Kernel:
+    ready.ok(LAYERS)
+    return ready
+
+
+def offsets(found: dict[tuple[str, str, int], dict[str, Any]], role: str, name: str) -> list[list[int]]:
+    """Where the part of each rank begins."""
+    return [found[role, name, rank]["offset"] for rank in range(4)]
+
+
+def test_parts_of_hand_written_layers_say_which_slice_they_are(layers: Kernel) -> None:
+    found = ask(layers, "t_block", gradients=True)
+    for role in ("parameter", "gradient"):
+        up = found[role, "mlp.up.weight", 3]
+        assert (up["global_shape"], up["local_shape"], up["placements"]) == ([32, 8], [16, 8], ["Shard(0)"])
+        assert (up["axes"], up["mesh_shape"], up["coordinates"]) == (["tp"], [2], [1])
+        assert offsets(found, role, "mlp.up.weight") == [[0, 0], [16, 0], [0, 0], [16, 0]]
+        assert offsets(found, role, "mlp.down.weight") == [[0, 0], [0, 16], [0, 0], [0, 16]]
+        assert offsets(found, role, "attention.query.bias") == [[0], [4], [0], [4]]
+    assert found["parameter", "attention.out.weight", 1]["placements"] == ["Shard(1)"]
+    for whole in ("attention.out.bias", "norm_1.weight"):
+        assert found["parameter", whole, 1]["placements"] == ["Replicate()"]
+        assert found["parameter", whole, 1]["offset"] == [0]
+    states = ask(layers, "t_block_steps")
+    assert offsets(states, "optimizer", "mlp.down.weight: exp_avg") == [[0, 0], [0, 16], [0, 0], [0, 16]]
+    assert states["optimizer", "mlp.down.weight: exp_avg", 1]["global_shape"] == [8, 32]
+    assert states["optimizer", "mlp.down.weight: step", 1]["placements"] == []
+    alone = ask(layers, "t_block.mlp.down.weight", gradients=True)
+    for role in ("tensor", "gradient"):
+        assert alone[role, "t_block.mlp.down.weight", 1]["offset"] == [0, 16]
+
+
+def test_hand_written_layers_within_ddp_and_fsdp(layers: Kernel) -> None:
+    copied = ask(layers, "t_copied")["parameter", "module.0.weight", 3]
+    assert (copied["placements"], copied["axes"]) == (["Replicate()", "Shard(0)"], ["replica", "tp"])
+    assert copied["offset"] == [4, 0]
+    found = ask(layers, "t_both", "t_both_steps", gradients=True)
+    for role, name in (("parameter", "0.weight"), ("gradient", "0.weight"), ("optimizer", "0.weight: momentum_buffer")):
+        own = found[role, name, 3]
+        assert (own["placements"], own["axes"]) == (["Shard(0)", "Shard(0)"], ["dp", "tp"]), role
+        assert (own["global_shape"], own["local_shape"]) == ([8, 4], [2, 4])
+        # Ranks 0 and 1 have the first half of their part of the layer, 2 and 3 the second.
+        assert offsets(found, role, name) == [[0, 0], [4, 0], [2, 0], [6, 0]]
+    row = found["parameter", "1.weight", 3]
+    assert (row["offset"], row["global_shape"]) == ([3, 4], [6, 8])
+    layers.ok("%%distributed\nt_both.unshard()")
+    whole = ask(layers, "t_both")["parameter", "0.weight", 3]
+    assert (whole["gathered"], whole["local_shape"], whole["offset"]) == (True, [4, 4], [4, 0])
+    layers.ok("%%distributed\nt_both.reshard()")
+
+
+def test_hybrid_shards_have_copies_gradients_and_states(layers: Kernel) -> None:
+    found = ask(layers, "t_hybrid", "t_hybrid_steps", gradients=True)
+    for role, name in (("parameter", "module.weight"), ("gradient", "module.weight")):
+        own = found[role, name, 3]
+        assert (own["placements"], own["mesh_shape"]) == (["Replicate()", "Shard(0)"], [2, 2])
+        assert offsets(found, role, name) == [[0, 0], [3, 0], [0, 0], [3, 0]]
+    assert found["parameter", "module.weight", 1]["padding"] == 4 * 6, "3 rows and 2: the smaller part is padded"
+    state = found["optimizer", "module.weight: exp_avg", 2]
+    assert (state["placements"], state["offset"]) == (["Replicate()", "Shard(0)"], [0, 0])
+
+
+def test_states_that_are_dealt_out_are_on_one_rank_each(layers: Kernel) -> None:
+    found = ask(layers, "t_zero", "t_zero_steps", gradients=True)
+    assert found["parameter", "module.0.weight", 2]["placements"] == ["Replicate()"]
+    holders = [rank for role, name, rank in found if (role, name) == ("optimizer", "module.0.weight: exp_avg")]
+    assert len(holders) == 1
+    assert found["optimizer", "module.0.weight: exp_avg", holders[0]]["placements"] == []
+
+
+def test_stages_of_three_dimensions(layers: Kernel) -> None:
+    found = ask(layers, "t_three")
+    up = {rank: found["parameter", "block0.up.weight", rank] for rank in (0, 1)}
+    assert [own["offset"] for own in up.values()] == [[0, 0], [128, 0]]
+    assert ("parameter", "block0.up.weight", 2) not in found, "that is of another stage"
+    assert ("parameter", "head.norm.weight", 3) in found
+    piped = ask(layers, "t_piped")
+    assert piped["parameter", "head.norm.weight", 3]["placements"] == ["Shard(0)"]

@@ -44,3 +44,39 @@ def test_status_says_where_a_stuck_rank_waits(kernel: Kernel) -> None:
     )
     assert "in barrier at line 5" in " ".join(kernel.value("t_states"))
     kernel.ok("t_handle.result(30);")
+
+
+def test_a_result_opens_its_views_again(kernel: Kernel) -> None:
+    kernel.ok("%%distributed --watch --out t_result\nfor _ in range(3):\n    dist.all_reduce(torch.ones(10))")
+    kernel.ok("%%distributed\ndist.barrier()")  # what comes later is no part of it
+    reply = kernel.ok("t_result.show()")
+    assert ["application/vnd.jupyter.widget-view+json" in bundle for bundle in reply.displays] == [True, True, False]
+    assert reply.displays[2]["text/html"].count("data:image/svg+xml;base64,") > 4
+    text = reply.displays[2]["text/plain"]
+    assert text.startswith("In [")
+    assert "barrier" not in text
+    # Any number of times; not in another process, where there is nothing to show.
+    assert len(kernel.ok("t_result.show()").displays) == 3
+    kernel.ok("import pickle\nt_other = pickle.loads(pickle.dumps(t_result))")
+    assert kernel.value("(t_other == t_result, t_other.seconds == t_result.seconds)") == (True, True)
+    kernel.ok("%%distributed --out t_plain\n1")
+    for name in ("t_other", "t_plain"):
+        refused = kernel.run(f"{name}.show()")
+        assert refused.ename == "UsageError"
+        assert "This cell ran without a view: run it as `%%distributed --watch --out result`" in refused.traceback
+
+
+def test_a_view_that_fails_does_not_break_the_cell(kernel: Kernel) -> None:
+    kernel.ok(
+        "from axon_nb.widgets.strip import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
+        "def t_broken(*_): raise RuntimeError('t_broken')"
+    )
+    try:
+        for name in ("flush", "start", "finish", "add"):
+            kernel.ok(f"t_before = RankStrip.{name}\nRankStrip.{name} = t_broken")
+            reply = kernel.run("%%distributed --watch\nimport time\ntime.sleep(0.3)\nrank")
+            kernel.ok(f"RankStrip.{name} = t_before")
+            assert reply.ok, reply.traceback
+            assert "[rank 3] 3" in reply.stdout + str(reply.displays)
+    finally:
+        kernel.ok("RankStrip.flush, RankStrip.start = t_flush, t_start")

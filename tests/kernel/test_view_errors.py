@@ -1,0 +1,72 @@
+"""What cannot be shown is one sentence, whichever view it is asked of; and a view that fails leaves the cells alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+REFUSED = {
+    "%shards": "the following arguments are required: NAME",
+    "%shards t_nothing": "there is no variable 't_nothing'",
+    "%shards t_text": "'t_text' is a str that holds no tensor",
+    "%memory t_nothing": "there is no variable 't_nothing'",
+    "%memory t_text": "'t_text' is a str: `%memory` takes modules and optimizers",
+    "%memory t_tensor": "'t_tensor' is a Tensor: `%memory` takes modules and optimizers",
+    "%memory t_text(": "'t_text(' is no name of a variable",
+    "%timeline --ranks 9": "9",
+    "%timeline --cell 99999": "ranks have no spans of In [99999]",
+    "%timeline --save t.txt": "a timeline is saved as .json, .html or .csv",
+    "%watch t_text": "%watch has no 't_text'",
+    "axon_nb.show.shards()": "give its name, such as 'model'",
+    "axon_nb.show.shards(3)": "a int of this notebook: what is shown is on the ranks",
+    "axon_nb.show.shards('t_text')": "'t_text' is a str that holds no tensor",
+    "axon_nb.show.memory(axon_nb)": "a module of this notebook: what is shown is on the ranks",
+    "axon_nb.show.memory('t_nothing')": "there is no variable 't_nothing'",
+    "axon_nb.show.timeline(ranks='9')": "9",
+    "axon_nb.show.timeline(cell=99999)": "ranks have no spans of In [99999]",
+}
+
+
+def test_what_cannot_be_shown_is_one_sentence(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nt_text = 'text'\nt_tensor = torch.ones(2)")
+    kernel.ok("import axon_nb")
+    for code, words in REFUSED.items():
+        refused = kernel.run(code)
+        assert refused.ename == "UsageError", (code, refused.traceback)
+        assert words in refused.evalue, code
+        assert len(refused.evalue.splitlines()) == 1, (code, refused.evalue)
+        assert len(refused.traceback.splitlines()) == 1, (code, refused.traceback)
+        assert not refused.displays, code
+    assert kernel.ok("%%distributed --quiet\n1").ok
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("%shards t_tensor", "axon_nb.widgets.shards:ShardsView.to_bundle"),
+        ("%memory t_layer", "axon_nb.widgets.memory:MemoryView.make_content"),
+        ("%watch", "axon_nb.widgets.watch:WatchView.to_bundle"),
+    ],
+)
+def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str, place: str) -> None:
+    module, _, name = place.partition(":")
+    view, _, method = name.partition(".")
+    kernel.ok("%%distributed --quiet\nt_tensor, t_layer = torch.ones(2), torch.nn.Linear(2, 2)")
+    kernel.ok(command)
+    kernel.ok(
+        f"import {module} as t_module\nt_view = t_module.{view}\nt_method = t_view.{method}\n"
+        "def t_broken(*_): raise ZeroDivisionError('t_broken')\n"
+        f"t_view.{method} = t_broken"
+    )
+    try:
+        reply = kernel.ok("%%distributed\nt_tensor = t_tensor + 1\nrank")
+        assert "[rank 3] 3" in reply.stdout + str(reply.displays)
+        assert "Traceback" not in reply.stdout
+    finally:
+        kernel.ok(f"t_view.{method} = t_method")
+        kernel.ok(
+            "from axon_nb.widgets import open_job, open_panels\n"
+            "for t_one in [*open_job._open.values(), *open_panels._open.values()]: t_one.close()\n"
+            "open_job._open.clear(); open_panels._open.clear()"
+        )

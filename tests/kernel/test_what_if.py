@@ -1,0 +1,168 @@
+"""What if, asked of real ranks: how models are trained is told, simulations stand beside what is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+pytestmark = pytest.mark.timeout(300)
+
+MODELS = """%%distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Pipeline, ShardingStrategy, checkpoint_blocks
+from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
+class T_Net(nn.Module):  # of the cell: another process knows it only as it is sent
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+    def forward(self, x, *, twice=False):
+        return self.down(torch.relu(self.up(x)))
+torch.manual_seed(0)
+t_gpt = FSDP(GPT(GPTConfig(context=16, blocks=2)), strategy=ShardingStrategy.SHARD_GRAD_OP)
+t_gpt_steps = t_gpt.optimizer(torch.optim.AdamW)
+t_net = T_Net()
+fully_shard(t_net.up, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+_ = fully_shard(t_net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+t_net_steps = torch.optim.SGD(t_net.parameters(), lr=0.1, momentum=0.9)
+t_ddp = DDP(T_Net())
+t_hybrid = T_Net()
+_ = fully_shard(t_hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+t_again = GPT(GPTConfig(blocks=2))
+_ = checkpoint_blocks(t_again, Block)
+t_column = nn.Sequential(ColumnParallelLinear(8, 8))
+t_pipe = Pipeline([nn.Linear(4, 4) for _ in range(world_size)], num_microbatches=4)
+t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
+ASK = """import dataclasses, json, time
+from axon_nb.cluster import current
+from axon_nb.cluster.memory import ask_plan
+from axon_nb.widgets import open_job
+def t_plan(*names, asked=None):
+    end = time.monotonic() + 90
+    while (told := ask_plan(current.require("test"), names, asked, "")).get("is_pending"):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return {key: value for key, value in told.items() if key != "model"} | {"sent": len(told.get("model") or "")}
+def t_wait(reached, limit=150):
+    end = time.monotonic() + limit
+    while not reached(t_panel.what_if.state):
+        assert time.monotonic() < end, t_panel.what_if.state
+        time.sleep(0.05)
+    return dataclasses.asdict(t_panel.what_if.state)"""
+
+
+@pytest.fixture(scope="module")
+def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok(MODELS)
+    shared_kernel.ok(ASK)
+    yield shared_kernel
+    shared_kernel.ok("for t_one in open_job._open.values(): t_one.close()\nopen_job._open.clear()")
+
+
+def told(kernel: Kernel, expression: str) -> Any:
+    """A value of the notebook, by JSON."""
+    return json.loads(kernel.ok(f"print(json.dumps({expression}))").stdout)
+
+
+def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
+    gpt = told(ready, "t_plan('t_gpt')")
+    setup = gpt["facts"]["setup"]
+    assert [setup[name] for name in ("world", "strategy", "optimizer", "offload")] == [
+        4, "shard_grad_op", "adamw", "none"
+    ]  # fmt: skip
+    assert gpt["facts"]["is_trained_so"]
+    assert gpt["facts"]["loss"] == "tokens"
+    assert gpt["facts"]["units"] == ["Block", "Embedding", "Head"]
+    assert gpt["sent"] > 0
+    net = told(ready, "t_plan('t_net', 't_net_steps')")["facts"]
+    setup = net["setup"]
+    assert (setup["strategy"], setup["mixed_precision"], setup["optimizer"], net["units"]) == (
+        "full_shard", "bfloat16", "sgd with momentum", ["Linear"]
+    )  # fmt: skip
+    assert told(ready, "t_plan('t_ddp')")["facts"]["setup"]["strategy"] == "ddp"
+    hybrid = told(ready, "t_plan('t_hybrid')")["facts"]["setup"]
+    assert (hybrid["strategy"], hybrid["world"], hybrid["shard"]) == ("hybrid_shard", 4, 2)
+    again = told(ready, "t_plan('t_again')")["facts"]
+    assert (again["setup"]["checkpointing"], again["blocks"], again["is_trained_so"]) == (True, ["Block"], False)
+    assert again["notes"] == [
+        "There is no optimizer of this model among the variables: Adam is taken.",
+        "Nothing wraps the model: what is asked for first is full_shard on all 4 ranks.",
+    ]
+
+
+def test_states_by_formula_come_at_once(ready: Kernel) -> None:
+    one = told(ready, "t_plan('t_ddp', asked={'world': 1})")["states"]
+    own = 4 * (64 * 128 + 128 + 128 * 64 + 64)
+    assert one == {"parameters": own, "gradients": own, "optimizer": 2 * own}
+    eight = told(ready, "t_plan('t_ddp', asked={'world': 8, 'strategy': 'full_shard', 'optimizer': 'sgd'})")["states"]
+    assert eight == {"parameters": own // 8, "gradients": own // 8}
+
+
+def test_what_has_no_plan_says_why(ready: Kernel) -> None:
+    for name, words in {
+        "t_pipe": "There is no plan: each rank holds only its stages of a pipeline",
+        "t_column": "There is no plan: its layers are cut over ranks by hand",
+        "t_nothing": "there is no variable 't_nothing'.",
+        "t_train": "'t_train' is a function: `%memory` takes modules and optimizers.",
+        "t_gpt_steps": "A plan is of one model, and t_gpt_steps has 0: `%memory model`.",
+    }.items():
+        assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
+    refused = told(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]
+    assert refused.startswith("strategy='everything': it is one of full_shard")
+
+
+@pytest.mark.slow
+def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
+    ready.ok("%memory t_gpt")
+    ready.ok(
+        "t_panel = open_job._open['memory', 't_gpt']\n"
+        "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
+        "t_say(None)"
+    )
+    ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)")
+    # Seen once, what the model is called with makes the panel simulate of itself.
+    ready.ok("%%distributed\nt_train()")
+    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)")
+    reference = told(ready, "t_told['reference']")
+    assert reference["method"].startswith("simulated")
+    assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
+    rows = told(ready, "[dataclasses.asdict(row) for row in t_panel.view._rows.rows()]")
+    for row in rows:
+        assert row["estimated"]["words"].endswith("simulated")
+    measured = told(ready, "{use.rank: dict(use.by_role) for use in t_panel.view._rows._answers.measured.values()}")
+    for rank, sizes in measured.items():
+        for role in ("parameters", "gradients"):
+            assert reference["persistent"][rank][role] == sizes[role], (rank, role)
+        assert 0 <= sizes["optimizer"] - reference["persistent"][rank]["optimizer"] < 1000, "Adam counts its steps, too"
+    # Other ranks, another strategy: asked while a cell runs, and the notebook is free meanwhile.
+    ready.ok(
+        "%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)"
+    )
+    ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world': '8', 'batch': '2'})")
+    assert ready.value("1 + 1") == 2
+    ready.ok("t_told = t_wait(lambda own: own.setup.world == 8 and own.estimate is not None and own.estimate.is_whole)")
+    ready.ok("t_job.cancel()\n_ = t_job.wait(60)")
+    answer = told(ready, "t_told['estimate']")
+    assert answer["setup"]["world"] == 8
+    eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
+    assert quarter / 2 <= eighth <= quarter / 2 * 1.05
+    assert "as asked, at the peak" in told(ready, "t_panel.view.to_bundle()['text/plain']")
+    # An error is a sentence of the panel; the panel goes on.
+    ready.ok("t_say({'batch': '-1'})")
+    assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples on a rank: '-1' is no")
+    assert ready.ok("%%distributed\nrank").ok
+
+
+def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
+    ready.ok("%memory t_ddp")
+    lines = ready.ok("%%rank 0\nimport copy\ncopy.deepcopy(t_ddp.module)(torch.ones(2, 64)).shape").lines()
+    assert lines == ["[rank 0] torch.Size([2, 64])"]
+    ready.ok("%%distributed --quiet\nt_ddp(torch.ones(2, 64))")
+    assert ready.ok("%%rank 0\nlen(t_ddp.module._forward_pre_hooks)").lines() == ["[rank 0] 0"]
+    assert told(ready, "t_plan('t_ddp')")["facts"]["inputs"] == [{"shape": [2, 64], "dtype": "float32"}]

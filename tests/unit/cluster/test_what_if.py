@@ -1,0 +1,140 @@
+"""Questions about memory, answered by real simulations of a model that lives in this process in a rank's place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from axon_nb.cluster.what_if import WhatIf
+from axon_nb.engine import session as rank_session
+from axon_nb.engine.last_call import called_with
+from axon_nb.engine.memory_plan import tell_plan
+from axon_nb.engine.model_facts import model_key
+from axon_nb.engine.session import JoinConfig, RankSession
+from axon_nb.parallel.models import GPT, GPTConfig
+from axon_nb.records.what_if import WhatIfState
+
+LIMIT_S = 150.0
+
+
+class Shown:
+    """What a panel is told."""
+
+    def __init__(self) -> None:
+        self.states: list[WhatIfState] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, state: WhatIfState) -> None:
+        """Take a state."""
+        with self.changed:
+            self.states.append(state)
+            self.changed.notify_all()
+
+    def wait(self, reached: Any) -> WhatIfState:
+        """The last state, once it is as wanted."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.states) and reached(self.states[-1]), LIMIT_S), self.states
+            return self.states[-1]
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> RankSession:
+    """This process as the first of two ranks."""
+    config = JoinConfig(0, 2, 0, 2, 0, "gloo", "", "cpu", 1, 60.0, 1000)
+    own = RankSession(config, None, torch.device("cpu"))
+    monkeypatch.setattr(rank_session, "_session", [own])
+    return own
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab=32, context=8, hidden=16, heads=2, blocks=2))
+
+
+def asked_of(model: GPT, session: RankSession, asked: list[Any]) -> Any:
+    """A rank with this model, and its optimizer; what it is asked is kept."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+        asked.append((setup, known))
+        return tell_plan(model, [optimizer], session, asked=setup, known=known)
+
+    return ask
+
+
+def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, model: GPT) -> None:
+    asked: list[Any] = []
+    shown, busy = Shown(), threading.Event()
+    what_if = WhatIf(asked_of(model, session, asked), shown, busy.is_set)
+    # As long as nobody has called the model there is the formula, and the reason.
+    what_if.ask(None)
+    state = shown.wait(lambda state: state.estimate is not None and not state.doing)
+    assert state.as_is is not None
+    assert (state.as_is.strategy, state.as_is.world, state.as_is.optimizer) == ("full_shard", 2, "adamw")
+    assert not state.is_trained_so
+    assert state.estimate is not None
+    assert not state.estimate.is_whole
+    assert "how the model is called is seen in its next forward" in state.estimate.notes[0]
+    states = state.estimate.persistent[0]
+    assert states["optimizer"] == 2 * states["parameters"]
+    # What cannot be is one sentence, and the next question is answered.
+    what_if.ask({"world": "0"})
+    assert shown.wait(lambda state: bool(state.error)).error.startswith("ranks: '0' is no whole number")
+    what_if.ask({"offload": "full", "strategy": "ddp"})
+    state = shown.wait(lambda state: "ddp" in state.error)
+    assert "\n" not in state.error
+    assert (state.doing, state.estimate) == ("", None)
+    what_if.ask({"optimizer": "sgd"})
+    state = shown.wait(lambda state: state.estimate is not None and not state.doing and not state.error)
+    assert state.estimate is not None
+    assert "optimizer" not in state.estimate.persistent[0]
+    assert asked[0][1] == ""
+    assert asked[-1][1], "the model is sent once"
+    # Called once, it can be simulated; what nobody has asked for waits for the cell.
+    model_key(model)
+    model(torch.zeros(3, 8, dtype=torch.int64))
+    assert called_with(model) == [{"shape": [3, 8], "dtype": "int64"}]
+    assert not model._forward_pre_hooks
+    busy.set()
+    what_if.ask(None)
+    state = shown.wait(lambda state: state.doing == "waiting for the cell that runs")
+    assert state.as_is is not None
+    assert state.as_is.batch == 3
+    what_if.close()
+
+
+@pytest.mark.slow
+def test_the_newest_question_wins(session: RankSession, model: GPT) -> None:
+    shown = Shown()
+    what_if = WhatIf(asked_of(model, session, []), shown, lambda: False)
+    model_key(model)
+    model(torch.zeros(3, 8, dtype=torch.int64))
+    what_if.ask({"strategy": "ddp"})
+    what_if.ask({"world": "4", "strategy": "shard_grad_op", "batch": "2", "checkpointing": True})
+    state = shown.wait(lambda state: state.estimate is not None and state.estimate.is_whole)
+    assert state.setup is not None
+    assert (state.setup.world, state.setup.strategy, state.setup.checkpointing) == (4, "shard_grad_op", True)
+    whole = [own.estimate.setup.strategy for own in shown.states if own.estimate is not None and own.estimate.is_whole]
+    assert set(whole) == {"shard_grad_op"}
+    estimate = state.estimate
+    assert estimate is not None
+    assert len(estimate.peak) == 4
+    assert sum(estimate.peak[0].values()) > sum(estimate.persistent[0].values())
+    assert any("simulating" in own.doing and own.share is not None for own in shown.states)
+    what_if.close()
+
+
+def test_a_rank_that_fails_is_a_sentence_too() -> None:
+    def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+        raise ValueError("first line\nsecond line")
+
+    shown = Shown()
+    what_if = WhatIf(ask, shown, lambda: False)
+    what_if.ask(None)
+    assert shown.wait(lambda state: bool(state.error)).error == "ValueError: first line"
+    what_if.close()

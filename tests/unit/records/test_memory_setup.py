@@ -1,0 +1,58 @@
+"""What a planner of memory is asked with: fields as a page gives them, and axes of ranks."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from axon_nb.errors import UsageError
+from axon_nb.records.by_name import Imported, OfClasses
+from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup, changed
+
+
+def test_a_page_changes_some_fields() -> None:
+    before = MemorySetup(4, "full_shard", 4, batch=2)
+    after = changed(before, {"world": "16", "strategy": "hybrid_shard", "checkpointing": True})
+    assert after == MemorySetup(16, "hybrid_shard", 4, batch=2, checkpointing=True)
+    assert before.mesh == {"dp": 4}
+    assert after.mesh == {"replicate": 4, "shard": 4}
+    assert changed(before, {}) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"world": "0"}, "ranks: '0' is no whole number from 1 to 1,000,000"),
+        ({"batch": "2.5"}, "samples on a rank: '2.5' is no whole number"),
+        ({"batch": ""}, "samples on a rank: '' is no whole number"),
+        ({"world": True}, "ranks: True is no whole number"),
+        ({"checkpointing": "yes"}, "checkpointing='yes': it is True or False"),
+        ({"colour": 1}, "'colour': a setup has batch, checkpointing, dtype"),
+    ],
+)
+def test_what_a_page_cannot_ask_is_one_sentence(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        changed(MemorySetup(), given)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_copies_divide_the_ranks() -> None:
+    with pytest.raises(UsageError, match="hybrid_shard with 3 of 8 ranks to a copy: it must divide them, such as 4"):
+        _ = MemorySetup(8, "hybrid_shard", 3).mesh
+    with pytest.raises(UsageError, match="16 of 8 ranks to a copy: there are no more than all"):
+        _ = MemorySetup(8, "hybrid_shard", 16).mesh
+
+
+def test_momentum_is_an_optimizer_of_its_own() -> None:
+    assert MemorySetup(optimizer=WITH_MOMENTUM).optimizer_arguments == ("sgd", {"momentum": 0.9})
+    assert MemorySetup(optimizer="adamw").optimizer_arguments == ("adamw", {})
+
+
+def test_functions_by_name_cross_processes_without_what_they_import() -> None:
+    join = pickle.loads(pickle.dumps(Imported("posixpath", "join")))
+    assert join("a", "b") == "a/b"
+    assert pickle.loads(pickle.dumps(OfClasses(("int",))))(3)
+    assert not OfClasses(())(3)

@@ -1,0 +1,134 @@
+"""What `%memory` asks and answers: controls, bars, words, a device that is too small, and the saved page."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from axon_nb.cluster.memory import MemoryAnswers
+from axon_nb.records.memory import MemoryUse
+from axon_nb.records.memory_setup import MemorySetup
+from axon_nb.records.what_if import MemoryEstimate, WhatIfState
+from axon_nb.widgets.memory import MemoryView
+from axon_nb.widgets.memory_what_if import answer_bars, setup_in_words, state_in_words, what_if_content
+
+MIB = 2**20
+AS_IS = MemorySetup(2, "full_shard", 2, optimizer="lion", batch=4)
+HELD = {"parameters": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB}
+PEAK = {**HELD, "activations": 100 * MIB, "unsharded": 20 * MIB, "communication": 10 * MIB}
+
+
+def estimate(setup: MemorySetup = AS_IS, **more: Any) -> MemoryEstimate:
+    """Of two ranks, the second one with the highest peak."""
+    fields: dict[str, Any] = {
+        "persistent": {0: HELD, 1: HELD},
+        "peak": {0: HELD, 1: PEAK},
+        "when": "in backward of head",
+        "notes": ("<so>",),
+    }
+    return MemoryEstimate(setup, "simulated", 1, **{**fields, **more})
+
+
+def test_controls_have_what_is_and_what_was_asked() -> None:
+    asked = MemorySetup(8, "hybrid_shard", 2, optimizer="sgd", batch=4)
+    content = what_if_content(WhatIfState(AS_IS, True, asked), None)
+    fields = {field["name"]: field for field in content["fields"]}
+    assert [fields[name]["now"] for name in ("world", "strategy", "batch")] == [2, "full_shard", 4]
+    assert [fields[name]["value"] for name in ("world", "strategy", "batch")] == [8, "hybrid_shard", 4]
+    assert ["lion", "lion"] in fields["optimizer"]["choices"], "also what is not among the usual ones"
+    assert ["", "as it is"] in fields["dtype"]["choices"]
+    assert "choices" not in fields["world"]
+    assert not content["proposed"]
+    assert what_if_content(WhatIfState(), None)["fields"] == []
+
+
+def test_an_answer_stands_beside_what_is() -> None:
+    asked = MemorySetup(4, "full_shard", 4)
+    half = {role: size // 2 for role, size in HELD.items()}
+    state = WhatIfState(AS_IS, True, asked, MemoryEstimate(asked, "simulated", 0, {0: half}, {0: half}), estimate())
+    bars = {own.label: own.bar for own in answer_bars(state, None)}
+    assert list(bars) == [
+        "as it is, between steps", "as it is, at the peak", "as asked, between steps", "as asked, at the peak"
+    ]  # fmt: skip
+    assert sum(part for _, part in bars["as it is, at the peak"].segments) == pytest.approx(1)
+    assert sum(part for _, part in bars["as asked, between steps"].segments) == pytest.approx(80 / 290)
+    assert bars["as asked, at the peak"].words.startswith("80.0 MiB (parameters 20.0 MiB")
+
+
+def test_a_formula_says_that_it_is_one() -> None:
+    states = MemoryEstimate(AS_IS, "model states only", 0, {0: HELD})
+    content = what_if_content(WhatIfState(AS_IS, True, AS_IS, states, doing="simulating: a step", share=0.5), None)
+    assert content["heading"] == "full_shard on 2 ranks, lion, batch 4: 160 MiB, model states only"
+    assert [bar["label"] for bar in content["bars"]] == ["as it is, between steps"]
+    assert (content["doing"], content["share"]) == ("simulating: a step", 0.5)
+
+
+def test_what_does_not_fit_is_said_first_and_drawn() -> None:
+    state = WhatIfState(AS_IS, True, AS_IS, estimate())
+    notes = {size: what_if_content(state, size * MIB)["notes"][0] for size in (200, 300, 3000)}
+    assert notes[200] == "⚠ It does not fit: 290 MiB of 200 MiB."
+    assert notes[300] == "⚠ It is near the limit: 97 % of 300 MiB."
+    assert notes[3000] == "<so>"
+    assert answer_bars(state, 300 * MIB)[1].bar.capacity == 1
+    assert answer_bars(state, 200 * MIB)[1].bar.capacity == pytest.approx(200 / 290)
+    assert answer_bars(state, 3000 * MIB)[1].bar.capacity is None, "so far away is told, not drawn"
+    assert what_if_content(WhatIfState(AS_IS, True, AS_IS, estimate(host=5 * MIB)), None)["notes"][0].startswith(
+        "Besides, 5.00 MiB are kept in the host's memory"
+    )
+
+
+def test_setups_in_words() -> None:
+    full = MemorySetup(8, "hybrid_shard", 4, "float16", "bfloat16", "sgd", "params", 2, True)
+    assert setup_in_words(full) == (
+        "hybrid_shard on 8 ranks, 4 to a copy, sgd, batch 2, float16, bfloat16 computes, params offloaded, "
+        "checkpointing"
+    )
+
+
+def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
+    asked: list[Any] = []
+    view = MemoryView("model", asked.append)
+    view.take(MemoryAnswers({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
+    view.refresh(unseen=True)
+    assert view.content["rows"][0]["estimated"]["words"].startswith("estimate: 160 MiB (parameters")
+    view._handle_custom_msg({"op": "what_if", "setup": {"world": "8"}}, [])
+    view._handle_custom_msg({"op": "what_if", "setup": None}, [])
+    assert asked == [{"world": "8"}, None]
+    reference = MemoryEstimate(AS_IS, "simulated", 0, {0: HELD}, {0: PEAK})
+    view.answer(WhatIfState(AS_IS, True, AS_IS, reference, reference))
+    view.refresh(unseen=True)
+    row = view.content["rows"][0]
+    assert "peak 290 MiB, simulated" in row["estimated"]["words"]
+    assert row["estimated"]["peak"] == pytest.approx(1)
+    assert row["measured"]["segments"][0][1] == pytest.approx(40 / 290)
+    assert len(json.dumps(view.what_if)) < 20_000
+    # A proposal is no estimate of what is there.
+    view.answer(WhatIfState(AS_IS, False, AS_IS, reference, reference))
+    view.refresh(unseen=True)
+    assert view.content["rows"][0]["estimated"]["peak"] is None
+    bundle = view.to_bundle()
+    assert "plan: full_shard on 2 ranks" in bundle["text/plain"]
+    assert "<script" not in bundle["text/html"]
+    assert bundle["text/html"].count("data:image/svg+xml;base64,") > 4
+    HTMLParser().feed(bundle["text/html"])
+    view.close()
+
+
+def test_an_error_is_one_sentence_of_the_page() -> None:
+    state = WhatIfState(AS_IS, True, None, error="strategy='<x>': it is one of ddp.")
+    assert state_in_words(state) == ["plan: strategy='<x>': it is one of ddp."]
+    view = MemoryView("model", lambda asked: None)
+    view.answer(state)
+    assert "&lt;x&gt;" in view.to_bundle()["text/html"]
+    assert view.what_if["error"] == state.error
+    view.close()
+
+
+def test_without_one_model_nothing_is_asked() -> None:
+    view = MemoryView("")
+    assert view.what_if == {}
+    view._handle_custom_msg({"op": "what_if", "setup": None}, [])
+    view.close()
