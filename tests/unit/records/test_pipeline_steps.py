@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.pipeline import Action, bubble_fraction, last_steps, play
+from axon_nb.records.pipeline import Action, bubble_fraction, play
+from axon_nb.records.pipeline_steps import last_steps
 from axon_nb.records.span import Span
 
 LENGTHS = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
