@@ -7,16 +7,13 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
-__all__ = ["STATIC", "LiveView"]
+__all__ = ["LiveView"]
 
-STATIC = Path(__file__).parent / "static"
-"""Where scripts and styles are."""
 _SEEN_S = 12.0
 
 

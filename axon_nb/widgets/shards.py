@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -17,13 +16,13 @@ import traitlets
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.shard import Shard
 from axon_nb.records.waits import named
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
 
 __all__ = ["ShardsView"]
 
-_STATIC = Path(__file__).parent / "static"
 _SEEN_S = 12.0
 _MAX_TENSORS = 2000
 
@@ -37,8 +36,8 @@ class ShardsView(anywidget.AnyWidget):
         notes: Sentences below.
     """
 
-    _esm = _STATIC / "shards.js"
-    _css = _STATIC / "shards.css"
+    _esm = script("shards")
+    _css = style("shards")
 
     content = traitlets.Dict().tag(sync=True)
     """What is drawn; tensors refer to drawings by number, as many are alike."""

@@ -1,5 +1,7 @@
 // What each rank's memory holds, as stacked bars. First pure functions (tests/js), then the view.
 
+import { element, sayHere } from "./common.js";
+
 // ---- lengths and words ---------------------------------------------------------------------------------------------
 
 /** A length for CSS; none is beyond the whole. */
@@ -20,15 +22,6 @@ export function news(before, rows) {
 }
 
 // ---- the view ------------------------------------------------------------------------------------------------------
-
-const HERE_MS = 5000;
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
 
 function makeBar(bar, kind) {
   const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.words });
@@ -68,7 +61,7 @@ export default () => ({
     const scroll = element("div", { class: "axon-memory-scroll", tabindex: "0", role: "region", "aria-label": "memory" });
     const notes = element("div", { class: "axon-memory-muted" });
     const live = element("div", { class: "axon-memory-muted", "aria-live": "polite" });
-    const root = element("div", { class: "axon-memory" }, heading, legend, scroll, live, notes);
+    const root = element("div", { class: "axon-view axon-memory" }, heading, legend, scroll, live, notes);
     let before = [];
     el.append(root);
 
@@ -92,18 +85,11 @@ export default () => ({
       root.dataset.updates = String(data.updates);
     }
 
-    const here = () => {
-      if (!document.hidden && root.isConnected) model.send({ op: "here" });
-    };
-    const timer = setInterval(here, HERE_MS);
-    document.addEventListener("visibilitychange", here);
     model.on("change:content", draw);
     draw();
-    // Only now is the root part of the page.
-    requestAnimationFrame(here);
+    const unsay = sayHere(model, root);
     return () => {
-      clearInterval(timer);
-      document.removeEventListener("visibilitychange", here);
+      unsay();
       model.off("change:content", draw);
     };
   },
