@@ -9,15 +9,16 @@ import weakref
 from abc import abstractmethod
 from typing import Any
 
-import anywidget
 import traitlets
+
+from axon_nb.widgets.view import View
 
 __all__ = ["LiveView"]
 
 _SEEN_S = 12.0
 
 
-class LiveView(anywidget.AnyWidget):
+class LiveView(View):
     """A page that shows it says so every few seconds; without one nothing is sent."""
 
     content = traitlets.Dict().tag(sync=True)

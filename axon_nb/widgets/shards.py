@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import anywidget
 import traitlets
 
 from axon_nb.records.quantity import format_bytes
@@ -20,6 +19,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
+from axon_nb.widgets.view import View
 
 __all__ = ["ShardsView"]
 
@@ -27,7 +27,7 @@ _SEEN_S = 12.0
 _MAX_TENSORS = 2000
 
 
-class ShardsView(anywidget.AnyWidget):
+class ShardsView(View):
     """The parts of tensors as pictures, to filter and to look at, and as a treemap by bytes.
 
     Args:

@@ -34,7 +34,7 @@ SPAN_PAINTS = (
     SpanPaint("collective", "collective", OKABE_ITO["blue"], "bars", 1),
     SpanPaint("p2p", "send, recv", OKABE_ITO["sky"], "dots", 1),
     SpanPaint("wait", "waiting", OKABE_ITO["orange"], "hatch", 0),
-    SpanPaint("other", "other", OKABE_ITO["grey"], "solid", 0),
+    SpanPaint("other", "other", OKABE_ITO["grey"], "bars", 0),
     SpanPaint("bubble", "bubble", OKABE_ITO["grey"], "dashed", 0),
 )
 """One paint a kind; the position is the kind's code on the wire."""

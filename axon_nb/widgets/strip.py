@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import anywidget
 import traitlets
 from IPython.display import DisplayHandle, display
 
@@ -17,6 +16,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.frozen import strip_bundle
 from axon_nb.widgets.history import SILENCE_S, TERMINAL, RankHistory
 from axon_nb.widgets.palette import PAINTS, needs_outline
+from axon_nb.widgets.view import View
 from axon_nb.widgets.wire import Clock, encode
 
 __all__ = ["RankStrip"]
@@ -27,7 +27,7 @@ _OTHER_CLOCK_NS = 2_000_000_000
 _SIGN_OF_LIFE_S = 5.0  # the browser takes three times as long without a message for a kernel that is gone
 
 
-class RankStrip(anywidget.AnyWidget):
+class RankStrip(View):
     """What each rank does, second by second, while a cell runs; a picture and a table once it is over.
 
     `add` and `lost` may be called from any thread; everything else belongs to the notebook's main thread.

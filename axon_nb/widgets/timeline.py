@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import anywidget
 import traitlets
 
 from axon_nb.cluster.span_feed import SpanFeed
@@ -22,6 +21,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.view import View
 
 __all__ = ["TimelineView"]
 
@@ -43,7 +43,7 @@ _FACTS_SHARE = 50
 """Facts are worked out so rarely that they take at most one part of so many of the time."""
 
 
-class TimelineView(anywidget.AnyWidget):
+class TimelineView(View):
     """Spans by rank: what its code does, and what communication is under way below; pipelines beside their ideal.
 
     Args:
