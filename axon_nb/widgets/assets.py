@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["script", "style"]
+__all__ = ["STATIC", "script", "style"]
 
-_STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "static"
+"""Where scripts and styles are."""
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=function|const)", re.MULTILINE)
 _SHARED = "common"
@@ -34,4 +35,4 @@ def _whole(name: str, known: set[str]) -> str:
 
 
 def _read(name: str) -> str:
-    return (_STATIC / name).read_text(encoding="utf-8")
+    return (STATIC / name).read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ from typing import Any
 
 import traitlets
 
-from axon_nb.widgets.view import View
+from axon_nb.widgets.view import STATIC, View
 
-__all__ = ["LiveView"]
+__all__ = ["STATIC", "LiveView"]
 
 _SEEN_S = 12.0
 

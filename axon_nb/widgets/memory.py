@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from axon_nb.cluster.memory import MemoryAnswers
-from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.live_view import LiveView
+from axon_nb.widgets.live_view import STATIC, LiveView
 from axon_nb.widgets.memory_page import MEMORY_TITLES, memory_bundle
 from axon_nb.widgets.memory_rows import MemoryRows
 
@@ -23,8 +22,8 @@ class MemoryView(LiveView):
         title: What is shown, such as ``model``; empty: all variables.
     """
 
-    _esm = script("memory")
-    _css = style("memory")
+    _esm = STATIC / "memory.js"
+    _css = STATIC / "memory.css"
 
     def __init__(self, title: str) -> None:
         self._rows = MemoryRows(title)

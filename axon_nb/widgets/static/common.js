@@ -115,14 +115,14 @@ export function widget(initialize, render) {
 
 // ---- a page that says that it is there -----------------------------------------------------------------------------
 
-const HERE_MS = 4000;
+const SAY_HERE_MS = 4000;
 
 /** Tell the kernel now and then that a page shows this view, as long as `wanted` says so. Returns what ends it. */
 export function sayHere(model, root, wanted = () => true) {
   const here = () => {
     if (!document.hidden && root.isConnected && wanted()) model.send({ op: "here" });
   };
-  const timer = setInterval(here, HERE_MS);
+  const timer = setInterval(here, SAY_HERE_MS);
   document.addEventListener("visibilitychange", here);
   requestAnimationFrame(here); // only then is the root part of the page
   here();

@@ -1,6 +1,6 @@
 // What each rank's memory holds, as stacked bars. First pure functions (tests/js), then the view.
 
-import { element, sayHere } from "./common.js";
+import { element } from "./common.js";
 
 // ---- lengths and words ---------------------------------------------------------------------------------------------
 
@@ -22,6 +22,8 @@ export function news(before, rows) {
 }
 
 // ---- the view ------------------------------------------------------------------------------------------------------
+
+const HERE_MS = 5000;
 
 function makeBar(bar, kind) {
   const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.words });
@@ -61,7 +63,7 @@ export default () => ({
     const scroll = element("div", { class: "axon-memory-scroll", tabindex: "0", role: "region", "aria-label": "memory" });
     const notes = element("div", { class: "axon-memory-muted" });
     const live = element("div", { class: "axon-memory-muted", "aria-live": "polite" });
-    const root = element("div", { class: "axon-view axon-memory" }, heading, legend, scroll, live, notes);
+    const root = element("div", { class: "axon-memory" }, heading, legend, scroll, live, notes);
     let before = [];
     el.append(root);
 
@@ -85,11 +87,18 @@ export default () => ({
       root.dataset.updates = String(data.updates);
     }
 
+    const here = () => {
+      if (!document.hidden && root.isConnected) model.send({ op: "here" });
+    };
+    const timer = setInterval(here, HERE_MS);
+    document.addEventListener("visibilitychange", here);
     model.on("change:content", draw);
     draw();
-    const unsay = sayHere(model, root);
+    // Only now is the root part of the page.
+    requestAnimationFrame(here);
     return () => {
-      unsay();
+      clearInterval(timer);
+      document.removeEventListener("visibilitychange", here);
       model.off("change:content", draw);
     };
   },

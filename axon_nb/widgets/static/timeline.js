@@ -115,6 +115,8 @@ function render({ model, el }, shared) {
   let pending = 0;
   let facts = null;
   let pipelines = null;
+  let patterns = {};
+  let patternsFor = 0;
 
   const window_ = () => visible(view, store, shared.now());
   const zero = () => store.focus[0] ?? extent(store, shared.now()).from;
@@ -139,7 +141,7 @@ function render({ model, el }, shared) {
     drawAxis(canvas, root, ticks(from, to, zero(), width), { bottom: ranks.length * height, ratio });
     const pixels = Math.round(width * ratio);
     const { share, found, cells, few } = shares(store, { ...known(), from, to, width: pixels });
-    const patterns = {};
+    if (ratio !== patternsFor) [patterns, patternsFor] = [{}, ratio];
     const seen = new Set();
     for (let line = 0; line < 2 * ranks.length; line++) {
       const [offset, tall] = lanes[line % 2];
