@@ -52,7 +52,7 @@ def page_rows(*, seconds: float) -> list[Row]:
         print(f"Not measured, for there is no browser: one of {', '.join(CHROMIUM_NAMES)}.")
         return []
     with tempfile.TemporaryDirectory() as folder, LabServer(Path(folder) / "server") as lab, sync_playwright() as api:
-        browser = api.chromium.launch(executable_path=path, args=[*CHROMIUM_OPTIONS, "--js-flags=--expose-gc"])
+        browser = api.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
         page = LabPage(browser.new_context(viewport=WINDOW, device_scale_factor=1).new_page(), lab)
         try:
             return _measure(page, lab, seconds)
@@ -74,10 +74,13 @@ def _measure(page: LabPage, lab: LabServer, seconds: float) -> list[Row]:
     )
     page.page.locator(CANVAS).press("a")  # everything is drawn
     page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}').dataset.found) >= {SPANS}")
-    before, began, busy, heap = _updates(page), time.monotonic(), _busy_s(page), _heap_mb(page)
+    meter = _Meter(page)
+    heap = meter.heap_mb()
+    before, began, busy = _updates(page), time.monotonic(), meter.busy_s()
     page.page.wait_for_timeout(seconds * 1000)
     count, passed = _updates(page) - before, time.monotonic() - began
-    busy, growth = _busy_s(page) - busy, _heap_mb(page) - heap
+    busy = meter.busy_s() - busy
+    growth = meter.heap_mb() - heap
     page.save()
     began = time.monotonic()
     page.page.reload()
@@ -105,19 +108,20 @@ def _updates(page: LabPage) -> int:
     return int(page.page.locator(CANVAS).get_attribute("data-updates") or 0)
 
 
-def _busy_s(page: LabPage) -> float:
-    """Seconds that the page's main thread has worked so far."""
-    session = page.page.context.new_cdp_session(page.page)
-    session.send("Performance.enable")
-    found = {metric["name"]: metric["value"] for metric in session.send("Performance.getMetrics")["metrics"]}
-    session.detach()
-    return float(found["TaskDuration"])
+class _Meter:
+    """What the browser says of a page's work and memory."""
 
+    def __init__(self, page: LabPage) -> None:
+        self._session = page.page.context.new_cdp_session(page.page)
+        self._session.send("Performance.enable")
 
-def _heap_mb(page: LabPage) -> float:
-    """What the page's scripts hold, after what they do not hold any more was cleared away; arrays on top."""
-    session = page.page.context.new_cdp_session(page.page)
-    session.send("HeapProfiler.collectGarbage")
-    found = session.send("Runtime.getHeapUsage")
-    session.detach()
-    return float(found["usedSize"] + found.get("backingStorageSize", 0)) / 1e6
+    def busy_s(self) -> float:
+        """Seconds that the page's main thread has worked so far."""
+        found = {metric["name"]: metric["value"] for metric in self._session.send("Performance.getMetrics")["metrics"]}
+        return float(found["TaskDuration"])
+
+    def heap_mb(self) -> float:
+        """What the page's scripts hold, arrays included, after what they do not hold any more was cleared away."""
+        self._session.send("HeapProfiler.collectGarbage")
+        found = self._session.send("Runtime.getHeapUsage")
+        return float(found["usedSize"] + found.get("backingStorageSize", 0)) / 1e6

@@ -89,7 +89,6 @@ train(replicated, optimizer, epochs=4, steps=20)
 # `axon_nb.show.timeline()` is `%timeline` as a function; what it returns gives the spans as a table later.
 
 # %%
-import axon_nb
 
 timeline = axon_nb.show.timeline()
 
@@ -130,8 +129,8 @@ train(sharded, sharded_optimizer, epochs=1, steps=5)
 # %shards sharded
 
 # %% [markdown]
-# A shard is no use to a layer that computes: just before, its parameters are gathered, and dropped again after. The next
-# cell keeps all of them whole for three seconds. Watch the panel above.
+# A shard is no use to a layer that computes: just before, its parameters are gathered, and dropped again after. The
+# next cell keeps all of them whole for three seconds. Watch the panel above.
 
 # %%
 # %%distributed
@@ -154,8 +153,8 @@ with sharded.gathered():
 # %% [markdown]
 # ## A pipeline, beside its ideal
 #
-# In a pipeline each rank has some of the layers. Below the rows `%timeline` draws the last step twice: as it was, and as
-# it would be if all stages took as long and messages no time. What is left over is the *bubble*. With 8 microbatches
+# In a pipeline each rank has some of the layers. Below the rows `%timeline` draws the last step twice: as it was, and
+# as it would be if all stages took as long and messages no time. What is left over is the *bubble*. With 8 microbatches
 # on 4 ranks it takes 3 / 11 of the time at best; fewer microbatches would make it larger. Try 4.
 
 # %%

@@ -163,3 +163,19 @@ def test_exported_example_prints_the_same_losses(
         return  # a saved notebook does not tell with which seed its ranks began
     missing = [line for line in dict.fromkeys(shown) if line not in printed and " s" not in line]
     assert not missing, printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dashboards_are_saved_as_pictures(execute: Callable[[str], NotebookNode]) -> None:
+    notebook = execute("09_dashboards")
+    pages = [
+        output["data"]["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "data:image/svg+xml;base64," in output.get("data", {}).get("text/html", "")
+    ]
+    assert len(pages) == 9  # watch, two timelines, two of shards, two of memory, and the cell's strip and timeline
+    shown = "\n".join(pages)
+    for words in ("loss", "Overlap: ", "Straggler: rank 2", "4 stages, 8 microbatches", "replicated", "sharded"):
+        assert words in shown, words

@@ -1,4 +1,4 @@
-"""The last step of each pipeline among spans of many: repeated, aborted, with their heads cut off, of ranks that are gone."""
+"""The last step of each pipeline among spans of many: repeated, aborted, with heads cut off, of ranks that are gone."""
 
 from __future__ import annotations
 
@@ -104,10 +104,11 @@ def test_among_steps_of_many_pipelines_the_last_whole_one_of_each_is_found(
     begun = [(group, session.step(GROUPS[group], count, group, broken_at=at), count) for group, count, at in steps]
     spans = session.spans[gone:]  # the oldest were dropped, in the middle of steps
     kept = set(spans)
-    wanted = {}
-    for group, step, count in begun:
-        if len(step) == 2 * count * len(GROUPS[group]) and kept.issuperset(step):
-            wanted[group] = step
+    wanted = {
+        group: step
+        for group, step, count in begun
+        if len(step) == 2 * count * len(GROUPS[group]) and kept.issuperset(step)
+    }
     shuffle.shuffle(spans)
     found = last_steps(spans, members=GROUPS)
     assert {step.group: sorted(step.measured) for step in found} == {g: sorted(step) for g, step in wanted.items()}

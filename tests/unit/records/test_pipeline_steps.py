@@ -66,8 +66,8 @@ def test_pipelines_side_by_side_are_told_apart() -> None:
     moved = [span._replace(rank=span.rank + 2) for span in step]
     found = last_steps([*shifted(step, 5, "a"), *shifted(moved, 9, "b"), Span(0, "forward", "Model", 0, 9)])
     assert [(one.group, sorted({span.rank for span in one.measured})) for one in found] == [
-        ("a", [0, 1]),
         ("b", [2, 3]),
+        ("a", [0, 1]),
     ]
 
 
