@@ -59,6 +59,7 @@ print(f"{sum(p.numel() for p in replicated.parameters()):,} parameters")
 # %%
 # %watch
 
+
 # %%
 # %%distributed
 def train(model, optimizer, epochs, steps):

@@ -75,7 +75,7 @@ class TimelineView(View):
         self._restart = True
         self._heard: float | None = None
         self._num_sent = self._num_seen = self._given_up = 0
-        """Messages, by number: the last one sent, the last that a page has confirmed, the last that is not waited for."""
+        """Messages by number: the last one sent, the last that a page has confirmed, the last that is given up."""
         self._hold_until = 0.0
         self._sent = 0.0
         self._last: tuple[Any, ...] = ()

@@ -271,9 +271,6 @@ function kindsOf(config) {
   return { code, lanes: config.paints.map((paint) => paint.lane), count: config.paints.length };
 }
 
-/**
- * How much of each pixel each kind takes: Float32Array by (row, lane, pixel, kind). In the lane of the code, what waits
- * does not compute; in that of communication, what comes before the last rank has begun it is waiting.
 const FEW = 3000; // spans in sight that may be written on
 
 /**

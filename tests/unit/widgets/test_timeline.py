@@ -222,9 +222,7 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
     assert page.reopened
 
 
-def test_a_page_that_falls_behind_holds_up_what_follows(
-    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
     page.note({"op": "here"})
     began = time.monotonic()
