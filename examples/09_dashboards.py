@@ -85,21 +85,25 @@ train(replicated, optimizer, epochs=4, steps=20)
 # the rows, and a rank that the others wait for is named.
 #
 # Zoom with the wheel and Ctrl, or with **+** and **-**; mark a stretch with the mouse; filter with words such as
-# `all_reduce rank:2`; walk from span to span with **n** and **p**. One rank is slowed down here: can you see which?
-#
-# `axon_nb.show.timeline()` is `%timeline` as a function; what it returns gives the spans as a table later.
+# `all_reduce rank:2`; walk from span to span with **n** and **p**. `show.timeline()` is `%timeline` as a function; what
+# it returns gives the spans as a table later.
 
 # %%
+from axon_nb import show
 
-timeline = axon_nb.show.timeline()
+timeline = show.timeline()
+
+# %% [markdown]
+# The panel shows the cell that runs, or the last one. With `--watch` a cell also has a view of its own: the state of
+# each rank, and its timeline, live while it runs and as pictures afterwards. One rank is slowed down here: which?
 
 # %%
-# %%distributed
+# %%distributed --watch
 for _ in range(6):
     inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
     next_byte_loss(replicated(inputs), targets).backward()
     if rank == 2:
-        time.sleep(0.05)
+        time.sleep(0.1)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -124,7 +128,11 @@ spans.pivot_table(index="rank", columns="kind", values="seconds", aggfunc="sum")
 torch.manual_seed(0)
 sharded = FSDP(GPT(config))
 sharded_optimizer = sharded.optimizer(torch.optim.AdamW, lr=3e-3)
-train(sharded, sharded_optimizer, epochs=1, steps=5)
+for _ in range(5):
+    inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
+    next_byte_loss(sharded(inputs), targets).backward()
+    sharded_optimizer.step()
+    sharded_optimizer.zero_grad()
 
 # %%
 # %shards sharded
@@ -154,31 +162,16 @@ with sharded.gathered():
 # %% [markdown]
 # ## A pipeline, beside its ideal
 #
-# In a pipeline each rank has some of the layers. Below the rows `%timeline` draws the last step twice: as it was, and
-# as it would be if all stages took as long and messages no time. What is left over is the *bubble*. With 8 microbatches
-# on 4 ranks it takes 3 / 11 of the time at best; fewer microbatches would make it larger. Try 4.
+# In a pipeline each rank has some of the layers. Below the rows a timeline draws the last step twice: as it was, and as
+# it would be if all stages took as long and messages no time. What is left over is the *bubble*. With 8 microbatches on
+# 4 ranks it takes 3 / 11 of the time at best; fewer microbatches would make it larger. Try 4.
 
 # %%
-# %timeline
-
-# %%
-# %%distributed
+# %%distributed --watch
 pipe = Pipeline.split(GPT(config), num_microbatches=8, schedule="1F1B", loss=next_byte_loss)
 for _ in range(3):
     inputs, targets = windows(text, batch=32, seq=config.context, generator=generator)
     pipe.step(inputs, targets)
-
-# %% [markdown]
-# ## One cell alone
-#
-# `%%distributed --watch` shows all this for one cell: a strip with the state of each rank while it runs, the timeline
-# below it, and pictures of both when it is over. Rank 3 comes late.
-
-# %%
-# %%distributed --watch
-for number in range(8):
-    time.sleep(0.1 + 0.2 * (rank == 3 and number == 4))
-    dist.barrier()
 
 # %%
 # %distributed stop
