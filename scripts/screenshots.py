@@ -33,16 +33,21 @@ MODEL = """%%distributed
 import time
 import axon_nb
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from axon_nb.parallel import FSDP, Pipeline, make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
 torch.set_num_threads(1)
 torch.manual_seed(0)
-mesh = make_mesh(dp=2, shard=2)
 config = GPTConfig(context=32, hidden=64, heads=4, blocks=2)
-model = FSDP(GPT(config), mesh)
+model = FSDP(GPT(config))
 optimizer = model.optimizer(torch.optim.AdamW, lr=2e-3)
 text = standard_library(1 << 18)
-generator = torch.Generator().manual_seed(rank)"""
+generator = torch.Generator().manual_seed(rank)
+mesh = make_mesh(dp=2, tp=2)
+grid = GPT(GPTConfig(blocks=1))
+_ = parallelize_module(grid.block0, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+_ = fully_shard(grid, mesh=mesh["dp"])"""
 TRAIN = """%%distributed
 for epoch in axon_nb.progress(range(1000), desc="epochs"):
     for _ in axon_nb.progress(range(25), desc="steps"):
@@ -76,8 +81,7 @@ pipe_optimizer = torch.optim.AdamW(pipe.parameters())
 for _ in range(3):
     pipe.step(torch.randn(32, 64), torch.randn(32, 64))
     pipe_optimizer.step()"""
-CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", "%shards model", "%timeline", PIPELINE]
-VIEWS = {"watch": 2, "memory": 4, "shards": 5, "timeline": 6}
+CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", "%shards grid", "%timeline", PIPELINE]
 
 
 def _shoot(page: LabPage, view: str, folder: Path) -> None:
@@ -108,7 +112,7 @@ def _take_all(page: LabPage, folder: Path) -> None:
     page.page.locator(".axon-memory-bar [data-role=optimizer]").first.wait_for(state="attached")
     page.output(4).scroll_into_view_if_needed()
     _shoot(page, "memory", folder)
-    page.page.fill(".axon-shards input", "block0")
+    page.page.fill(".axon-shards input", "block0. weight")
     page.output(5).scroll_into_view_if_needed()
     _shoot(page, "shards", folder)
     for i in (6, 7):
