@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["OPERATIONS", "STEPS", "Groups", "make_groups", "time_operations", "time_steps"]
+__all__ = ["OPERATIONS", "STEPS", "Groups", "make_groups", "time_operations", "time_steps", "transformer"]
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -99,6 +99,12 @@ class _Model(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def transformer() -> nn.Module:
+    """The model that steps are measured on, the same on all ranks; called with tokens, it returns the loss."""
+    torch.manual_seed(0)
+    return _Model()
 
 
 def _trainer(model: nn.Module) -> Callable[[], object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import threading
 from collections import deque
@@ -22,7 +21,6 @@ LIMIT = 100_000
 _MAX_LABELS = 60_000
 _MAX_PATCHES = 50_000
 _OTHER: Label = ("other", "other", "")
-_WORK = ("forward", "backward")
 
 
 class SpanStore:
@@ -70,7 +68,7 @@ class SpanStore:
         """
         with self._lock:
             self.lost += lost
-            fresh = _told_once([_shown(span) for span in spans])
+            fresh = [_shown(span) for span in spans]
             if offset_ns:
                 fresh = [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in fresh]
             for start in range(0, len(fresh), self._batch):
@@ -86,6 +84,7 @@ class SpanStore:
         columns["rank"][place] = [span.rank for span in spans]
         columns["stage"][place] = [span.stage for span in spans]
         columns["microbatch"][place] = [span.microbatch for span in spans]
+        columns["sequence"][place] = [span.sequence for span in spans]
         columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
         columns["late"][place], columns["by"][place] = 0, -1
         self._count += len(spans)
@@ -148,20 +147,3 @@ class SpanStore:
 def _shown(span: Span) -> Span:
     """A pipeline tells of a message how long it was waited for; its group tells how long it was under way."""
     return span._replace(kind="wait") if span.kind == "p2p" and span.stage >= 0 else span
-
-
-def _told_once(spans: Sequence[Span]) -> list[Span]:
-    """Without what a pipeline tells better: the forward, backward or wait within one of a stage."""
-    covers = sorted((s.start_ns, s.end_ns, s.kind) for s in spans if s.stage >= 0)
-    if not covers:
-        return list(spans)
-    by_kind = {kind: [(s, e) for s, e, own in covers if own == kind] for kind in (*_WORK, "wait")}
-
-    def covered(span: Span) -> bool:
-        if span.stage >= 0 or span.kind not in by_kind:
-            return False
-        known = by_kind[span.kind]
-        place = bisect.bisect_right(known, (span.start_ns, 1 << 62)) - 1
-        return place >= 0 and known[place][1] >= span.end_ns
-
-    return [span for span in spans if not covered(span)]

@@ -21,6 +21,7 @@ COLUMNS = {
     "start": np.int64,
     "end": np.int64,
     "bytes": np.int64,
+    "sequence": np.int64,
     "late": np.int64,
     "label": np.int32,
     "rank": np.int32,
@@ -78,12 +79,12 @@ class SpanTable:
 
     def spans(self) -> Iterator[Span]:
         """Each as a record."""
-        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch")
-        for rank, label, start, end, size, stage, microbatch in zip(
+        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence")
+        for rank, label, start, end, size, stage, microbatch, sequence in zip(
             *(self.columns[name].tolist() for name in names), strict=True
         ):
             kind, name, group = self.labels[label]
-            yield Span(rank, kind, name, start, end, group, size, stage, microbatch)
+            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row a span, by start: rank, kind, name, group, start in seconds from the first span on, and so on.

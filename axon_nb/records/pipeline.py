@@ -1,19 +1,16 @@
-"""Steps of a pipeline as spans: found, played as if nobody waited, and the share of time in which ranks are idle."""
+"""Steps of a pipeline as spans: played as if nobody waited, and the share of time in which ranks are idle."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_nb.records.pipeline_play import Action, play_orders
 from axon_nb.records.span import Span
 
-__all__ = ["Action", "PipelineStep", "bubble_fraction", "last_steps", "play"]
+__all__ = ["Action", "PipelineStep", "bubble_fraction", "play"]
 
 _COMPUTING = ("forward", "backward")
-_LOOK_BACK = 3
-"""Steps of one rank that are tried, from its last one on: the last may not be over on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,71 +83,3 @@ def play(
         for index, order in enumerate(orders)
         for (action, stage, microbatch), (begin, end) in zip(order, times[index], strict=True)
     ]
-
-
-def last_steps(spans: Iterable[Span]) -> list[PipelineStep]:
-    """The last training step of each pipeline that is over on all of its ranks, beside its ideal.
-
-    The ideal keeps each rank's own order of actions, so that no schedule has to be known; every F takes as long as the
-    median of those measured, and so do B, I and W.
-    """
-    groups: dict[str, dict[int, list[Span]]] = {}
-    for span in spans:
-        if span.kind in _COMPUTING and span.stage >= 0:
-            groups.setdefault(span.group, {}).setdefault(span.rank, []).append(span)
-    found = (_last_step(group, by_rank) for group, by_rank in groups.items())
-    return [step for step in found if step is not None]
-
-
-def _last_step(group: str, by_rank: Mapping[int, list[Span]]) -> PipelineStep | None:
-    cut = {rank: _cut(sorted(spans, key=lambda span: span.start_ns)) for rank, spans in sorted(by_rank.items())}
-    first = min(cut)
-    for own in reversed(cut[first][-_LOOK_BACK:]):
-        steps = [own] + [
-            max(steps, key=lambda step: _common(own, step)) for rank, steps in cut.items() if rank != first
-        ]
-        measured = [span for step in steps for span in step]
-        if not _whole(measured) or any(_common(own, step) <= 0 for step in steps):
-            continue
-        orders = [[(span.name, span.stage, span.microbatch) for span in step] for step in steps]
-        try:
-            ideal = play(orders, _lengths(measured), ranks=list(cut))
-        except ValueError:
-            continue
-        return PipelineStep(group, tuple(measured), tuple(ideal))
-    return None
-
-
-def _cut(spans: Sequence[Span]) -> list[list[Span]]:
-    """A step ends where an action comes again."""
-    steps: list[list[Span]] = [[]]
-    seen: set[Action] = set()
-    for span in spans:
-        action = (span.name, span.stage, span.microbatch)
-        if action in seen:
-            steps.append([])
-            seen = set()
-        seen.add(action)
-        steps[-1].append(span)
-    return steps
-
-
-def _common(one: Sequence[Span], other: Sequence[Span]) -> int:
-    """For how long both were under way, in nanoseconds; negative when not at once."""
-    ends = min(max(span.end_ns for span in one), max(span.end_ns for span in other))
-    return ends - max(one[0].start_ns, other[0].start_ns)
-
-
-def _whole(spans: Sequence[Span]) -> bool:
-    """Whether each microbatch went forward and backward through each stage from 0 on."""
-    done = {(span.name, span.stage, span.microbatch) for span in spans}
-    forwards = {(stage, microbatch) for name, stage, microbatch in done if name == "F"}
-    backwards = {(stage, microbatch) for name, stage, microbatch in done if name in ("B", "W")}
-    stages, microbatches = {stage for stage, _ in forwards}, {microbatch for _, microbatch in forwards}
-    everything = {(stage, microbatch) for stage in range(len(stages)) for microbatch in microbatches}
-    return bool(forwards) and forwards == backwards == everything
-
-
-def _lengths(spans: Sequence[Span]) -> dict[str, float]:
-    names = {span.name for span in spans}
-    return {n: statistics.median((s.end_ns - s.start_ns) / 1e9 for s in spans if s.name == n) for n in names}

@@ -32,4 +32,5 @@ class Span(NamedTuple):
     microbatch: int = -1
     """Microbatch, -1 outside a pipeline."""
     sequence: int = 0
-    """Running number of the collective in its group, the same on all ranks; 0 where it is not known."""
+    """Running number of the collective in its group, the same on all ranks; of a pipeline's action: when its rank began
+    the step that it belongs to, in nanoseconds. 0 where it is not known."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
+from collections.abc import Iterator
 
 from axon_nb.records.span import Span
 
-__all__ = ["SpanRing", "emit", "ring"]
+__all__ = ["SpanRing", "emit", "is_told", "ring", "told_as_one"]
 
 
 class SpanRing:
@@ -40,6 +42,28 @@ class SpanRing:
             count = max(0, min(end - position, limit, len(self._spans)))
             fresh = list(itertools.islice(reversed(self._spans), count))[::-1]
         return fresh, end, max(0, end - position) - len(fresh)
+
+
+class _Thread(threading.local):
+    kinds: tuple[str, ...] = ()
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def told_as_one(*kinds: str) -> Iterator[None]:
+    """Within it what this thread does of these kinds is part of one span, and is not recorded by itself."""
+    before, _thread.kinds = _thread.kinds, kinds
+    try:
+        yield
+    finally:
+        _thread.kinds = before
+
+
+def is_told(kind: str) -> bool:
+    """Whether this thread is within a span that tells what is of this kind."""
+    return kind in _thread.kinds
 
 
 ring = SpanRing()

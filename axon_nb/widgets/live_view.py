@@ -7,20 +7,18 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
+
+from axon_nb.widgets.view import STATIC, View
 
 __all__ = ["STATIC", "LiveView"]
 
-STATIC = Path(__file__).parent / "static"
-"""Where scripts and styles are."""
 _SEEN_S = 12.0
 
 
-class LiveView(anywidget.AnyWidget):
+class LiveView(View):
     """A page that shows it says so every few seconds; without one nothing is sent."""
 
     content = traitlets.Dict().tag(sync=True)

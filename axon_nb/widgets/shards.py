@@ -8,10 +8,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 
 from axon_nb.records.quantity import format_bytes
@@ -20,15 +18,15 @@ from axon_nb.records.waits import named
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
+from axon_nb.widgets.view import STATIC, View
 
 __all__ = ["ShardsView"]
 
-_STATIC = Path(__file__).parent / "static"
 _SEEN_S = 12.0
 _MAX_TENSORS = 2000
 
 
-class ShardsView(anywidget.AnyWidget):
+class ShardsView(View):
     """The parts of tensors as pictures, to filter and to look at, and as a treemap by bytes.
 
     Args:
@@ -37,8 +35,8 @@ class ShardsView(anywidget.AnyWidget):
         notes: Sentences below.
     """
 
-    _esm = _STATIC / "shards.js"
-    _css = _STATIC / "shards.css"
+    _esm = STATIC / "shards.js"
+    _css = STATIC / "shards.css"
 
     content = traitlets.Dict().tag(sync=True)
     """What is drawn; tensors refer to drawings by number, as many are alike."""

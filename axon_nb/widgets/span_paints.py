@@ -9,7 +9,7 @@ from axon_nb.widgets.palette import OKABE_ITO, needs_outline
 
 __all__ = ["BUBBLE", "CODE_OF", "OTHER", "SPAN_PAINTS", "SpanPaint", "paints_for_page"]
 
-SpanPattern = Literal["solid", "rows", "cross", "bars", "dots", "hatch", "line", "hollow"]
+SpanPattern = Literal["solid", "rows", "cross", "bars", "dots", "hatch", "line", "dashed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ SPAN_PAINTS = (
     SpanPaint("collective", "collective", OKABE_ITO["blue"], "bars", 1),
     SpanPaint("p2p", "send, recv", OKABE_ITO["sky"], "dots", 1),
     SpanPaint("wait", "waiting", OKABE_ITO["orange"], "hatch", 0),
-    SpanPaint("other", "other", OKABE_ITO["grey"], "solid", 0),
-    SpanPaint("bubble", "bubble", OKABE_ITO["grey"], "hollow", 0),
+    SpanPaint("other", "other", OKABE_ITO["grey"], "bars", 0),
+    SpanPaint("bubble", "bubble", OKABE_ITO["grey"], "dashed", 0),
 )
 """One paint a kind; the position is the kind's code on the wire."""
 

@@ -138,7 +138,7 @@ def _svg(width: int, height: int, body: Iterable[str]) -> str:
 
 def _shape(paint: SpanPaint, boxes: Sequence[tuple[float, float, float, float]]) -> str:
     path = "".join(f"M{x:.4g} {y:g}h{wide:.4g}v{tall:g}h-{wide:.4g}z" for x, y, wide, tall in boxes)
-    if paint.pattern == "hollow":
+    if paint.pattern == "dashed":
         return f'<path d="{path}" fill="none" stroke="{paint.color}" stroke-dasharray="2 2"/>'
     edge = f' stroke="{_EDGE}" stroke-width=".75"' if needs_outline(paint.color) else ""
     plain = f'<path d="{path}" fill="{paint.color}"{edge}/>'

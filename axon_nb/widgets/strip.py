@@ -6,10 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 from IPython.display import DisplayHandle, display
 
@@ -17,25 +15,25 @@ from axon_nb.records.state import RankState
 from axon_nb.widgets.frozen import strip_bundle
 from axon_nb.widgets.history import SILENCE_S, TERMINAL, RankHistory
 from axon_nb.widgets.palette import PAINTS, needs_outline
+from axon_nb.widgets.view import STATIC, View
 from axon_nb.widgets.wire import Clock, encode
 
 __all__ = ["RankStrip"]
 
-_STATIC = Path(__file__).parent / "static"
 _MAX_QUEUED = 50_000
 _MAX_SEGMENTS = 32_768  # of all ranks: some 1.5 MB, half of what Jupyter's server lets through in its 3 s window
 _OTHER_CLOCK_NS = 2_000_000_000
 _SIGN_OF_LIFE_S = 5.0  # the browser takes three times as long without a message for a kernel that is gone
 
 
-class RankStrip(anywidget.AnyWidget):
+class RankStrip(View):
     """What each rank does, second by second, while a cell runs; a picture and a table once it is over.
 
     `add` and `lost` may be called from any thread; everything else belongs to the notebook's main thread.
     """
 
-    _esm = _STATIC / "strip.js"
-    _css = _STATIC / "strip.css"
+    _esm = STATIC / "strip.js"
+    _css = STATIC / "strip.css"
 
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints; seconds of silence after which an activity is not known."""

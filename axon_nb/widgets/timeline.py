@@ -10,10 +10,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 
 from axon_nb.cluster.span_feed import SpanFeed
@@ -22,18 +20,20 @@ from axon_nb.records.waits import named
 from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.view import STATIC, View
 
 __all__ = ["TimelineView"]
 
-_STATIC = Path(__file__).parent / "static"
 _MAX_BYTES = 48_000
 """Of one message."""
 _MAX_SNAPSHOT = 30_000
 """Spans that a reloaded page gets at once: 0.9 MB. Jupyter's server lets 3 MB through in 3 s and then drops everything;
 up to 1.5 MB of messages may come besides in that time."""
 _SEEN_S = 12.0
+_IN_FLIGHT = 2
+"""Messages that no page has confirmed yet, at most: a page that falls behind gets fewer, and larger ones."""
 _PATIENCE_S = 1.0
-"""A message that no page has confirmed for so long is taken for lost; until then no other follows."""
+"""Messages that no page has confirmed for so long are taken for lost."""
 _SIGN_OF_LIFE_S = 5.0
 _LAST_MESSAGES = 20
 """So many at most follow each other at the end."""
@@ -42,7 +42,7 @@ _FACTS_SHARE = 50
 """Facts are worked out so rarely that they take at most one part of so many of the time."""
 
 
-class TimelineView(anywidget.AnyWidget):
+class TimelineView(View):
     """Spans by rank: what its code does, and what communication is under way below; pipelines beside their ideal.
 
     Args:
@@ -52,8 +52,8 @@ class TimelineView(anywidget.AnyWidget):
         begin: Number of the first span that belongs to it.
     """
 
-    _esm = _STATIC / "timeline.js"
-    _css = _STATIC / "timeline.css"
+    _esm = STATIC / "timeline.js"
+    _css = STATIC / "timeline.css"
 
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints."""
@@ -74,7 +74,9 @@ class TimelineView(anywidget.AnyWidget):
         self._patches: deque[tuple[int, int, int]] = deque()
         self._restart = True
         self._heard: float | None = None
-        self._unseen = False
+        self._num_sent = self._num_seen = self._given_up = 0
+        """Messages by number: the last one sent, the last that a page has confirmed, the last that is given up."""
+        self._hold_until = 0.0
         self._sent = 0.0
         self._last: tuple[Any, ...] = ()
         self._facts: dict[str, Any] = {}
@@ -103,16 +105,19 @@ class TimelineView(anywidget.AnyWidget):
         return self._until_ns is None and (self._heard is None or self.watched)
 
     def pump(self) -> None:
-        """Send what is new, if a page is there and has confirmed the last message; from the feed's thread."""
+        """Send what is new, if a page is there and keeps up; from the feed's thread."""
         self._listen()
         now = time.monotonic()
-        if not self.watched or (self._unseen and now - self._sent < _PATIENCE_S):
+        if now - self._sent >= _PATIENCE_S:
+            self._given_up = self._num_sent
+        under_way = self._num_sent - max(self._num_seen, self._given_up)
+        if not self.watched or under_way >= _IN_FLIGHT or now < self._hold_until:
             return
         with self._lock:
             message = self._message(now)
             if message is None:
                 return
-            self._unseen, self._sent = True, now
+            self._sent = now
         self.send({"op": "append"}, buffers=[message])
 
     def _listen(self) -> None:
@@ -155,8 +160,8 @@ class TimelineView(anywidget.AnyWidget):
         if key is None or key == "snapshot" or (not isinstance(key, str) and "snapshot" in key):
             with self._lock:
                 if self._cursor > self._begin:
-                    self.reopened = self._unseen = True
-                    self._sent = time.monotonic()
+                    self.reopened = True
+                    self._hold_until = time.monotonic() + _PATIENCE_S
                     table = self._feed.store.table(max(self._begin, self._cursor - _MAX_SNAPSHOT), self._cursor)
                     header = self._header(table, labels_from=0, groups_known={})
                     state["snapshot"] = pack(table, {**header, **self._facts}, origin_ns=self._origin_ns)
@@ -166,11 +171,11 @@ class TimelineView(anywidget.AnyWidget):
         """A page has said something; from the notebook's thread."""
         self._heard = self._beat = time.monotonic()
         if message.get("op") == "seen":
-            self._unseen = False
+            self._num_seen = max(self._num_seen, int(message.get("number", self._num_sent)))
         elif message.get("op") == "resend":
             with self._lock:
                 self._cursor, self._labels, self._groups = self._begin, 0, {}
-                self._restart, self._unseen, self._facts_at = True, False, ()
+                self._restart, self._hold_until, self._facts_at = True, 0.0, ()
                 self._patches.clear()
 
     def _message(self, now: float) -> bytes | None:
@@ -201,6 +206,8 @@ class TimelineView(anywidget.AnyWidget):
                 break
             count //= 2
         self._restart, self._labels, self._groups = False, needed, table.groups
+        self._num_sent += 1
+        header["number"] = self._num_sent
         self._cursor = table.first + count
         return pack(table.head(count), header, origin_ns=self._origin_ns, patches=patches)
 

@@ -6,17 +6,16 @@ import base64
 import json
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.waits import named
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
 from axon_nb.widgets.span_wire import pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
 
 __all__ = ["timeline_file"]
 
-_STATIC = Path(__file__).parent / "static"
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
 const config = JSON.parse(document.getElementById("config").textContent);
@@ -24,9 +23,9 @@ const traits = { config, snapshot: new DataView(bytes.buffer) };
 const model = { get: (name) => traits[name], on() {}, off() {}, send() {} };
 const el = document.getElementById("timeline");
 el.replaceChildren();
-const widget = make();
-widget.initialize({ model });
-widget.render({ model, el });
+const view = make();
+view.initialize({ model });
+view.render({ model, el });
 """
 _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
 @media (prefers-color-scheme: dark) {
@@ -53,8 +52,8 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     }
     config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
     spans = base64.b64encode(pack(table, header, origin_ns=origin)).decode()
-    css = (_STATIC / "timeline.css").read_text(encoding="utf-8")
-    script = (_STATIC / "timeline.js").read_text(encoding="utf-8").replace("export default () =>", "const make = () =>")
+    css = style("timeline")
+    code = script("timeline").replace("export default ", "const make = ")
     fallback = timeline_bundle(table, ranks, title=title)["text/html"]
     # "</" would end the element that holds the text.
     told = json.dumps(config).replace("</", "<\\/")
@@ -63,5 +62,5 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
         f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
         f'<script type="application/json" id="config">{told}</script>'
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
-        f'<script type="module">{script}{_START}</script></body></html>\n'
+        f'<script type="module">{code}{_START}</script></body></html>\n'
     )

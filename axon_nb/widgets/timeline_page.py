@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from axon_nb.cluster.span_table import SpanTable
-from axon_nb.records.pipeline import PipelineStep, last_steps
+from axon_nb.records.pipeline import PipelineStep
 from axon_nb.records.quantity import format_bytes, format_seconds
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.span import Span
@@ -19,6 +19,7 @@ from axon_nb.widgets.picture import svg_uri
 from axon_nb.widgets.span_facts import RankFacts, TimelineFacts, timeline_facts
 from axon_nb.widgets.span_paints import CODE_OF, OTHER, SPAN_PAINTS
 from axon_nb.widgets.span_picture import rank_svg, step_svg, swatch_svg
+from axon_nb.widgets.span_steps import pipeline_steps
 
 __all__ = ["COLUMN_TITLES", "TimelineNumbers", "facts_of", "page_facts", "timeline_bundle"]
 
@@ -28,8 +29,8 @@ COLUMN_TITLES = ("forward", "backward", "optimizer", "communicating", "hidden", 
 _MUTED = "color:var(--jp-ui-font-color2, inherit)"
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
 _MAX_ROWS = 64
-_MAX_STEP_SPANS = 6000
-_MAX_BOXES = 500
+_MAX_BOXES = 1000
+"""Of all pipelines together, measured and ideal: 35 kB of a message."""
 _MAX_PIPELINES = 4
 
 
@@ -39,27 +40,24 @@ class TimelineNumbers:
 
     facts: TimelineFacts
     steps: tuple[PipelineStep, ...]
+    """The newest first."""
 
 
 def facts_of(table: SpanTable) -> TimelineNumbers:
     """Facts of all ranks, and the last step of each pipeline."""
-    stages = np.flatnonzero(table.of_kind("forward", "backward") & (table.columns["stage"] >= 0))[-_MAX_STEP_SPANS:]
-    which = np.zeros(len(table), dtype=bool)
-    which[stages] = True
-    steps = last_steps(table.pick(which).spans()) if len(stages) else []
-    return TimelineNumbers(timeline_facts(table), tuple(steps[:_MAX_PIPELINES]))
+    return TimelineNumbers(timeline_facts(table), tuple(pipeline_steps(table)))
 
 
 def page_facts(numbers: TimelineNumbers, ranks: Sequence[int]) -> dict[str, Any]:
     """The facts as `static/timeline.js` reads them: words, and boxes of pipeline steps in seconds."""
-    facts = numbers.facts
+    facts, steps = numbers.facts, numbers.steps[:_MAX_PIPELINES]
     return {
         "facts": {
             "titles": list(COLUMN_TITLES),
             "rows": [[own.rank, *_cells(own)] for own in facts.ranks if own.rank in ranks][:_MAX_ROWS],
-            "sentences": _sentences(facts),
+            "sentences": _sentences(numbers),
         },
-        "pipelines": [_page_step(step) for step in numbers.steps],
+        "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
     }
 
 
@@ -80,13 +78,13 @@ def timeline_bundle(
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     spans = f"{len(shown)} span{'' if len(shown) == 1 else 's'}"
     heading = f"{title or 'Timeline'}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
-    notes = [*_sentences(numbers.facts), *_losses(table)]
+    notes = [*_sentences(numbers), *_losses(table)]
     by_rank = {own.rank: own for own in numbers.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_in_words(by_rank.get(rank))}" for rank in ranks]
-    lines += [f"  {_step_words(step)}" for step in numbers.steps]
+    lines += [f"  {_step_words(step)}" for step in numbers.steps[:_MAX_PIPELINES]]
     html = _html(shown, [rank for rank in ranks if rank in by_rank][:_MAX_ROWS], by_rank, (start, end), heading)
-    steps = "".join(map(_step_html, numbers.steps))
+    steps = "".join(map(_step_html, numbers.steps[:_MAX_PIPELINES]))
     told = "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes)
     figure = (
         '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
@@ -125,10 +123,11 @@ def _in_words(own: RankFacts | None) -> str:
     return ", ".join(told) or "nothing but its cell"
 
 
-def _sentences(facts: TimelineFacts) -> list[str]:
-    overlap = facts.overlap
+def _sentences(numbers: TimelineNumbers) -> list[str]:
+    overlap, more = numbers.facts.overlap, len(numbers.steps) - _MAX_PIPELINES
     hidden = f"Overlap: {overlap:.0%} of communication was hidden behind computing." if overlap is not None else ""
-    return [sentence for sentence in (hidden, facts.straggler) if sentence]
+    older = f"The last steps of {more} older pipeline{'s' if more > 1 else ''} are left out." if more > 0 else ""
+    return [sentence for sentence in (hidden, numbers.facts.straggler, older) if sentence]
 
 
 def _losses(table: SpanTable) -> list[str]:
@@ -152,7 +151,7 @@ def _seconds(spans: Sequence[Span]) -> float:
     return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
 
 
-def _page_step(step: PipelineStep) -> dict[str, Any]:
+def _page_step(step: PipelineStep, most: int) -> dict[str, Any]:
     ranks = sorted({span.rank for span in step.measured})
 
     def boxes(spans: Sequence[Span]) -> list[list[float | str]]:
@@ -163,14 +162,14 @@ def _page_step(step: PipelineStep) -> dict[str, Any]:
                 round((span.end_ns - span.start_ns) / 1e9, 6), CODE_OF.get(span.kind, OTHER), span.stage,
                 span.microbatch, span.name,
             ]
-            for span in spans[:_MAX_BOXES]
+            for span in sorted(spans, key=lambda span: span.start_ns)[:most]
         ]  # fmt: skip
 
     return {
         "words": _step_words(step),
         "ranks": ranks,
         "seconds": max(_seconds(step.measured), _seconds(step.ideal)),
-        "cut": max(0, len(step.measured) - _MAX_BOXES),
+        "cut": max(0, len(step.measured) - most),
         "rows": [
             {"title": "measured", "bubble": f"{step.bubble:.0%}", "boxes": boxes(step.measured)},
             {"title": "ideal", "bubble": f"{step.ideal_bubble:.0%}", "boxes": boxes(step.ideal)},

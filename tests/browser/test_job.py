@@ -35,6 +35,7 @@ for epoch in axon_nb.progress(range(1000), desc="epochs"):
         time.sleep(0.02 + (0.5 if rank == 1 and epoch == 3 and batch == 0 else 0))
         dist.barrier()"""
 PANEL = ".axon-watch"
+MEMORY = ".axon-memory"
 _IDLE = "() => window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.status === 'idle'"
 
 
@@ -117,6 +118,10 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     page.reload()
     page.page.wait_for_selector(f"{PANEL} tr[data-rank='3']", timeout=60_000)
     _wait_updates(page, _updates(page) + 2)
+    memory = int(page.page.locator(MEMORY).get_attribute("data-updates") or 0)
+    page.page.wait_for_function(
+        f"(n) => Number(document.querySelector('{MEMORY}')?.dataset.updates) > n", arg=memory, timeout=60_000
+    )
     _stop_by_button(page)
     page.run_and_wait(6)
     assert "dp 2 × tp 2" in page.output_text(6)

@@ -81,6 +81,12 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     page.page.wait_for_function(
         "() => !document.querySelector('.axon-shards tr[data-name=\"block0.up.weight\"]').innerText.includes('whole')"
     )
+    page.save()
+    page.run_cell(3)
+    page.wait_text(3, "gathering")
+    page.reload()
+    page.page.wait_for_selector(".axon-shards tbody tr[data-name]", timeout=60_000)
+    assert _rows(page) == every
     page.run_and_wait(4)
     page.save()
     saved = lab.read_notebook("shards.ipynb")

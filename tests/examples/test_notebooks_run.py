@@ -190,3 +190,21 @@ def test_plans_are_shown_without_ranks(execute: Callable[[str], NotebookNode]) -
         if "application/vnd.plotly.v1+json" in output.get("data", {})
     ]
     assert len(figures) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dashboards_are_saved_as_pictures(execute: Callable[[str], NotebookNode]) -> None:
+    notebook = execute("09_dashboards")
+    pages = [
+        output["data"]["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "data:image/svg+xml;base64," in output.get("data", {}).get("text/html", "")
+    ]
+    assert (
+        len(pages) == 10
+    )  # the panels of watch, timeline, shards twice, memory twice; strip and timeline of two cells
+    shown = "\n".join(pages)
+    for words in ("loss", "Overlap: ", "4 stages, 8 microbatches", "ideal", "replicated", "sharded"):
+        assert words in shown, words

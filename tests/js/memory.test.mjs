@@ -1,11 +1,11 @@
 // The pure functions of axon_nb/widgets/static/memory.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import test from "node:test";
 
-const source = readFileSync(new URL("../../axon_nb/widgets/static/memory.js", import.meta.url), "utf8");
-const memory = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+import { load } from "./load.mjs";
+
+const memory = await load("memory");
 
 test("lengths stay within the bar", () => {
   assert.equal(memory.percent(0.12345), "12.35%");

@@ -1,11 +1,11 @@
 // The layout functions of axon_nb/widgets/static/shards.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import test from "node:test";
 
-const source = readFileSync(new URL("../../axon_nb/widgets/static/shards.js", import.meta.url), "utf8");
-const shards = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+import { load } from "./load.mjs";
+
+const shards = await load("shards");
 
 const area = (box) => box.width * box.height;
 

@@ -1,12 +1,11 @@
 // The layout functions of axon_nb/widgets/static/strip.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import test from "node:test";
 
-// As a data: address the file is a module whatever its extension says to this version of node.
-const source = readFileSync(new URL("../../axon_nb/widgets/static/strip.js", import.meta.url), "utf8");
-const strip = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+import { load } from "./load.mjs";
+
+const strip = await load("strip");
 
 const names = ["idle", "running", "collective", "waiting", "done", "failed", "dead"];
 const [, RUNNING, COLLECTIVE, WAITING, DONE, FAILED, DEAD] = names.keys();

@@ -11,7 +11,7 @@ from axon_nb.cluster.span_store import SpanStore
 from axon_nb.records.span import Span
 from axon_nb.widgets.span_paints import CODE_OF
 from axon_nb.widgets.span_wire import BYTES_PER_SPAN, pack
-from tests.js.test_javascript import STATIC, node
+from tests.js.test_javascript import node, saved
 
 READ = """
 import { readFileSync } from "node:fs";
@@ -42,7 +42,7 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     for path, content in zip(paths, (first, second), strict=True):
         path.write_bytes(content)
-    read = json.loads(node("--input-type=module", "-e", READ, "--", str(STATIC / "timeline.js"), *map(str, paths)))
+    read = json.loads(node("--input-type=module", "-e", READ, "--", saved("spans", tmp_path), *map(str, paths)))
     assert read["whole"] == [True, True]
     assert read["labels"] == [*labels, *more["labels"]]
     assert read["lost"] == 4

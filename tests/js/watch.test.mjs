@@ -1,11 +1,11 @@
 // The layout functions of axon_nb/widgets/static/watch.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import test from "node:test";
 
-const source = readFileSync(new URL("../../axon_nb/widgets/static/watch.js", import.meta.url), "utf8");
-const watch = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+import { load } from "./load.mjs";
+
+const watch = await load("watch");
 
 const FRAME = { left: 0, top: 0, width: 100, height: 10 };
 

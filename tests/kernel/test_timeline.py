@@ -29,6 +29,23 @@ parts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(world_size)]
 pipe = Pipeline(parts, num_microbatches=8, schedule="1F1B", loss=nn.functional.mse_loss)
 for _ in range(3):
     _ = pipe.step(torch.randn(16, 32), torch.randn(16, 32))"""
+OTHERS = """%%distributed
+import torch.nn as nn
+from axon_nb.parallel import Pipeline
+def other(ranks, schedule, num_stages, num_microbatches):
+    group = dist.new_group(ranks) if len(ranks) < world_size else None
+    if rank in ranks:
+        stages = [nn.Linear(8, 8) for _ in range(num_stages)]
+        loss = nn.functional.mse_loss
+        pipe = Pipeline(stages, group, num_microbatches=num_microbatches, schedule=schedule, loss=loss)
+        x = torch.randn(2 * num_microbatches, 8)
+        pipe.step(x, x)
+        pipe(x)
+for pair in ([0, 1], [2, 3], [0, 3], [1, 2], [0, 2]):
+    other(pair, '1F1B', 2, 2)
+other(range(4), 'Interleaved1F1B', 8, 4)
+other(range(4), 'GPipe', 4, 16)"""
+"""Pipelines of other groups, and of the same one, whose spans are there already."""
 HOOKS = """%%distributed
 from torch.nn.modules import module as torch_modules
 from axon_nb.engine.step_spans import missing
@@ -37,7 +54,7 @@ print(len(torch_modules._global_forward_pre_hooks), hasattr(torch.autograd.backw
 
 @pytest.fixture(scope="module")
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.ok("%distributed restart")  # spans of other tests' pipelines are gone
+    shared_kernel.ok(OTHERS, timeout=120)
     shared_kernel.ok(TRAIN)
     shared_kernel.ok("import axon_nb, json")
     yield shared_kernel
@@ -125,6 +142,12 @@ def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
     assert (found["forward"], found["backward"]) == (24, 24)
     assert found["wait"] > 0
     assert ready.value("int((t_frame[t_frame.kind == 'p2p'].stage.notna()).sum())") == 0
+    # Each message once: forwards and backwards over 3 borders, both ends, in 3 steps; and what ranks agree on first.
+    sizes = ready.value(
+        "[int((t_frame[(t_frame.kind == 'p2p') & (t_frame.start >= t_start)].bytes == 4 * 2 * 32).sum()),"
+        " int(t_own[t_own.kind.isin(['forward', 'backward'])].stage.isna().sum())]"
+    )
+    assert sizes == [3 * 8 * 2 * 3 * 2, 0]
 
 
 def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path) -> None:

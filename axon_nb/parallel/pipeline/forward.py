@@ -13,7 +13,7 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.point import recv, send
 from axon_nb.comm.spans import now
 from axon_nb.records.span import Span
-from axon_nb.records.trace import emit
+from axon_nb.records.trace import emit, told_as_one
 
 __all__ = ["ForwardPass"]
 
@@ -48,6 +48,7 @@ class ForwardPass:
         self._spans = spans
         self._sent: list[tuple[Any, Any]] = []
         self._inside: dict[int, list[tuple[Any, ...]]] = {}
+        self._began = 0
 
     @torch.no_grad()
     def run(self, inputs: Sequence[tuple[Any, ...]], num_microbatches: int) -> list[Any]:
@@ -58,12 +59,14 @@ class ForwardPass:
             num_microbatches: How many there are.
         """
         outputs: list[Any] = []
+        self._began = now()
         for stage in sorted(self._modules):
             late: list[tuple[int, Any]] = []
             for number in range(num_microbatches):
                 args = inputs[number] if stage == 0 else self._inputs(stage, number)
                 start = now()
-                output = self._modules[stage](*args)
+                with told_as_one("forward"):
+                    output = self._modules[stage](*args)
                 self._record("F", start, (stage, number))
                 if stage == self._last:
                     outputs.append(output)
@@ -88,8 +91,9 @@ class ForwardPass:
             return self._inside[stage].pop(0)
         source = self._rank_of(stage - 1)
         start = now()
-        count = int(recv(source, group=self._group))
-        args = tuple(recv(source, group=self._group) for _ in range(count))
+        with told_as_one("wait"):
+            count = int(recv(source, group=self._group))
+            args = tuple(recv(source, group=self._group) for _ in range(count))
         self._record("RECV_F", start, (stage, number), sum(arg.nbytes for arg in args))
         return args
 
@@ -109,7 +113,7 @@ class ForwardPass:
         if self._spans:
             kind, group = "forward" if name == "F" else "p2p", self._group
             rank, group_name = group.ranks[group.rank()], group.torch_group.group_name
-            emit(Span(rank, kind, name, start, now(), group_name, size, *place))
+            emit(Span(rank, kind, name, start, now(), group_name, size, *place, self._began))
 
     def _reshard(self) -> None:
         # A root of FSDP2 keeps whole parameters for a backward; there is none, and an optimizer's step may come first.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.spans import now
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, missing, quiet, schedule_class
 
@@ -69,8 +70,9 @@ class Runner:
             args: Of the first stage; empty where that is not.
             target: Of the last stage; None where that is not.
         """
+        began = now()
         for watch in self.watches.values():
-            watch.begin_step()
+            watch.begin_step(began)
         prepared = is_prepared(self._schedule, self._has_run)
         with quiet(), contextlib.nullcontext() if prepared else _untouched(self._modules):
             try:

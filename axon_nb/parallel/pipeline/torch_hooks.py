@@ -17,7 +17,7 @@ from axon_nb.comm.errors import CommError
 from axon_nb.comm.spans import now
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
 from axon_nb.records.span import Span
-from axon_nb.records.trace import emit
+from axon_nb.records.trace import emit, told_as_one
 
 __all__ = ["StageWatch", "actions", "is_prepared", "missing", "quiet", "schedule_class"]
 
@@ -92,7 +92,7 @@ class StageWatch:
     def __init__(self, stage: Any, *, rank: int, group: str) -> None:
         self.peak = 0
         """Most live microbatches since it was last set to 0."""
-        self._live = 0
+        self._live = self._step = 0
         self._place = (rank, group, stage.stage_index)
         for name in _METHODS:
             setattr(stage, name, self._computing(name, getattr(stage, name)))
@@ -100,8 +100,13 @@ class StageWatch:
             setattr(stage, name, self._moving(action, getattr(stage, name)))
         _watch_messages()
 
-    def begin_step(self) -> None:
-        """Nothing is live: a step that was aborted leaves nothing behind."""
+    def begin_step(self, step: int) -> None:
+        """Nothing is live: a step that was aborted leaves nothing behind.
+
+        Args:
+            step: When this rank began it, in nanoseconds: its actions are known by that.
+        """
+        self._step = step
         self._live = self.peak = 0
 
     def _computing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,9 +120,10 @@ class StageWatch:
                 self._live += 1
                 self.peak = max(self.peak, self._live)
             start = now()
-            result = call(chunk, *args, **kwargs)
+            with told_as_one("forward", "backward"):
+                result = call(chunk, *args, **kwargs)
             kind, action = ("forward", "F") if forward else ("backward", "W" if weights else "B" if whole else "I")
-            emit(Span(rank, kind, action, start, now(), group, 0, stage, chunk))
+            emit(Span(rank, kind, action, start, now(), group, 0, stage, chunk, self._step))
             if whole and not forward:
                 self._live -= 1
             return result
@@ -171,7 +177,8 @@ def _watch_messages() -> None:
         for number, (rank, group, stage, action, chunk, size) in enumerate(works.messages):
             if one_by_one:
                 start = now()
-                works[number].wait()
+                with told_as_one("wait"):
+                    works[number].wait()
             emit(Span(rank, "p2p", action, start, now(), group, size, stage, chunk))
 
     schedules._batch_p2p, schedules._wait_batch_p2p = watched_begin, watched_wait  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
 // What each rank's memory holds, as stacked bars. First pure functions (tests/js), then the view.
 
+import { element } from "./common.js";
+
 // ---- lengths and words ---------------------------------------------------------------------------------------------
 
 /** A length for CSS; none is beyond the whole. */
@@ -44,13 +46,6 @@ export function progressWords(doing, share) {
 // ---- the view ------------------------------------------------------------------------------------------------------
 
 const HERE_MS = 5000;
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
 
 function makeBar(bar, kind) {
   const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.words });

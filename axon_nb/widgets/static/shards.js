@@ -1,5 +1,7 @@
 // Where the parts of tensors are: a list of pictures, or a treemap by bytes. First pure functions (tests/js), then the view.
 
+import { element, sayHere, shape } from "./common.js";
+
 // ---- layout and words ----------------------------------------------------------------------------------------------
 
 /** The tensors whose name, role or place has each word of the filter. */
@@ -64,24 +66,9 @@ export function changed(before, after) {
 
 // ---- the view ------------------------------------------------------------------------------------------------------
 
-const SVG = "http://www.w3.org/2000/svg";
 const ROWS = 100;
-const HERE_MS = 5000;
 const KINDS = ["sharded", "replicated", "partial", "own"];
 let uniqueId = 0;
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-function shape(tag, attributes) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
-}
 
 function patterns(prefix) {
   const defs = shape("defs", {});
@@ -124,18 +111,18 @@ function picture(drawing, prefix, show) {
 
 function buildPage(prefix) {
   const filter = element("input", { type: "search", placeholder: "filter by name, kind or axis", "aria-label": "filter" });
-  const list = element("button", { type: "button", "aria-pressed": "true" }, "list");
-  const map = element("button", { type: "button", "aria-pressed": "false" }, "by bytes");
+  const list = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "true" }, "list");
+  const map = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "false" }, "by bytes");
   const heading = element("b", { class: "axon-shards-heading" });
   const state = element("span", { class: "axon-shards-muted", "aria-live": "polite" });
   const totals = element("div", { class: "axon-shards-totals" });
   const body = element("div", { class: "axon-shards-body" });
   const notes = element("div", { class: "axon-shards-muted" });
-  const tip = element("div", { class: "axon-shards-tip", role: "status", hidden: "" });
+  const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
   const defs = shape("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
   defs.append(patterns(prefix));
   const tools = element("div", { class: "axon-shards-tools" }, filter, list, map, state);
-  const root = element("div", { class: "axon-shards" }, heading, totals, tools, body, notes, tip, defs);
+  const root = element("div", { class: "axon-view axon-shards" }, heading, totals, tools, body, notes, tip, defs);
   return { root, filter, list, map, heading, state, totals, body, notes, tip };
 }
 
@@ -267,16 +254,12 @@ export default () => {
         view.kind = "map";
         draw();
       });
-      const here = () => {
-        if (!document.hidden && page.root.isConnected) model.send({ op: "here" });
-      };
       model.on("change:content", update);
-      const timer = setInterval(here, HERE_MS);
-      here();
+      const unsay = sayHere(model, page.root);
       earlier = earlier ?? model.get("content");
       draw();
       return () => {
-        clearInterval(timer);
+        unsay();
         model.off("change:content", update);
       };
     },

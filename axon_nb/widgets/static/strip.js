@@ -1,23 +1,17 @@
 // The strip of `--watch`: what each rank does over time. First pure functions (tests/js runs them), then the view.
 
+import { create, drawAxis, fill, fit, follow, onLook, pad, pointing, setText, unpack, widget } from "./common.js";
+
 // ---- what the kernel sends: see axon_nb/widgets/wire.py ------------------------------------------------------------
 
 export function decode(view) {
-  const bytes = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
-  const size = new DataView(bytes).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 8, size)));
-  const n = header.count;
-  let offset = 8 + size;
-  const take = (Type) => {
-    const column = new Type(bytes, offset, n);
-    offset += n * Type.BYTES_PER_ELEMENT;
-    return column;
-  };
+  const { header, take } = unpack(view);
   const columns = {};
-  for (const name of ["start", "end", "since"]) columns[name] = take(Float64Array);
-  for (const name of ["position", "line", "low", "high"]) columns[name] = take(Uint32Array);
-  for (const name of ["row", "call"]) columns[name] = take(Uint16Array);
-  for (const name of ["activity", "mixed"]) columns[name] = take(Uint8Array);
+  const all = (Type, ...names) => names.forEach((name) => (columns[name] = take(Type, header.count)));
+  all(Float64Array, "start", "end", "since");
+  all(Uint32Array, "position", "line", "low", "high");
+  all(Uint16Array, "row", "call");
+  all(Uint8Array, "activity", "mixed");
   return { header, columns };
 }
 
@@ -63,7 +57,6 @@ export function merge(store, { header, columns }) {
 export function seconds(value) {
   if (value < 0.995) return `${value.toFixed(2)} s`;
   if (value < 99.95) return `${value.toFixed(1)} s`;
-  const pad = (number) => String(number).padStart(2, "0");
   const whole = Math.round(value);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${pad(whole % 60)} s`;
   const minutes = Math.round(value / 60);
@@ -153,7 +146,6 @@ export function ticks(from, to, width) {
 
 function clock(at, step) {
   if (at < 60) return `${at.toFixed(step < 0.1 ? 2 : step < 1 ? 1 : 0)} s`;
-  const pad = (text) => String(text).padStart(2, "0");
   const whole = Math.floor(at + 1e-9);
   const rest = step < 1 ? (at % 60).toFixed(step < 0.1 ? 2 : 1).padStart(step < 0.1 ? 5 : 4, "0") : pad(whole % 60);
   const minutes = Math.floor(whole / 60);
@@ -234,86 +226,26 @@ export function news(store, ranks, now, config, told) {
 
 // ---- drawing -------------------------------------------------------------------------------------------------------
 
-const LINES = {
-  bars: { color: "rgba(255,255,255,.45)", width: 1, paths: [[1.5, 0, 1.5, 8], [5.5, 0, 5.5, 8]] },
-  hatch: { color: "rgba(17,17,17,.65)", width: 1.5, paths: [[-2, 2, 2, -2], [0, 8, 8, 0], [6, 10, 10, 6]] },
-  cross: { color: "rgba(255,255,255,.6)", width: 1.5, paths: [[0, 0, 8, 8], [8, 0, 0, 8]] },
-};
-
-function makePattern(context, name, ratio) {
-  const { color, width, paths } = LINES[name];
-  const tile = document.createElement("canvas");
-  tile.width = tile.height = Math.round(8 * ratio);
-  const pen = tile.getContext("2d");
-  pen.scale(tile.width / 8, tile.height / 8);
-  pen.strokeStyle = color;
-  pen.lineWidth = width;
-  for (const [x0, y0, x1, y1] of paths) {
-    pen.beginPath();
-    pen.moveTo(x0, y0);
-    pen.lineTo(x1, y1);
-    pen.stroke();
-  }
-  return context.createPattern(tile, "repeat");
-}
-
-/** Fill a box (device pixels) with a paint. */
-function fill(context, paint, patterns, ratio, left, top, width, height) {
-  context.fillStyle = context.strokeStyle = paint.color;
-  context.lineWidth = ratio;
-  if (paint.pattern === "line") {
-    context.fillRect(left, top + height / 2 - ratio, width, 2 * ratio);
-    return;
-  }
-  if (paint.pattern === "hollow") {
-    const inset = Math.round(height / 5);
-    context.strokeRect(left + ratio / 2, top + inset, Math.max(0, width - ratio), height - 2 * inset);
-    return;
-  }
-  context.fillRect(left, top, width, height);
-  if (paint.pattern !== "solid") {
-    patterns[paint.pattern] ??= makePattern(context, paint.pattern, ratio);
-    context.fillStyle = patterns[paint.pattern];
-    context.fillRect(left, top, width, height);
-  }
-  if (paint.outline && width > 3 * ratio) {
-    context.strokeStyle = "#767676";
-    context.strokeRect(left + ratio / 2, top + ratio / 2, width - ratio, height - ratio);
-  }
-}
-
-function element(tag, className, properties = {}) {
-  return Object.assign(document.createElement(tag), { className, ...properties });
-}
-
-function fit(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  const [w, h] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
-  if (canvas.width !== w || canvas.height !== h) [canvas.width, canvas.height] = [w, h];
-  canvas.style.height = `${height}px`;
-  return ratio;
-}
-
 const AXIS = 22; // pixels below the rows
 
 function build(model, el) {
   const { ranks, title, paints } = model.get("config");
   const height = rowHeight(ranks.length);
-  const part = (name, tag = "div") => element(tag, `axon-strip-${name}`);
-  const root = element("div", "axon-strip");
+  const part = (name, tag = "div") => create(tag, `axon-view-${name} axon-strip-${name}`);
+  const root = create("div", "axon-view axon-strip");
   root.style.setProperty("--axon-row", `${height}px`);
   const head = part("head");
-  const elapsed = part("elapsed", "span");
+  const elapsed = create("span", "axon-view-muted axon-strip-elapsed");
   const legend = part("legend", "span");
   const tools = part("tools", "span");
-  head.append(element("b", "", { textContent: title }), elapsed, legend, tools);
+  head.append(create("b", "", { textContent: title }), elapsed, legend, tools);
   const buttons = [["+", "+", "Zoom in (+)"], ["−", "-", "Zoom out (-)"], ["all", "Home", "Show everything (Home)"]];
   for (const [textContent, value, hint] of buttons) {
-    tools.append(element("button", "", { type: "button", textContent, value, title: hint, ariaLabel: hint }));
+    tools.append(create("button", "", { type: "button", textContent, value, title: hint, ariaLabel: hint }));
   }
   const swatches = paints.map((paint) => {
     const item = part("key", "span");
-    const canvas = element("canvas", "");
+    const canvas = create("canvas", "");
     item.append(canvas, paint.label);
     item.hidden = true;
     legend.append(item);
@@ -324,20 +256,19 @@ function build(model, el) {
   const states = part("states");
   states.setAttribute("role", "list");
   const words = ranks.map((rank) => {
-    names.append(element("div", "", { textContent: `rank ${rank}` }));
-    const item = element("div", "");
+    names.append(create("div", "", { textContent: `rank ${rank}` }));
+    const item = create("div", "");
     item.setAttribute("role", "listitem");
-    const text = element("span", "");
-    item.append(element("span", "axon-strip-unseen", { textContent: `rank ${rank}: ` }), text);
+    const text = create("span", "");
+    item.append(create("span", "axon-view-unseen", { textContent: `rank ${rank}: ` }), text);
     states.append(item);
     return text;
   });
-  const canvas = element("canvas", "axon-strip-canvas", { tabIndex: 0 });
+  const canvas = create("canvas", "axon-strip-canvas", { tabIndex: 0 });
   canvas.setAttribute("role", "img");
   const grid = part("grid");
   grid.append(names, canvas, states);
-  const [note, tip, brush] = [part("note"), part("tip"), part("brush")];
-  const live = element("div", "axon-strip-unseen");
+  const [note, tip, brush, live] = [create("div", "axon-view-muted"), part("tip"), part("brush"), part("unseen")];
   live.setAttribute("aria-live", "polite");
   tip.hidden = brush.hidden = true;
   root.append(head, grid, note, tip, brush, live);
@@ -356,7 +287,6 @@ function render({ model, el }, shared) {
   const told = new Map();
   let view = null;
   let pointer = null;
-  let pressed = null;
   let announced = 0;
   let pending = 0;
 
@@ -371,7 +301,7 @@ function render({ model, el }, shared) {
     context.clearRect(0, 0, canvas.width, canvas.height);
     const patterns = {};
     const seen = new Set();
-    drawAxis(context, { from, to, width, ratio });
+    drawAxis(canvas, root, ticks(from, to, width), { bottom: ranks.length * height, ratio });
     store.rows.forEach(({ segments }, row) => {
       for (const run of runs(segments, { from, to, width: canvas.width, now, config })) {
         seen.add(run.activity);
@@ -383,31 +313,14 @@ function render({ model, el }, shared) {
     if (pointer) showTip();
   }
 
-  function drawAxis(context, { from, to, width, ratio }) {
-    const style = getComputedStyle(root);
-    const bottom = ranks.length * height;
-    context.font = `${11 * ratio}px ${style.fontFamily}`;
-    context.textBaseline = "middle";
-    for (const { x, label } of ticks(from, to, width)) {
-      const at = Math.min(Math.round(x * ratio), context.canvas.width - 1);
-      context.fillStyle = style.getPropertyValue("--axon-grid");
-      context.fillRect(at, 0, Math.max(1, Math.round(ratio)), (bottom + 5) * ratio);
-      context.fillStyle = style.color;
-      const wide = context.measureText(label).width;
-      const left = Math.min(Math.max(0, at - wide / 2), context.canvas.width - wide);
-      context.fillText(label, left, (bottom + 13) * ratio);
-    }
-  }
-
   function tell(now, from, to, seen) {
-    const write = (node, text) => node.textContent !== text && (node.textContent = text);
     store.rows.forEach(({ segments }, row) => {
       const text = describe(segments, now, config);
-      write(parts.words[row], text);
+      setText(parts.words[row], text);
       parts.words[row].parentNode.title = text;
     });
     const prefix = store.finished ? "ended after " : shared.gone() ? "no news from the kernel since " : "";
-    write(parts.elapsed, prefix + seconds(now));
+    setText(parts.elapsed, prefix + seconds(now));
     parts.swatches.forEach(({ item, canvas: swatch }, kind) => {
       if (item.hidden && !seen.has(kind)) return;
       item.hidden = false;
@@ -417,7 +330,7 @@ function render({ model, el }, shared) {
     const notes = [];
     if (store.coarse) notes.push(`before ${seconds(store.coarse)} short stretches are merged`);
     if (store.lost) notes.push(`${store.lost} sample${store.lost === 1 ? "" : "s"} lost`);
-    write(parts.note, notes.join(" · "));
+    setText(parts.note, notes.join(" · "));
     canvas.ariaLabel ||=
       `Activity of ${ranks.length} ranks over time. Plus and minus zoom, arrows move, Home shows everything.`;
     Object.assign(canvas.dataset, {
@@ -452,7 +365,7 @@ function render({ model, el }, shared) {
   }
 
   function showTip() {
-    const row = Math.floor(pointer.y / height);
+    const row = pointer ? Math.floor(pointer.y / height) : ranks.length;
     const found = row < ranks.length && hit(store.rows[row].segments, timeAt(pointer.x), shared.now(), config);
     tip.hidden = !found;
     if (!found) return;
@@ -460,16 +373,6 @@ function render({ model, el }, shared) {
     const [left, top] = [canvas.offsetLeft + pointer.x + 12, canvas.offsetTop + pointer.y + 14];
     tip.style.left = `${Math.max(0, Math.min(left, root.clientWidth - tip.offsetWidth))}px`;
     tip.style.top = `${top}px`;
-  }
-
-  function showBrush() {
-    brush.hidden = pressed === null || !pointer || Math.abs(pointer.x - pressed) < 4;
-    if (brush.hidden) return;
-    const [left, right] = [Math.min(pressed, pointer.x), Math.max(pressed, pointer.x)];
-    brush.style.left = `${canvas.offsetLeft + left}px`;
-    brush.style.width = `${right - left}px`;
-    brush.style.top = `${canvas.offsetTop}px`;
-    brush.style.height = `${ranks.length * height}px`;
   }
 
   function request() {
@@ -482,39 +385,21 @@ function render({ model, el }, shared) {
     event.stopPropagation();
   });
   on(parts.tools, "click", (event) => event.target.value && go(event.target.value));
-  on(canvas, "pointermove", (event) => {
-    pointer = { x: event.offsetX, y: event.offsetY };
-    showBrush();
-    showTip();
-  });
-  on(canvas, "pointerleave", () => {
-    pointer = null;
-    tip.hidden = true;
-  });
-  on(canvas, "pointerdown", (event) => {
-    if (event.button !== 0) return;
-    pressed = event.offsetX;
-    canvas.setPointerCapture(event.pointerId);
-  });
-  on(canvas, "pointerup", (event) => {
-    if (pressed !== null && Math.abs(event.offsetX - pressed) >= 4) {
-      const [from, to] = [timeAt(Math.min(pressed, event.offsetX)), timeAt(Math.max(pressed, event.offsetX))];
+  pointing(on, canvas, brush, {
+    height: () => ranks.length * height,
+    moved(place) {
+      pointer = place;
+      showTip();
+    },
+    chose(left, right) {
+      const [from, to] = [timeAt(left), timeAt(right)];
       if (to - from > 0.01) view = { from, to };
-    }
-    pressed = null;
-    showBrush();
-    request();
-  });
-  on(canvas, "pointercancel", () => {
-    pressed = null;
-    showBrush();
+      request();
+    },
   });
   on(canvas, "dblclick", () => go("Home"));
   on(document, "visibilitychange", request);
-  const resized = new ResizeObserver(request);
-  resized.observe(root);
-  const themed = new MutationObserver(request);
-  themed.observe(document.body, { attributes: true });
+  const unlook = onLook(root, request);
   // Bars and waits grow between messages too, and a rank that falls silent sends none.
   const timer = setInterval(() => !store.finished && request(), 250);
   shared.views.add(request);
@@ -523,51 +408,18 @@ function render({ model, el }, shared) {
     stop.abort();
     clearInterval(timer);
     cancelAnimationFrame(pending);
-    resized.disconnect();
-    themed.disconnect();
+    unlook();
     shared.views.delete(request);
   };
 }
 
-const GONE = 15; // seconds without a message, which the kernel sends at least every 5, after which it must be gone
-
 function initialize({ model }) {
   const store = newStore(model.get("config").ranks.length);
   const views = new Set();
-  let heard = performance.now();
-  let closed = false;
-  const quiet = () => (performance.now() - heard) / 1000;
-  const gone = () => !store.finished && (closed || quiet() > GONE);
-  const now = () => (store.finished || gone() ? store.now : store.now + quiet());
-  const take = (view) => {
-    if (!merge(store, decode(view))) model.send({ op: "resend" });
-    heard = performance.now();
-    views.forEach((request) => request());
-  };
-  const onMessage = (message, buffers) => message.op === "append" && take(buffers[0]);
-  const snapshot = model.get("snapshot");
-  if (snapshot?.byteLength) take(snapshot);
-  model.on("msg:custom", onMessage);
-  const onClosed = () => {
-    closed = true;
-    views.forEach((request) => request());
-  };
-  model.on("comm_live_update", onClosed);
-  const close = () => {
-    model.off("msg:custom", onMessage);
-    model.off("comm_live_update", onClosed);
-  };
+  const take = (message) => merge(store, decode(message));
+  const changed = () => views.forEach((request) => request());
+  const { now, gone, close } = follow(model, store, { take, changed });
   return { shared: { store, views, now, gone }, close };
 }
 
-export default () => {
-  let shared = null;
-  return {
-    initialize(context) {
-      const made = initialize(context);
-      shared = made.shared;
-      return made.close;
-    },
-    render: (context) => render(context, shared),
-  };
-};
+export default widget(initialize, render);

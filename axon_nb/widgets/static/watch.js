@@ -1,5 +1,7 @@
 // A running job: curves over all ranks, loops, states, a stop button. First pure functions (tests/js), then the view.
 
+import { element, sayHere, setText, shape, size } from "./common.js";
+
 // ---- points, scales and words --------------------------------------------------------------------------------------
 
 /** The points of a curve from bytes: float32 of all steps, then of all lows, means and highs. */
@@ -54,22 +56,13 @@ export function nearest(points, share) {
   return best;
 }
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-
 /** A number for people: bytes, a share, or at most four digits. */
 export function words(value, kind) {
   if (kind === "share") return `${Math.round(100 * value)} %`;
-  if (kind === "bytes") {
-    let unit = 0;
-    while (value >= 999.5 && unit < UNITS.length - 1) {
-      value /= 1024;
-      unit++;
-    }
-    return unit ? `${value.toPrecision(3)} ${UNITS[unit]}` : `${Math.round(value)} B`;
-  }
+  if (kind === "bytes") return size(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  const size = Math.abs(value);
-  return size >= 1e-4 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);
+  const large = Math.abs(value);
+  return large >= 1e-4 && large < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);
 }
 
 /** One point in words. */
@@ -90,24 +83,8 @@ export function moved(index, count, key) {
 
 // ---- the view ------------------------------------------------------------------------------------------------------
 
-const SVG = "http://www.w3.org/2000/svg";
-const HERE_MS = 5000;
 const AGAIN_MS = 5000; // after which a press of the button that has not helped may be repeated
 const FRAME = { left: 0, top: 4, width: 300, height: 74 };
-
-function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
-function shape(tag, attributes = {}) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
-}
-
 
 /** One curve; `update` draws it anew, the cursor stays where it is. */
 function makeChart(say) {
@@ -121,7 +98,7 @@ function makeChart(say) {
   const cursor = shape("path", { class: "axon-watch-cursor", "vector-effect": "non-scaling-stroke" });
   const edge = (y) => shape("path", { d: `M0 ${y}h${FRAME.width}`, class: "axon-watch-grid" });
   svg.append(edge(FRAME.top), edge(FRAME.top + FRAME.height), band, line, dot, cursor);
-  const axis = element("div", { class: "axon-watch-muted axon-watch-axis" });
+  const axis = element("div", { class: "axon-view-muted axon-watch-axis" });
   const root = element("div", { class: "axon-watch-chart" }, element("div", {}, title, " ", told), svg, axis);
   let chart = null;
   let points = decode();
@@ -192,21 +169,21 @@ function makeBar({ desc, low, high, words: told, is_over: over }) {
   track.setAttribute("aria-label", `${desc || "progress"}: ${told}`);
   track.append(part(high), part(low));
   const row = element("div", { class: "axon-watch-bar" }, track, element("span", {}, `${desc || "progress"}: ${told}`));
-  if (over) row.classList.add("axon-watch-muted");
+  if (over) row.classList.add("axon-view-muted");
   return row;
 }
 
 function buildPage() {
   const heading = element("b", { class: "axon-watch-heading" });
-  const logarithm = element("button", { type: "button", "aria-pressed": "false" }, "log scale");
+  const logarithm = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "false" }, "log scale");
   const stop = element("button", { type: "button", class: "axon-watch-stop" }, "■ stop");
   const bars = element("div", { class: "axon-watch-bars" });
   const charts = element("div", { class: "axon-watch-charts" });
   const ranks = element("div", { class: "axon-watch-ranks" });
-  const notes = element("div", { class: "axon-watch-muted" });
-  const live = element("div", { class: "axon-watch-unseen", "aria-live": "polite" });
+  const notes = element("div", { class: "axon-view-muted" });
+  const live = element("div", { class: "axon-view-unseen", "aria-live": "polite" });
   const head = element("div", { class: "axon-watch-head" }, heading, logarithm, stop);
-  const root = element("div", { class: "axon-watch" }, head, bars, charts, ranks, notes, live);
+  const root = element("div", { class: "axon-view axon-watch" }, head, bars, charts, ranks, notes, live);
   return { root, heading, logarithm, stop, bars, charts, ranks, notes, live };
 }
 
@@ -246,7 +223,7 @@ export default () => ({
 
     function draw() {
       const data = model.get("content");
-      page.heading.textContent = data.heading;
+      setText(page.heading, data.heading);
       const waits = pressed && performance.now() - pressed < AGAIN_MS;
       if (!data.running) pressed = 0;
       page.stop.disabled = !data.running || Boolean(waits);
@@ -273,18 +250,11 @@ export default () => ({
       page.logarithm.setAttribute("aria-pressed", String(logarithmic));
       draw();
     });
-    const here = () => {
-      if (!document.hidden && page.root.isConnected) model.send({ op: "here" });
-    };
-    const timer = setInterval(here, HERE_MS);
-    document.addEventListener("visibilitychange", here);
     model.on("change:content", draw);
     draw();
-    // Only now is the root part of the page.
-    requestAnimationFrame(here);
+    const unsay = sayHere(model, page.root);
     return () => {
-      clearInterval(timer);
-      document.removeEventListener("visibilitychange", here);
+      unsay();
       model.off("change:content", draw);
     };
   },

@@ -59,15 +59,15 @@ def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
     assert frame["stage"].isna().all()
 
 
-def test_a_pipelines_own_spans_stand_for_what_is_within_them() -> None:
+def test_a_message_of_a_pipeline_is_waited_for_in_its_spans_and_under_way_in_its_groups() -> None:
     store = SpanStore()
-    inside = [span(0, 11, 19), span(0, 22, 28, "wait"), span(0, 20, 30, "p2p", name="recv", group="1")]
-    stage = {"stage": 1, "microbatch": 2, "group": "1"}
-    store.add(
-        [*inside, span(0, 10, 20, name="F", **stage), span(0, 21, 29, "p2p", name="RECV_F", **stage), span(0, 40, 41)]
-    )
-    kept = [(own.kind, own.name, own.stage) for own in store.table().spans()]
-    assert kept == [("p2p", "recv", -1), ("forward", "F", 1), ("wait", "RECV_F", 1), ("forward", "forward", -1)]
+    message = span(0, 20, 30, "p2p", name="recv", group="1", bytes=8)
+    waited = span(0, 25, 30, "p2p", name="RECV_F", group="1", bytes=8, stage=1, microbatch=2)
+    store.add([message, waited])
+    assert [(own.kind, own.name, own.stage) for own in store.table().spans()] == [
+        ("p2p", "recv", -1),
+        ("wait", "RECV_F", 1),
+    ]
 
 
 def test_the_last_cell_is_that_of_all_its_ranks() -> None:

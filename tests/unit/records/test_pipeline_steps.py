@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.pipeline import Action, bubble_fraction, last_steps, play
+from axon_nb.records.pipeline import Action, bubble_fraction, play
 from axon_nb.records.pipeline_play import play_orders
+from axon_nb.records.pipeline_steps import last_steps
 from axon_nb.records.span import Span
 
 LENGTHS = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
@@ -66,8 +67,8 @@ def test_pipelines_side_by_side_are_told_apart() -> None:
     moved = [span._replace(rank=span.rank + 2) for span in step]
     found = last_steps([*shifted(step, 5, "a"), *shifted(moved, 9, "b"), Span(0, "forward", "Model", 0, 9)])
     assert [(one.group, sorted({span.rank for span in one.measured})) for one in found] == [
-        ("a", [0, 1]),
         ("b", [2, 3]),
+        ("a", [0, 1]),
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_nb.records import MemoryUse, Shard, Span
 from axon_nb.records.chrome import write_chrome_trace
-from axon_nb.records.trace import SpanRing
+from axon_nb.records.trace import SpanRing, is_told, told_as_one
 
 
 def span(number: int, **more: object) -> Span:
@@ -53,3 +53,16 @@ def test_sizes_of_shards_and_memory() -> None:
     shard = Shard("w", "parameter", 1, (10, 4), (3, 4), (3, 0), ("Shard(0)",), "float32", "cpu", 48)
     assert shard.fraction == 0.3
     assert MemoryUse(0, 0, "storages", {"parameters": 3, "gradients": 4}).total == 7
+
+
+def test_what_a_span_tells_as_a_whole_is_not_told_again_by_the_same_thread() -> None:
+    told: list[tuple[bool, ...]] = []
+    with told_as_one("forward", "backward"):
+        with told_as_one("wait"):
+            told.append((is_told("wait"), is_told("forward")))
+        told.append((is_told("wait"), is_told("forward")))
+        other = threading.Thread(target=lambda: told.append((is_told("wait"), is_told("forward"))))
+        other.start()
+        other.join()
+    told.append((is_told("wait"), is_told("forward")))
+    assert told == [(True, False), (False, True), (False, False), (False, False)]

@@ -222,26 +222,26 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
     assert page.reopened
 
 
-def test_a_message_that_nobody_confirms_holds_up_the_next(
-    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
     page.note({"op": "here"})
-    feed.store.add([span(0, 0, 1, "forward")])
-    page.pump()
-    feed.store.add([span(0, 1, 2, "forward")])
     began = time.monotonic()
-    page.pump()
+    for i in range(4):
+        feed.store.add([span(0, i, i + 1, "forward")])
+        page.pump()
     if time.monotonic() - began < 0.5:
-        assert len(page.sent) == 1
-    page.note({"op": "seen"})
+        assert len(page.sent) == 2
+    number = len(page.sent)
+    page.note({"op": "seen", "number": header_of(page.sent[-1])["number"]})
     page.pump()
-    assert len(page.sent) == 2
+    assert sum(header_of(message)["count"] for message in page.sent) == 4
+    assert len(page.sent) <= number + 1
 
 
 def test_the_saved_page_has_the_spans_and_the_script() -> None:
     store = filled(span(0, 0, 3, "forward", name="</script>"), late(0, 3, 9, 1), late(1, 5, 9, 1))
     html = timeline_file(store.table(), [0, 1])
-    assert "const make = () =>" in html
+    assert "const make = widget(initialize, render);" in html
+    assert "import {" not in html
     assert html.count("</script>") == 3
     assert "export default" not in html

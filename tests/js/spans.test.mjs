@@ -1,11 +1,11 @@
-// The layout functions of axon_nb/widgets/static/timeline.js, run by node's own test runner.
+// The layout functions of axon_nb/widgets/static/spans.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import test from "node:test";
 
-const source = readFileSync(new URL("../../axon_nb/widgets/static/timeline.js", import.meta.url), "utf8");
-const timeline = await import(`data:text/javascript,${encodeURIComponent(source)}`);
+import { load } from "./load.mjs";
+
+const timeline = await load("spans");
 
 const kinds = [["cell", -1], ["forward", 0], ["backward", 0], ["optimizer", 0], ["collective", 1], ["p2p", 1], ["wait", 0], ["other", 0], ["bubble", 0]];
 const paints = kinds.map(([kind, lane]) => ({ kind, lane, label: kind === "p2p" ? "send, recv" : kind }));

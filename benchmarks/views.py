@@ -1,0 +1,150 @@
+"""What live views cost: a training step with all of them open against none, and what a page gets: `make bench`.
+
+`python -m benchmarks.views [--quick]`, from the project's folder, on an otherwise idle machine. The cost of a step is
+measured without a browser, which would take the ranks' cores: in the kernel a thread says what a page would say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import PairedRow
+from benchmarks.report import Row, write
+from benchmarks.views_page import page_rows
+from tests.kernel.driver import Kernel
+
+ROOT = Path(__file__).parents[1]
+STEP, UPDATE_BYTES = 1.02, 50_000
+
+MODEL = f"""%%distributed
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks import workloads
+import axon_nb
+model = torch.nn.parallel.DistributedDataParallel(workloads.transformer())
+optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+tokens = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
+def block(steps, on):
+    if not on:
+        from axon_nb.engine.span_reader import span_reader
+        span_reader()._steps.watch(0)  # nobody looks any more; else ranks notice that after 5 s
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in axon_nb.progress(range(steps), desc="steps"):
+        optimizer.zero_grad()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        axon_nb.log(loss=loss.detach(), items=4)
+    dist.barrier()
+    return (time.perf_counter() - began) / steps
+_ = block(4, False)"""
+
+PAGE = """
+import json, threading, time
+from axon_nb.cluster import current
+from axon_nb.cluster.span_feed import span_feed
+from axon_nb.widgets import open_job, open_panels, open_timeline
+
+def views():
+    panels = [*open_job._open.values(), *open_panels._open.values(), *open_timeline._open.values()]
+    return [panel.view for panel in panels]
+
+class Page:
+    '''Says what a page that shows all views says, and counts what it gets.'''
+
+    def __init__(self, session):
+        self.on, self.sizes, self._send = False, [], session.send
+        session.send = self.send
+        threading.Thread(target=self.say, daemon=True).start()
+
+    def send(self, stream, kind, *args, **kwargs):
+        if kind == "comm_msg":
+            content = args[0] if args else kwargs.get("content")
+            buffers = kwargs.get("buffers") or ()
+            self.sizes.append(len(json.dumps(content, default=str)) + sum(memoryview(b).nbytes for b in buffers))
+        return self._send(stream, kind, *args, **kwargs)
+
+    def say(self):
+        while True:
+            time.sleep(0.05)
+            for view in views() if self.on else ():
+                view._handle_custom_msg({"op": "seen"}, [])
+                view._handle_custom_msg({"op": "here"}, [])
+
+    def close(self):
+        self.on = False
+        for found in (open_job._open, open_panels._open, open_timeline._open):
+            for panel in found.values():
+                panel.close()
+                panel.view.close()
+            found.clear()
+        self.sizes.clear()
+
+page = Page(get_ipython().kernel.session)
+"""
+
+OPEN = "page.on = True\nget_ipython().run_line_magic('timeline', '')\nget_ipython().run_line_magic('watch', '')\n"
+OPEN += "get_ipython().run_line_magic('memory', 'model optimizer')\nget_ipython().run_line_magic('shards', 'model')"
+
+
+def _block(kernel: Kernel, steps: int, *, on: bool) -> float:
+    """Seconds of a step, in a cell of so many."""
+    kernel.ok(OPEN if on else "page.close()", timeout=60)
+    head = "%%distributed --watch" if on else "%%distributed"
+    kernel.ok(f"{head} --quiet --out measured\nblock({steps}, {on})", timeout=600)
+    return float(ast.literal_eval(kernel.ok("measured.values[0]").result))
+
+
+def cost(kernel: Kernel, *, pairs: int, steps: int) -> list[Row]:
+    """A step with everything on against nothing on, in turn; how large updates are; what is sent when nobody looks."""
+    measured, sizes, silent = [], list[int](), 0
+    for on in (True, False):
+        _block(kernel, max(2, steps // 4), on=on)
+    for number in range(pairs):
+        seconds = {}
+        for on in (True, False) if number % 2 else (False, True):
+            seconds[on] = _block(kernel, steps, on=on)
+            found: Any = json.loads(kernel.value("json.dumps(page.sizes)"))
+            if on:
+                sizes += found
+            else:
+                silent += len(found)
+        measured.append((seconds[True], seconds[False]))
+    row = PairedRow.of_ratios("training step with %timeline, %watch, %memory, %shards, --watch", measured, STEP)
+    return [
+        replace(row, peer="nothing open"),
+        Row("largest update of a view", max(sizes) / 1e3, "kB", limit=UPDATE_BYTES / 1e3, note=f"{len(sizes)} updates"),
+        Row("messages of views while none is open", silent, "messages", limit=0),
+    ]
+
+
+def main() -> None:
+    """Measure on 2 ranks of 1 thread, then in JupyterLab; print the table, write it to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--no-page", action="store_true", help="without JupyterLab")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    pairs, steps = (3, 4) if options.quick else (options.pairs, 40)
+    with Kernel() as kernel:
+        kernel.ok(
+            "%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2 --devices cpu", timeout=120
+        )
+        kernel.ok(MODEL, timeout=120)
+        kernel.ok(PAGE)
+        rows = cost(kernel, pairs=pairs, steps=steps)
+        kernel.ok("page.close()\n%distributed stop")
+    if not options.no_page:
+        rows += page_rows(seconds=4.0 if options.quick else 20.0)
+    print(write("views", rows, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Take the pictures of the live views that the documentation shows: `python scripts/screenshots.py`, from the root.
+
+Runs a notebook in JupyterLab, in headless Chromium (one of those that the browser tests look for), and writes
+docs/images/VIEW-light.png and VIEW-dark.png. Best on an idle machine: a pipeline's bubble is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from playwright.sync_api import sync_playwright  # noqa: E402 -- the tests' helpers are no installed package
+
+from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS  # noqa: E402
+from tests.browser.lab_page import LabPage  # noqa: E402
+from tests.browser.lab_server import LabServer  # noqa: E402
+
+__all__ = ["main"]
+
+LIMIT = 300_000
+"""Bytes of a picture."""
+WINDOW = {"width": 1240, "height": 1400}
+
+START = """%load_ext axon_nb
+%distributed start -n 4"""
+MODEL = """%%distributed
+import time
+import axon_nb
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from axon_nb.parallel import FSDP, Pipeline, make_mesh
+from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config = GPTConfig(context=32, hidden=64, heads=4, blocks=2)
+model = FSDP(GPT(config))
+optimizer = model.optimizer(torch.optim.AdamW, lr=2e-3)
+text = standard_library(1 << 18)
+generator = torch.Generator().manual_seed(rank)
+mesh = make_mesh(dp=2, tp=2)
+grid = GPT(GPTConfig(blocks=1))
+_ = parallelize_module(grid.block0, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+_ = fully_shard(grid, mesh=mesh["dp"])"""
+TRAIN = """%%distributed
+for epoch in axon_nb.progress(range(1000), desc="epochs"):
+    for _ in axon_nb.progress(range(25), desc="steps"):
+        x, y = windows(text, batch=4, seq=config.context, generator=generator)
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        axon_nb.log(loss=loss.detach(), lr=2e-3 * 0.99**epoch, items=4)"""
+PIPELINE = """%%distributed
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+class Stage(nn.Module):  # takes a fixed time
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+    def forward(self, x):
+        return Wait.apply(self.linear(x), 0.02 + 0.004 * (rank == 2))
+
+pipe = Pipeline([Stage() for _ in range(4)], num_microbatches=8, schedule="1F1B", loss=nn.functional.mse_loss)
+pipe_optimizer = torch.optim.AdamW(pipe.parameters())
+for _ in range(3):
+    pipe.step(torch.randn(32, 64), torch.randn(32, 64))
+    pipe_optimizer.step()"""
+CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", "%shards grid", "%timeline", PIPELINE]
+
+
+def _shoot(page: LabPage, view: str, folder: Path) -> None:
+    for dark in (False, True):
+        page.set_theme(dark=dark)
+        page.page.wait_for_selector("#jupyterlab-splash", state="detached")
+        path = folder / f"{view}-{'dark' if dark else 'light'}.png"
+        page.page.locator(f".axon-{view}").first.screenshot(path=path)
+        if path.stat().st_size > LIMIT:
+            raise SystemExit(f"{path} has {path.stat().st_size} bytes; {LIMIT} at most")
+        print(f"{path}: {path.stat().st_size} bytes")
+    page.set_theme(dark=False)
+
+
+def _take_all(page: LabPage, folder: Path) -> None:
+    for i in (0, 1, 2):
+        page.run_and_wait(i, limit=120)
+    page.run_cell(3)
+    page.page.wait_for_function(
+        "(s) => Number(document.querySelector(s)?.dataset.points) > 60", arg=".axon-watch svg[aria-label^='loss:']"
+    )
+    _shoot(page, "watch", folder)
+    page.page.locator(".axon-watch-stop").click()
+    page.page.locator(".axon-watch-heading", has_text="no cell is running").wait_for()
+    page.wait_done(3)
+    for i in (4, 5):
+        page.run_and_wait(i, limit=120)
+    page.page.locator(".axon-memory-bar [data-role=optimizer]").first.wait_for(state="attached")
+    page.output(4).scroll_into_view_if_needed()
+    _shoot(page, "memory", folder)
+    page.page.fill(".axon-shards input", "block0. weight")
+    page.output(5).scroll_into_view_if_needed()
+    _shoot(page, "shards", folder)
+    for i in (6, 7):
+        page.run_and_wait(i, limit=120)
+    page.page.locator(".axon-timeline-step canvas").first.wait_for()
+    page.output(6).scroll_into_view_if_needed()
+    _shoot(page, "timeline", folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Take the pictures; return 1 when there is no browser."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder for the pictures")
+    options = parser.parse_args(argv)
+    path = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    if path is None:
+        print(f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH", file=sys.stderr)
+        return 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, LabServer(Path(folder) / "lab") as lab, sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
+        page = LabPage(browser.new_context(viewport=WINDOW, device_scale_factor=1).new_page(), lab)
+        try:
+            lab.write_notebook("views.ipynb", [*CELLS, "%distributed stop"])
+            page.open_notebook("views.ipynb")
+            _take_all(page, options.out)
+            page.run_and_wait(len(CELLS), limit=120)
+        finally:
+            browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

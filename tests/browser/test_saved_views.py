@@ -1,0 +1,75 @@
+"""Notebooks with saved views, opened without a kernel, trusted or not, and as a page without a network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter
+
+from tests.unit.widgets.saved_views import VIEWS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Locator
+
+    from tests.browser.lab_page import LabPage
+    from tests.browser.lab_server import LabServer
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def notebook_with_views() -> Any:
+    """As a session leaves it: of each view the widget, whose model is gone, and the folded picture."""
+    notebook = nbformat.v4.new_notebook()
+    for view in sorted(VIEWS):
+        bundle = VIEWS[view]()
+        model = {"model_id": f"{view}-is-gone", "version_major": 2, "version_minor": 0}
+        shown = nbformat.v4.new_output("display_data", {WIDGET: model, "text/plain": "A live view"})
+        folded = {**bundle, "text/html": f"<details><summary>a picture</summary>{bundle['text/html']}</details>"}
+        cell = nbformat.v4.new_code_cell(f"%{view}", id=view, execution_count=1)
+        cell.outputs = [shown, nbformat.v4.new_output("display_data", folded)]
+        notebook.cells.append(cell)
+    return notebook
+
+
+def look_at(output: Locator, view: str) -> None:
+    """Unfold what is saved: all pictures are there, and a table."""
+    output.locator("details > summary").click()
+    pictures = output.locator("details img")
+    pictures.first.wait_for()
+    assert pictures.count() > 0, view
+    loaded = "(all) => all.every((image) => image.complete && image.naturalWidth > 0)"
+    assert pictures.evaluate_all(loaded), view
+    assert output.locator("details table").first.is_visible(), view
+    heading = VIEWS[view]()["text/plain"].splitlines()[0]
+    assert heading[:20] in output.locator("details").inner_text(), view
+
+
+def test_saved_views_are_there_without_a_kernel(lab: LabServer, page: LabPage) -> None:
+    notebook = notebook_with_views()
+    for name in ("untrusted", "trusted"):
+        nbformat.write(notebook, lab.notebooks / f"views-{name}.ipynb")
+    lab.trust("views-trusted.ipynb")
+    for name in ("untrusted", "trusted"):
+        page.open_notebook(f"views-{name}.ipynb", kernel=False)
+        for i, view in enumerate(sorted(VIEWS)):
+            look_at(page.output(i), view)
+    # The widgets' models are gone with their kernel; Lab says so in the console.
+    page.errors[:] = [error for error in page.errors if "is-gone" not in error and "widget" not in error.lower()]
+
+
+def test_a_page_of_saved_views_needs_no_network(chromium: Browser, tmp_path: Path) -> None:
+    body, _ = HTMLExporter().from_notebook_node(notebook_with_views())
+    path = tmp_path / "views.html"
+    path.write_text(body, encoding="utf-8")
+    shown = chromium.new_page(offline=True)
+    shown.goto(path.as_uri(), wait_until="domcontentloaded")
+    cells = shown.locator(".jp-CodeCell")
+    for i, view in enumerate(sorted(VIEWS)):
+        look_at(cells.nth(i), view)
+    shown.close()
