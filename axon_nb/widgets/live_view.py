@@ -13,10 +13,12 @@ from typing import Any
 import anywidget
 import traitlets
 
-__all__ = ["STATIC", "LiveView"]
+__all__ = ["IN_WORDS", "STATIC", "LiveView"]
 
 STATIC = Path(__file__).parent / "static"
 """Where scripts and styles are."""
+IN_WORDS = "A live view where the front end shows widgets; its picture stays."
+"""What stands for a live view where none can be shown."""
 _SEEN_S = 12.0
 
 
@@ -37,6 +39,9 @@ class LiveView(anywidget.AnyWidget):
         # Held weakly: a view that nobody has any more is not kept by its own callback.
         me = weakref.ref(self)
         self.on_msg(lambda _, message, buffers: _heard(me, message))
+
+    def __repr__(self) -> str:
+        return IN_WORDS
 
     @abstractmethod
     def make_content(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import traitlets
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.shard import Shard
 from axon_nb.records.waits import named
+from axon_nb.widgets.live_view import IN_WORDS
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
@@ -55,6 +56,9 @@ class ShardsView(anywidget.AnyWidget):
         # Held weakly: a view that nobody has any more is not kept by its own callback.
         me = weakref.ref(self)
         self.on_msg(lambda _, message, buffers: _heard(me, message))
+
+    def __repr__(self) -> str:
+        return IN_WORDS
 
     @property
     def watched(self) -> bool:

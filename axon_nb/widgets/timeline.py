@@ -19,6 +19,7 @@ import traitlets
 from axon_nb.cluster.span_feed import SpanFeed
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.waits import named
+from axon_nb.widgets.live_view import IN_WORDS
 from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
@@ -91,6 +92,9 @@ class TimelineView(anywidget.AnyWidget):
         # Held weakly: a view that nobody has any more is not kept by its own callback.
         me = weakref.ref(self)
         self.on_msg(lambda _, message, buffers: _heard(me, message))
+
+    def __repr__(self) -> str:
+        return IN_WORDS
 
     @property
     def watched(self) -> bool:
