@@ -9,6 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.browser.lab_server import PYTHON_3
+
 pytest.importorskip("papermill", reason="needs papermill: pip install papermill")
 
 PARAMETERS = "num_ranks, scale = 2, 1.0"
@@ -16,7 +18,7 @@ START = "%load_ext axon_nb\n%distributed start -n {num_ranks}"
 
 
 def _notebook(path: Path, *cells: str) -> Path:
-    notebook = nbformat.v4.new_notebook()
+    notebook = nbformat.v4.new_notebook(metadata=PYTHON_3)
     notebook.cells = [nbformat.v4.new_code_cell(source, id=f"cell-{i}") for i, source in enumerate(cells)]
     notebook.cells[0].metadata["tags"] = ["parameters"]
     nbformat.write(notebook, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from IPython.core.ultratb import AutoFormattedTB
 
@@ -35,7 +36,7 @@ def test_the_ends_of_a_long_traceback_are_kept() -> None:
     assert trace is not None
     short, left_out = traceback_size.shortened(trace)
     assert depth(trace) == depth(short) + left_out
-    assert depth(short) < 100
+    assert depth(short) == 21
     first, last = short, short
     while last.tb_next is not None:
         last = last.tb_next
@@ -57,6 +58,18 @@ def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -
     text = "".join(render(RuntimeError, outer, None))
     assert "ValueError: the bottom" in text
     assert "RuntimeError: the effect" in text
-    assert f"({before - 90} of its calls are not shown.)" in text
+    assert f"({before - 21} of its calls are not shown.)" in text
     assert depth(cause.__traceback__) == before
     assert "not shown" not in "".join(render(ValueError, ValueError("x"), None))
+
+
+def test_calls_of_many_functions_are_kept_up_to_a_limit() -> None:
+    space: dict[str, Any] = {}
+    source = "def f0():\n    raise ValueError\n" + "".join(f"def f{i}():\n    f{i - 1}()\n" for i in range(1, 200))
+    exec(source, space)
+    for count, expected in ((50, 51), (199, 90)):
+        try:
+            space[f"f{count}"]()
+        except ValueError as error:
+            assert error.__traceback__ is not None
+            assert depth(traceback_size.shortened(error.__traceback__.tb_next)[0]) == expected
