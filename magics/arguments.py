@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
+from axon_nb.magics.examples import example_of
 
-__all__ = ["HelpAsked", "LineParser", "parse", "unknown_command"]
+__all__ = ["HelpAsked", "LineParser", "parse", "telling_help", "unknown_command"]
 
 _HELP = ("--help", "?", "??")
 
@@ -34,11 +36,25 @@ class HelpAsked(UsageError):
     """Help was asked for instead of anything being done; shows it."""
 
     def __init__(self, parser: LineParser) -> None:
-        super().__init__(parser.format_help().rstrip())
+        super().__init__(parser.format_help().rstrip() + example_of(parser.prog))
         self.parser = parser
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
+
+
+def telling_help(magic: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A line magic that prints its help when it is asked for, which is no failure of the cell."""
+
+    @functools.wraps(magic)
+    def told(line: str) -> Any:
+        try:
+            return magic(line)
+        except HelpAsked as asked:
+            print(asked)
+            return None
+
+    return told
 
 
 def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:

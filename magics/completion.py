@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -110,9 +111,10 @@ def _options(command: Callable[..., Any] | None, empty: Any) -> list[str]:
     """The options of a command: each parses its words before it does anything, and asked for help tells its parser."""
     if command is None:
         return []
+    asked_for = inspect.unwrap(command)
     with contextlib.suppress(Exception):
         try:
-            command([*empty, "--help"] if isinstance(empty, list) else "--help")
+            asked_for([*empty, "--help"] if isinstance(empty, list) else "--help")
         except HelpAsked as asked:
             return asked.parser.options()
     return []

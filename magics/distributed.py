@@ -14,7 +14,6 @@ from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
 from axon_nb.magics.comforts import COMFORTS
-from axon_nb.magics.examples import help_text
 from axon_nb.magics.export import export_session
 from axon_nb.records.ranks import format_ranks
 
@@ -68,15 +67,20 @@ class DistributedMagics(Magics):
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         auto on|off: plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
+
+        Example: `%distributed start -n 4`.
         """
         commands = self.commands()
         word, *rest = line.split() or [""]
+        if word in ("--help", "help", "?"):
+            print(self.distributed.__doc__)
+            return None
         if word not in commands:
             raise unknown_command("%distributed", word, commands)
         try:
             return commands[word](rest)
         except HelpAsked as asked:
-            print(help_text(asked, word))
+            print(asked)
             return None
 
     def commands(self) -> dict[str, Callable[[list[str]], Any]]:

@@ -1,12 +1,20 @@
-"""An example of each sub-command of `%distributed`, shown by its help."""
+"""An example of each magic and of each sub-command of `%distributed`, shown by its help."""
 
 from __future__ import annotations
 
-from axon_nb.magics.arguments import HelpAsked
-
-__all__ = ["EXAMPLES", "help_text"]
+__all__ = ["EXAMPLES", "example_of"]
 
 EXAMPLES = {
+    "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
+    "%%rank": "%%rank 0                             and below it: print(model)",
+    "%gather": "%gather predictions --as everyone    what %scatter dealt out comes together again",
+    "%memory": "%memory model optimizer              or without names: all that the ranks' variables hold",
+    "%pull": "%pull losses --ranks 0               binds what rank 0 has; of all ranks a dict without --ranks",
+    "%push": "%push images labels                  all ranks get those of the notebook",
+    "%scatter": "%scatter images labels               each rank gets its part",
+    "%shards": "%shards model optimizer --gradients",
+    "%timeline": "%timeline --save trace.json          for Perfetto; or %timeline alone: a live view",
+    "%watch": "%watch                               before the cell that trains",
     "attach": "%distributed attach                  after the kernel was restarted",
     "auto": "%distributed auto on                 and `%distributed auto off`",
     "cancel": "%distributed cancel                  ends a cell that was started with --noblock",
@@ -26,7 +34,7 @@ EXAMPLES = {
 }
 
 
-def help_text(asked: HelpAsked, command: str) -> str:
-    """The help of a command, with its example."""
-    example = f"\n\nexample:\n  {EXAMPLES[command]}" if command in EXAMPLES else ""
-    return f"{asked}{example}"
+def example_of(prog: str) -> str:
+    """What help shows of a magic, or of a command such as ``%distributed start``; empty: nothing."""
+    example = EXAMPLES.get(prog.removeprefix("%distributed "))
+    return f"\n\nexample:\n  {example}" if example else ""

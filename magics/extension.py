@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
 
 from axon_nb.cluster import current, journal, kept, lifecycle, stop_button, warmup
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics import front_end, rank_names
+from axon_nb.magics.arguments import telling_help
 from axon_nb.magics.auto import AutoMagics, auto_cells
 from axon_nb.magics.cells import CellMagics
 from axon_nb.magics.completion import rank_matcher
@@ -37,6 +39,7 @@ def load(shell: InteractiveShell) -> None:
     """Register the magics; say in one line if a cluster waits for this notebook, else warm up."""
     for cls in _CLASSES:
         shell.register_magics(cls)
+        _tell_help(shell, cls)
     for transformer in _TRANSFORMERS:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
@@ -77,6 +80,12 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in cls.magics.items():
             for name in names:
                 manager.magics[kind].pop(name, None)
+
+
+def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:
+    magics = shell.magics_manager.magics["line"]
+    for name in cls.magics.get("line", ()):
+        magics[name] = telling_help(magics[name])
 
 
 def _assist(shell: InteractiveShell) -> None:

@@ -18,6 +18,8 @@ class JobViewMagics(Magics):
     def watch(self, line: str) -> None:
         """Show what a job does, while it runs: `%watch`; what `axon_nb.log` tells, pace, communication, memory, ranks.
 
+        Example: `%watch`, in a cell before the one that trains.
+
         The panel follows the cells that run after it, until it is opened again; its button ends the cell that runs.
         """
         parse(LineParser("%watch", "Show what a job does, while it runs."), line)
@@ -29,6 +31,8 @@ class JobViewMagics(Magics):
     @line_magic
     def memory(self, line: str) -> None:
         """Show what each rank's memory holds: `%memory [model optimizer …]`; without names, all that variables hold.
+
+        Example: `%memory model optimizer`.
 
         The panel follows the cells that run after it, until it is opened again for the same names.
         """

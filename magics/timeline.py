@@ -33,6 +33,8 @@ class TimelineMagics(Magics):
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --cell N        the cell In [N] alone, which is over
         --save FILE     write it instead: .json is a trace for Perfetto, .html a page of its own, .csv a table
+
+        Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """
         options = parse(_parser(), line)
         cluster = current.require("%timeline")

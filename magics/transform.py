@@ -10,7 +10,8 @@ from axon_nb.magics.heads import RANK_MAGICS
 
 __all__ = ["asked_help", "awaited_cells"]
 
-_HELP_LINE = re.compile(r"^(%distributed\s+[^\s?].*?)\s*\?{1,2}\s*$")
+_OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
+_HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 
 
 def awaited_cells(lines: list[str]) -> list[str]:
@@ -26,8 +27,12 @@ def awaited_cells(lines: list[str]) -> list[str]:
     return [f"await {call}\n"]
 
 
+# `check_complete` leaves such transformers out: in a terminal a cell goes on until an empty line.
+vars(awaited_cells)["has_side_effects"] = True
+
+
 def asked_help(lines: list[str]) -> list[str]:
-    """An input transformer: `%distributed start?` asks our command for help, where IPython would look for a `start`."""
+    """An input transformer: `%distributed start?` asks us for help, where IPython would look for a `start`."""
     if not lines or lines[0].startswith("%%"):
         return lines
     return [f"{match.group(1)} --help\n" if (match := _HELP_LINE.match(line)) else line for line in lines]

@@ -25,6 +25,8 @@ class ViewMagics(Magics):
     def shards(self, line: str) -> None:
         """Show which rank holds which part: `%shards model [--gradients]`; modules, optimizers, tensors of the ranks.
 
+        Example: `%shards model optimizer`.
+
         The view follows the cells that run after it, until it is opened again for the same names.
         """
         options = parse(_shards_parser(), line)

@@ -72,10 +72,11 @@ class Cluster(CellRunning):
         state = self.health.gone or "running"
         return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {state})"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
         from axon_nb.cluster.card import cluster_card
 
-        return cluster_card(self.info())
+        # With the facts that a script needs which is made from the saved notebook.
+        return cluster_card(self.info()), {"axon_nb": journal.session_facts(self).to_json()}
 
     @property
     def client(self) -> Any:

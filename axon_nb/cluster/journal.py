@@ -16,7 +16,17 @@ from axon_nb.records.history import PushedValues, RanCell, SessionFacts
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["auto_options", "failed_line", "history", "literal", "pushed", "ran", "sent_values", "started"]
+__all__ = [
+    "auto_options",
+    "failed_line",
+    "history",
+    "literal",
+    "pushed",
+    "ran",
+    "sent_values",
+    "session_facts",
+    "started",
+]
 
 _MAGICS = ("distributed", "rank")
 _AUTO_CALL = "get_ipython().magics_manager.registry['AutoMagics'].run"
@@ -31,13 +41,17 @@ _sent: dict[str, Callable[[Any], bool]] = {}
 
 def started(cluster: Cluster) -> None:
     """A cluster is the notebook's own now: what was done on earlier ranks is gone with them."""
-    layout = cluster.layout
-    on_gpus = layout.devices[0] != "cpu"
-    seeds = {place.get("seed") for place in cluster.places}  # forked ranks begin with the same one
-    seed = seeds.pop() if len(seeds) == 1 else None
-    _facts[:] = [SessionFacts(layout.num_ranks, layout.backend, layout.threads, on_gpus, seed)]
+    _facts[:] = [session_facts(cluster)]
     _entries[:] = [entry for entry in _entries if isinstance(entry, RanCell) and not entry.magic]
     _sent.clear()
+
+
+def session_facts(cluster: Cluster) -> SessionFacts:
+    """What a script must know of the ranks to do what they do."""
+    layout = cluster.layout
+    seeds = {place.get("seed") for place in cluster.places}  # forked ranks begin with the same one
+    seed = seeds.pop() if len(seeds) == 1 else None
+    return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 
 
 def pushed(variables: Mapping[str, Any], ranks: Iterable[int], *, scattered_along: int | None = None) -> None:

@@ -25,6 +25,7 @@ from axon_nb.engine import (
     rounds,
     shell_commands,
     short_traceback,
+    traceback_size,
 )
 from axon_nb.engine.assist import Assistant
 from axon_nb.engine.background import note_own_threads
@@ -84,7 +85,8 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         torch.cuda.set_device(device)
     session = RankSession(config=config, kernel=kernel, device=device)
     set_current(session)
-    missing = kernel_hooks.missing(kernel)  # before ours are set under the same names
+    # Before ours are set under the same names.
+    missing = [*kernel_hooks.missing(kernel), *traceback_size.missing(kernel.shell)]
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
@@ -137,6 +139,7 @@ def _install(session: RankSession) -> None:
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
     kernel_hooks.wrap_do_execute(kernel, runner.run)
     short_traceback.install(kernel.shell)
+    traceback_size.install(kernel.shell)
     exits.install(kernel.shell)
     pager.install(kernel.shell)
     shell_commands.install(kernel.shell, interrupts)

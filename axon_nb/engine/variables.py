@@ -93,7 +93,7 @@ def give(
     size, free = parcel_size(parts), free_memory()
     if free is not None and size > free:
         raise UsageError(f"it takes {format_bytes(size)}, and {format_bytes(free)} of memory are free: take a part")
-    write_parcel(address, parts)
+    write_parcel(address, parts, writers=sum(place is not None for place in addresses.values()))
 
 
 def take_offer() -> bytes:

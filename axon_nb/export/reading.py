@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ __all__ = ["read_notebook"]
 
 _ON_RANKS = ("distributed", "rank")
 _INTERRUPTED = ("CellInterrupt", "KeyboardInterrupt")
+_FRESH = ("start", "restart")
+"""Commands after which nothing is left of what was done on ranks."""
+_BY_ITSELF = re.compile(r"^Started (\d+) ranks \((\w+)\);", re.MULTILINE)
+"""What a cell prints for which ranks were started with nothing said."""
 
 
 def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues]]:
@@ -39,13 +45,14 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues
         source = "".join(cell["source"])
         for line in source.splitlines():
             words = _words(line)
-            if words[:2] == ["%distributed", "start"]:
-                facts = _facts(words[2:], facts)
+            if words[:1] == ["%distributed"] and words[1:2] and words[1] in _FRESH:
+                facts = _facts(words[2:], facts) if words[1] == "start" else facts
                 found = [entry for entry in found if isinstance(entry, RanCell) and not entry.magic]
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
                 auto = auto_options(line, "") if words[2:3] == ["on"] else None
+        facts = _told(cell, facts)
         entry = _entry(cell, source, auto=auto)
         pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
         found += [*pushes, entry] if entry.magic else [entry, *pushes]
@@ -66,6 +73,16 @@ def _facts(words: list[str], before: SessionFacts) -> SessionFacts:
     options = parser.parse_known_args(words)[0]
     backend = options.backend if options.backend != "auto" else "gloo"
     return SessionFacts(options.n, backend, before.threads, backend == "nccl")
+
+
+def _told(cell: dict[str, Any], before: SessionFacts) -> SessionFacts:
+    """What the outputs of a cell tell of the ranks."""
+    for output in cell.get("outputs", ()):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            before = SessionFacts.from_json(output["metadata"]["axon_nb"])
+        if found := _BY_ITSELF.search("".join(output.get("text", ""))):
+            before = SessionFacts(int(found[1]), found[2], before.threads, found[2] == "nccl")
+    return before
 
 
 def _configured(words: list[str], before: SessionFacts) -> SessionFacts:

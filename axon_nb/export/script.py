@@ -163,6 +163,8 @@ class _Writer:
         self._trees.append(tree)
         if _is_async(tree):
             code = self._awaited(step, code, tree)
+        if step.repeat > 1 and code and not step.left_out:
+            code = f"for {self._arguments.free('repetition')} in range({step.repeat}):\n{indented(code)}"
         if step.ranks is not None and code:
             self._trees.append(parse("rank"))
             code = self._limited(step.ranks, code, tree)
@@ -174,7 +176,8 @@ class _Writer:
 
     def _with_show(self, step: CellStep) -> str:
         """The cell's code, in which the value that the notebook showed is printed."""
-        last = step.tree.body[-1] if step.tree.body and not step.left_out else None
+        shown_at_all = step.tree.body and not (step.left_out or step.quiet or step.repeat)
+        last = step.tree.body[-1] if shown_at_all else None
         if not isinstance(last, ast.Expr) or not _is_shown(last.value):
             return step.code
         lines = step.code.splitlines()

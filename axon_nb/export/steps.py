@@ -31,6 +31,10 @@ class CellStep:
     code: str
     tree: ast.Module
     imports: tuple[str, ...] = ()
+    repeat: int = 0
+    """How often it ran, as `--repeat` had it; 0: once."""
+    quiet: bool = False
+    """Whether the notebook showed nothing of it."""
     left_out: str = ""
     """Code of the cell that is not run, as comments; empty: all of it is."""
 
@@ -107,14 +111,16 @@ def steps_of(
 
 
 def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
-    ranks = _ranks(cell.magic, facts.num_ranks)
     try:
+        options = _options(cell.magic, facts.num_ranks)
         python = translate(cell.code)
         tree = parse(python.code)
-    except SyntaxError:
+    except (argparse.ArgumentError, SyntaxError, UsageError, ValueError):
         return None  # no rank has run it
+    if options.help:
+        return None
     code = one_a_line(python.code, tree)
-    step = CellStep(cell, ranks, code, parse(code), python.imports)
+    step = CellStep(cell, options.ranks, code, parse(code), python.imports, options.repeat, options.quiet)
     if cell.outcome == "failed":
         # IPython leaves out the empty lines before the first when it translates.
         blank = len(cell.code) - len(cell.code.lstrip("\n")) if python.code != cell.code else 0
@@ -123,15 +129,20 @@ def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
     return step
 
 
-def _ranks(magic: str, num_ranks: int) -> list[int] | None:
-    """The ranks that a cell's first line names; None: all."""
+def _options(magic: str, num_ranks: int) -> argparse.Namespace:
+    """What a cell's first line says: ``ranks`` (None: all), ``repeat`` (0: not) and ``quiet``."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--ranks")
+    parser.add_argument("--repeat", type=int, default=0)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--help", action="store_true")
     name, _, line = magic.partition(" ")
     words = shlex.split(line)
-    text = words[0] if name == "rank" and words else parser.parse_known_args(words)[0].ranks
+    options = parser.parse_known_args(words)[0]
+    text = words[0] if name == "rank" and words else options.ranks
     ranks = parse_ranks(text, num_ranks) if text else None
-    return None if ranks == list(range(num_ranks)) else ranks
+    options.ranks = None if ranks == list(range(num_ranks)) else ranks
+    return options
 
 
 def _cut(step: CellStep, count: int) -> None:

@@ -19,6 +19,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from axon_nb.host.cores import usable_cores
+from axon_nb.host.parcel_filling import fill
+
 __all__ = ["Address", "Parcel", "ParcelUnreachable", "join_parts", "parcel_size", "read_parcel", "split_parts",
            "supported", "write_parcel"]  # fmt: skip
 
@@ -26,8 +29,6 @@ Address = tuple[str, int]
 """Where a process of the same user opens a parcel, and its inode: a number of a file that is gone may be used again."""
 
 _ALIGN = 64
-_CHUNK = 32 << 20
-"""Bytes written at once: an interrupt is noticed between two of them."""
 _MAPPED = 1 << 20
 """Smaller parcels are read, not mapped: a mapping of Python's takes a file descriptor as long as it lives."""
 
@@ -60,7 +61,7 @@ class Parcel:
 
     def write(self, parts: Sequence[Any]) -> None:
         """Write all parts, and seal them."""
-        _write(self._fd, parts)
+        _write(self._fd, parts, writers=1)
 
     def read(self) -> list[memoryview]:
         """The parts, in memory that is this call's own."""
@@ -90,15 +91,20 @@ def read_parcel(address: Address) -> list[memoryview]:
         os.close(fd)
 
 
-def write_parcel(address: Address, parts: Sequence[Any]) -> None:
+def write_parcel(address: Address, parts: Sequence[Any], *, writers: int = 1) -> None:
     """Fill another process's parcel, and seal it.
+
+    Args:
+        address: The parcel.
+        parts: What it is to hold.
+        writers: How many processes of this host do so at the same time.
 
     Raises:
         ParcelUnreachable: see there.
     """
     fd = _open(address, os.O_RDWR)
     try:
-        _write(fd, parts)
+        _write(fd, parts, writers=writers)
     finally:
         os.close(fd)
 
@@ -138,16 +144,15 @@ def _head(sizes: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
 
 
-def _write(fd: int, parts: Sequence[Any]) -> None:
+def _write(fd: int, parts: Sequence[Any], *, writers: int) -> None:
     views = _views(parts)
     sizes = [view.nbytes for view in views]
     places, total = _places(sizes)
+    helped = usable_cores() >= 2 * writers
     os.ftruncate(fd, total)
     os.pwrite(fd, _head(sizes), 0)
     for place, view in zip(places, views, strict=True):
-        done = 0
-        while done < view.nbytes:
-            done += os.pwrite(fd, view[done : done + _CHUNK], place + done)
+        fill(fd, place, view, helped=helped)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
 
 

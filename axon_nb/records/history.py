@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 __all__ = ["PushedValues", "RanCell", "SessionFacts"]
 
@@ -22,6 +23,21 @@ class SessionFacts:
     """Whether ranks compute on GPUs."""
     seed: int | None = None
     """What torch's generator of each rank was seeded with at the start; None: not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; the seed as text, for it may be larger than what JavaScript counts exactly."""
+        return {**asdict(self), "seed": None if self.seed is None else str(self.seed)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> SessionFacts:
+        """From what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        seed = None if told["seed"] is None else int(told["seed"])
+        threads, on_gpus = int(told["threads"]), bool(told["on_gpus"])
+        return cls(int(told["num_ranks"]), str(told["backend"]), threads, on_gpus, seed)
 
 
 @dataclass(frozen=True, slots=True)

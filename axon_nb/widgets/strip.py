@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import traitlets
+from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from axon_nb.records.state import RankState
@@ -53,14 +54,18 @@ class RankStrip(View):
         self._end: float | None = None
         self._sent = 0.0
         self._handle: DisplayHandle | None = None
+        self._in_terminal = False
         self._reopened = False
         super().__init__(config=_config(ranks, title))
         self.on_msg(self._on_request)
 
     def start(self) -> None:
-        """Show the strip in the running cell; its clock starts now."""
+        """Show the strip in the running cell; its clock starts now. In a terminal it is told at its end."""
         self._start_ns = time.monotonic_ns()
-        self._handle = display(self, display_id=True)
+        shell = get_ipython()
+        self._in_terminal = shell is not None and not hasattr(shell, "kernel")
+        if not self._in_terminal:
+            self._handle = display(self, display_id=True)
 
     def add(self, states: Iterable[RankState]) -> None:
         """Queue samples for the next `flush`; from any thread. Ranks that the strip does not show are left out."""
@@ -97,6 +102,8 @@ class RankStrip(View):
         self.send({"op": "append"}, buffers=[message])
         if self._handle is not None:
             self._handle.update(self.to_bundle(), raw=True)
+        elif self._in_terminal:
+            print(self.to_bundle()["text/plain"])
         # A page that was opened while the cell ran is not reached by the update: its view lives on.
         if not self._reopened:
             self.close()

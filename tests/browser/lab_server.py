@@ -33,6 +33,11 @@ PYTHON_3 = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykern
 class LabServer:
     """Starts with `with`, and ends its kernels and itself, by process id, when the block is left."""
 
+    module, app = "jupyterlab", "LabApp"
+    """What is started, and what its settings are called."""
+    tree = "lab/tree"
+    """Path of the page that opens a notebook."""
+
     def __init__(self, folder: Path) -> None:
         self.notebooks = folder / "notebooks"
         self._folder = folder
@@ -49,11 +54,12 @@ class LabServer:
         environment = {**os.environ, **{name: str(self._folder / name.lower()) for name in private}}
         environment["JUPYTER_TOKEN"] = self._token
         command = [
-            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *(sys.executable, "-m", self.module, "--no-browser", "--allow-root"),
             *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={self.notebooks}"),
-            *("--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True"),
-            *(f"--LabApp.app_settings_dir={settings}", f"--LabApp.workspaces_dir={self._folder / 'workspaces'}"),
-            f"--LabApp.user_settings_dir={self._folder / 'user-settings'}",
+            *(f"--{self.app}.extension_manager=readonly", f"--{self.app}.expose_app_in_browser=True"),
+            f"--{self.app}.app_settings_dir={settings}",
+            f"--{self.app}.workspaces_dir={self._folder / 'workspaces'}",
+            f"--{self.app}.user_settings_dir={self._folder / 'user-settings'}",
         ]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -95,7 +101,7 @@ class LabServer:
                 continue
             break
         said = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"JupyterLab did not start in {START_LIMIT:.0f} s:\n{said}")
+        raise RuntimeError(f"{self.module} did not start in {START_LIMIT:.0f} s:\n{said}")
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
@@ -117,7 +123,7 @@ class LabServer:
 
     def address_of(self, notebook: str) -> str:
         """The page that opens a notebook in an otherwise empty Lab."""
-        return f"{self._url}lab/tree/{notebook}?reset&token={self._token}"
+        return f"{self._url}{self.tree}/{notebook}?reset&token={self._token}"
 
     def end_kernels(self) -> None:
         """Shut down every kernel of the server, politely."""

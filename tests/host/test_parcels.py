@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host import parcels
+from axon_nb.host import parcel_filling, parcels
 from axon_nb.host.free_memory import free_memory
 from axon_nb.host.parcels import Parcel, ParcelUnreachable, join_parts, read_parcel, split_parts, write_parcel
 
@@ -18,9 +18,10 @@ pytestmark = pytest.mark.skipif(not parcels.supported(), reason="needs memfd_cre
 
 SMALL = [b"head", b"", bytes(range(256)) * 3]
 LARGE = [b"head", os.urandom(3 << 20), b"tail"]
+HUGE = [b"head", bytes(40 << 20) + b"end", b"tail"]
 
 
-@pytest.mark.parametrize("parts", [SMALL, LARGE, []], ids=["small", "large", "none"])
+@pytest.mark.parametrize("parts", [SMALL, LARGE, HUGE, []], ids=["small", "large", "huge", "none"])
 def test_parts_come_back_as_they_were(parts: list[bytes]) -> None:
     with Parcel() as parcel:
         assert parcel.empty
@@ -106,3 +107,27 @@ def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path, meminfo) == 2 << 20
     assert free_memory(tmp_path, tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("helped", [False, True])
+@pytest.mark.parametrize("place", [64, 4096 * 3 + 128])
+def test_large_memory_is_copied_by_one_or_two_threads(place: int, helped: bool) -> None:
+    content = os.urandom(1 << 20) * 33 + b"the end"
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, place + len(content) + 5)
+        parcel_filling.fill(fd, place, memoryview(content), helped=helped)
+        assert os.pread(fd, place, 0) == bytes(place)
+        assert os.pread(fd, len(content), place) == content
+        assert os.pread(fd, 99, place + len(content)) == bytes(5)
+    finally:
+        os.close(fd)
+
+
+def test_what_the_second_thread_cannot_do_the_first_one_does() -> None:
+    content = os.urandom(1 << 20) * 40
+    with open("/dev/null", "wb") as nothing:
+        helper = parcel_filling._Helper(nothing.fileno(), 0, memoryview(content))
+        helper.start()
+        helper.stop()
+    assert helper.done == 0

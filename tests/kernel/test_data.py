@@ -49,6 +49,7 @@ def test_large_arrays_are_each_ranks_own_and_leave_nothing(kernel: Kernel) -> No
     kernel.ok("del t_back\n%xdel t_big")
     kernel.ok("%%distributed\ndel t_big")
     assert until(lambda: not any(parcels_of(pid) for pid in family(kernel)))
+    assert not [name for name in os.listdir("/dev/shm") if "axon" in name]
 
 
 def test_tensors_keep_dtype_layout_sharing_and_gradients(kernel: Kernel) -> None:

@@ -61,6 +61,13 @@ def test_huge_and_odd_exceptions_end_normally(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
+def test_of_a_recursion_the_ends_are_shown_and_how_much_is_not(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed --ranks 1\ndef down(n): return down(n + 1)\ndown(0)")
+    assert "RecursionError" in reply.traceback
+    assert "----> 3 down(0)" in reply.traceback
+    assert " of its calls are not shown.)" in reply.traceback
+
+
 def test_output_before_a_failure_is_kept(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nprint('before')\nif rank == 3:\n    raise ValueError('x')")
     assert reply.lines() == ["[ranks 0-3] before"]

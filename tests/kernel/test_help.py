@@ -1,4 +1,4 @@
-"""Every magic and every command has help with an example; a mistyped command is told the nearest."""
+"""Every magic and every command has help with an example; what is mistyped is told the nearest that there is."""
 
 from __future__ import annotations
 
@@ -12,44 +12,78 @@ def _commands(kernel: Kernel) -> list[str]:
     return list(kernel.value("list(get_ipython().magics_manager.registry['DistributedMagics'].commands())"))
 
 
+def _magics(kernel: Kernel, kind: str) -> dict[str, str]:
+    """The docstrings of our magics, by name."""
+    found = kernel.value(
+        f"{{name: magic.__doc__ or '' for name, magic in get_ipython().magics_manager.magics['{kind}'].items()"
+        " if getattr(magic, '__module__', '').startswith('axon_nb.')}"
+    )
+    assert isinstance(found, dict)
+    return found
+
+
 def test_asking_for_help_does_nothing_else(kernel: Kernel) -> None:
     for name in _commands(kernel):
         reply = kernel.ok(f"%distributed {name} --help")
         assert reply.stdout.startswith(f"usage: %distributed {name}"), name
         assert name in EXAMPLES, f"magics/examples.py has none for {name}"
         assert f"example:\n  {EXAMPLES[name]}" in reply.stdout
+        assert f"%distributed {name}" in EXAMPLES[name]
     assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-3] 1"]
 
 
-@pytest.mark.parametrize("code", ["%distributed start?", "%distributed start ?", "%distributed start -n 4??"])
-def test_a_question_mark_asks_for_it_too(kernel: Kernel, code: str) -> None:
-    reply = kernel.ok(code)
-    assert "number of ranks" in reply.stdout
-    assert "%distributed start -n 4" in reply.stdout
+def test_every_magic_tells_its_options_and_an_example(kernel: Kernel) -> None:
+    for name in _magics(kernel, "line").keys() - {"distributed"}:
+        reply = kernel.ok(f"%{name} --help")
+        assert reply.stdout.startswith(f"usage: %{name}"), name
+        assert f"example:\n  {EXAMPLES[f'%{name}']}" in reply.stdout
+    for name in _magics(kernel, "cell").keys() - {"local"}:
+        reply = kernel.ok(f"%%{name} --help\n1")
+        assert "--repeat" in reply.stdout
+        assert f"example:\n  {EXAMPLES[f'%%{name}']}" in reply.stdout
+    assert "Example: `%distributed start -n 4`" in kernel.ok("%distributed --help").stdout
 
 
-def test_cell_magics_tell_their_options(kernel: Kernel) -> None:
-    assert "--repeat" in kernel.ok("%%distributed --help\n1").stdout
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("%distributed start?", "%distributed start -n 4"),
+        ("%distributed start ?", "%distributed start -n 4"),
+        ("%distributed start -n 4??", "number of ranks"),
+        ("%pull losses?", "%pull losses --ranks 0"),
+    ],
+)
+def test_a_question_mark_asks_for_it_too(kernel: Kernel, code: str, said: str) -> None:
+    assert said in kernel.ok(code).stdout
 
 
 def test_every_magic_has_a_docstring_with_an_example(kernel: Kernel) -> None:
-    kernel.ok(
-        "t_magics = {kind + name: magic.__doc__ or '' for kind, found in "
-        "(('%', get_ipython().magics_manager.magics['line']), ('%%', get_ipython().magics_manager.magics['cell'])) "
-        "for name, magic in found.items() if getattr(magic, '__module__', '').startswith('axon_nb.')}"
-    )
-    found = kernel.value("t_magics")
-    assert {"%distributed", "%push", "%pull", "%shards", "%%distributed", "%%rank", "%%local"} <= set(found)
-    assert [name for name, text in found.items() if f"`{name} " not in text and f"`{name}`" not in text] == []
+    line, cell = _magics(kernel, "line"), _magics(kernel, "cell")
+    assert {"distributed", "gather", "memory", "pull", "push", "scatter", "shards", "timeline", "watch"} <= set(line)
+    assert {"distributed", "local", "rank"} <= set(cell)
+    for sign, found in (("%", line), ("%%", cell)):
+        for name, text in found.items():
+            example = text.partition("Example: ")[2]
+            assert f"`{sign}{name}" in example, name
 
 
 @pytest.mark.parametrize(
     ("typed", "sentence"),
-    [
-        ("statsu", "has no command 'statsu': did you mean `%distributed status`?"),
-        ("repiar", "did you mean `%distributed repair`?"),
-        ("xyzzy", "it is one of start, status"),
-    ],
+    {
+        "%distributed statsu": "has no command 'statsu': did you mean `%distributed status`?",
+        "%distributed repiar": "did you mean `%distributed repair`?",
+        "%distributed xyzzy": "it is one of start, status",
+        "%distributed start --devcies cpu": "%distributed start has no '--devcies'; did you mean --devices?",
+        "%distributed seed 0 --per-ranks": "did you mean --per-rank?",
+        "%push t_x --rank 0": "%push has no '--rank'; did you mean --ranks?",
+        "%pull t_x --shard": "did you mean --shards?",
+        "%timeline --sav x.json": "did you mean --save?",
+        "%%distributed --tiem\n1": "%%distributed has no '--tiem'; did you mean --time?",
+        "%%rank 0 --quite\n1": "did you mean --quiet?",
+    }.items(),
+    ids=lambda value: value.partition("\n")[0],
 )
-def test_the_nearest_command_is_suggested(kernel: Kernel, typed: str, sentence: str) -> None:
-    assert sentence in kernel.run(f"%distributed {typed}").traceback
+def test_the_nearest_is_suggested(kernel: Kernel, typed: str, sentence: str) -> None:
+    reply = kernel.run(typed)
+    assert reply.ename == "UsageError"
+    assert sentence in reply.traceback

@@ -12,6 +12,7 @@ import pytest
 from axon_nb import cli
 from axon_nb.errors import UsageError
 from axon_nb.export import export_notebook
+from axon_nb.records.history import SessionFacts
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ON_RANKS = sorted(path for path in EXAMPLES.glob("*.ipynb") if '"%%distributed' in path.read_text(encoding="utf-8"))
@@ -99,3 +100,27 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["export", __file__, "x.py"]) == 1
     assert cli.main(["export", str(source), str(tmp_path / "t.txt")]) == 1
     assert "a script's name ends in .py" in capsys.readouterr().err
+
+
+def test_what_outputs_tell_of_the_ranks(tmp_path: Path) -> None:
+    facts = SessionFacts(3, "gloo", threads=5, seed=2**53 + 1)
+    source = notebook(
+        tmp_path / "n.ipynb",
+        (1, "%distributed start -n 9"),
+        (2, "%%distributed\nprint('before')"),
+        (3, "%distributed restart"),
+        (4, "%%distributed\nprint('after')"),
+    )
+    made = json.loads(source.read_text())
+    card = {"output_type": "display_data", "data": {}, "metadata": {"axon_nb": facts.to_json()}}
+    made["cells"][3]["outputs"] = [{"output_type": "stream", "text": ["x"]}, card]
+    source.write_text(json.dumps(made))
+    export_notebook(source, tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text()
+    for line in ("torchrun --nproc-per-node 3 t.py", "torch.set_num_threads(5)", f"torch.manual_seed({2**53 + 1})"):
+        assert line in text
+    assert "before" not in text
+    made["cells"] = [made["cells"][2]]
+    made["cells"][0]["outputs"] = [{"output_type": "stream", "text": ["Started 7 ranks (gloo); `%dis"]}]
+    source.write_text(json.dumps(made))
+    assert "--nproc-per-node 7 " in str(export_notebook(source, tmp_path / "u.py"))

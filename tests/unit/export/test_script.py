@@ -177,6 +177,28 @@ def test_magics_of_plain_cells_that_concern_ranks() -> None:
     assert "random.seed(5 + rank)\nnp.random.seed((5 + rank) % 2**32)\ntorch.manual_seed(5 + rank)\n" in text
 
 
+def test_cells_that_were_quiet_or_repeated_do_as_they_did() -> None:
+    text = script(
+        cell("x = [1]\nx\n", "distributed --quiet --out told"),
+        cell("import math\nx.append(math.pi)\nx\n", "rank 1 --repeat 3", number=2),
+        cell("print(x)\n", "distributed --repeat 1 --profile", number=3),
+    )
+    assert "show(" not in text
+    assert "if rank == 1:\n    for repetition in range(3):\n        x.append(math.pi)\n        x\n" in text
+    assert "\nprint(x)\n" in text
+
+
+def test_cells_that_no_rank_has_run_are_not_there() -> None:
+    text = script(
+        cell("print(1)\n"),
+        cell("print(2)\n", "distributed --repeat many", outcome="failed", number=2),
+        cell("print(3)\n", "distributed --ranks 9", outcome="failed", number=3),
+        cell("print(4)\n", "distributed --help", number=4),
+        cell("print(5\n", outcome="failed", number=5),
+    )
+    assert text.count("print(") == 1
+
+
 def test_dead_cells_are_left_out_on_request() -> None:
     history = [
         cell("import math\nx = math.pi\n"),

@@ -1,0 +1,84 @@
+"""Jupyter Notebook 7: live views, pictures that stay, failures, the stop button, completion; as in JupyterLab."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser.conftest import WINDOW
+from tests.browser.lab_server import LabServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.browser.lab_page import LabPage
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+MODEL = "%%distributed\nmodel = torch.nn.Linear(8, 4)\nprint(f'rank {rank} is ready')"
+LONG = """%%distributed --watch
+import time
+for i in range(3000):
+    dist.barrier()
+    time.sleep(0.02)"""
+
+
+class NotebookServer(LabServer):
+    """Jupyter Notebook 7, whose page is made of JupyterLab's parts."""
+
+    module, app = "notebook", "JupyterNotebookApp"
+    tree = "notebooks"
+
+
+@pytest.fixture(scope="module")
+def notebook_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """The server."""
+    pytest.importorskip("notebook", minversion="7", reason="needs Notebook 7: pip install notebook")
+    with NotebookServer(tmp_path_factory.mktemp("notebook") / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def notebook(notebook_server: LabServer, chromium: Browser) -> Iterator[LabPage]:
+    """A page; an error in its console fails the test."""
+    from tests.browser.lab_page import LabPage
+
+    context = chromium.new_context(viewport=WINDOW, device_scale_factor=1)
+    shown = LabPage(context.new_page(), notebook_server)
+    yield shown
+    errors = list(shown.errors)
+    context.close()
+    notebook_server.end_kernels()
+    assert not errors, "the page's console has errors:\n" + "\n".join(errors)
+
+
+def test_a_session_in_notebook_7(notebook: LabPage, notebook_server: LabServer) -> None:
+    cells = ["%load_ext axon_nb\n%distributed start -n 2", MODEL, "%shards model", LONG, "%%distributed\n", "1 + 1"]
+    notebook_server.write_notebook("seven.ipynb", cells)
+    notebook.open_notebook("seven.ipynb")
+    assert "2 ranks" in notebook.run_and_wait(0)
+    assert "rank 1 is ready" in notebook.run_and_wait(1)
+    notebook.run_and_wait(2)
+    notebook.page.wait_for_selector(".axon-shards tbody tr[data-name]")
+    # Live while the cell runs; the stop button ends it, and pictures stay.
+    notebook.run_cell(3)
+    notebook.output(3).locator(".axon-strip").wait_for(timeout=60_000)
+    assert notebook.is_running(3)
+    notebook.interrupt()
+    notebook.wait_done(3)
+    notebook.wait_text(3, "have stopped")
+    notebook.output(3).locator("figure img").first.wait_for()
+    # Names of ranks are completed.
+    notebook.cell(4).locator(".cm-content").click()
+    notebook.page.keyboard.press("Control+End")
+    notebook.page.keyboard.type("model.in_fea")
+    notebook.page.keyboard.press("Tab")
+    notebook.cell(4).locator(".cm-content").get_by_text("model.in_features").wait_for(timeout=60_000)
+    notebook.run_cell(4)
+    notebook.wait_text(4, "8")
+    assert "2" in notebook.run_and_wait(5)
+    saved = notebook.save()
+    html = "".join("".join(out.get("data", {}).get("text/html", "")) for cell in saved.cells for out in cell.outputs)
+    assert html.count("data:image/svg+xml;base64,") >= 3

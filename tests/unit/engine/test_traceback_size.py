@@ -1,0 +1,75 @@
+"""Long tracebacks are rendered in part, and what is an exception's own stays whole."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from IPython.core.ultratb import AutoFormattedTB
+
+from axon_nb.engine import traceback_size
+
+
+def down(n: int) -> None:
+    if not n:
+        raise ValueError("the bottom")
+    down(n - 1)
+
+
+def depth(trace: TracebackType | None) -> int:
+    count = 0
+    while trace is not None:
+        count, trace = count + 1, trace.tb_next
+    return count
+
+
+def caught(n: int) -> ValueError:
+    try:
+        down(n)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def test_the_ends_of_a_long_traceback_are_kept() -> None:
+    trace = caught(500).__traceback__
+    assert trace is not None
+    short, left_out = traceback_size.shortened(trace)
+    assert depth(trace) == depth(short) + left_out
+    assert depth(short) == 21
+    first, last = short, short
+    while last.tb_next is not None:
+        last = last.tb_next
+    assert first.tb_frame.f_code.co_name == "caught"
+    assert last.tb_lineno == down.__code__.co_firstlineno + 2
+
+
+def test_a_short_one_is_itself() -> None:
+    trace = caught(5).__traceback__
+    assert trace is not None
+    assert traceback_size.shortened(trace) == (trace, 0)
+
+
+def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -> None:
+    render = traceback_size.bounded(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
+    outer = RuntimeError("the effect")
+    outer.__cause__ = cause = caught(500)
+    before = depth(cause.__traceback__)
+    text = "".join(render(RuntimeError, outer, None))
+    assert "ValueError: the bottom" in text
+    assert "RuntimeError: the effect" in text
+    assert f"({before - 21} of its calls are not shown.)" in text
+    assert depth(cause.__traceback__) == before
+    assert "not shown" not in "".join(render(ValueError, ValueError("x"), None))
+
+
+def test_calls_of_many_functions_are_kept_up_to_a_limit() -> None:
+    space: dict[str, Any] = {}
+    source = "def f0():\n    raise ValueError\n" + "".join(f"def f{i}():\n    f{i - 1}()\n" for i in range(1, 200))
+    exec(source, space)
+    for count, expected in ((50, 51), (199, 90)):
+        try:
+            space[f"f{count}"]()
+        except ValueError as error:
+            assert error.__traceback__ is not None
+            assert depth(traceback_size.shortened(error.__traceback__.tb_next)[0]) == expected
