@@ -109,7 +109,7 @@ def train_ddp(rank, world_size, model, train_dataset, epochs=5):
     ddp_model = DDP(model, device_ids=[local_rank] if device.type == "cuda" else None)
     sampler = DistributedSampler(train_dataset, num_replicas=world_size, rank=rank, shuffle=True)
     train_loader = DataLoader(train_dataset, batch_size=32, sampler=sampler)
-    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=3e-3)
 
     ddp_model.train()
     for epoch in range(epochs):
@@ -206,7 +206,7 @@ from axon_nb.parallel import accumulating
 
 
 class GradientAccumulationTrainer:
-    """Training with gradient accumulation"""
+    """Training with gradient accumulation."""
 
     def __init__(self, model, optimizer, accumulation_steps=4):
         self.model = model
@@ -263,7 +263,7 @@ print("the same gradients:", all(torch.allclose(a.grad, b.grad, atol=1e-7) for a
 # %%
 # %%distributed
 class MixedPrecisionTrainer:
-    """Training with mixed precision: float16 with a scaler, or bfloat16 without"""
+    """Training with mixed precision: float16 with a scaler, or bfloat16 without."""
 
     def __init__(self, model, optimizer, dtype=torch.float16):
         self.model = model
@@ -316,8 +316,8 @@ torch.manual_seed(0)
 first, second = nn.Linear(64, 128), nn.Linear(128, 10)  # in one piece, the same on all ranks
 column = ColumnParallelLinear.from_linear(first)  # or ColumnParallelLinear(64, 128)
 row = RowParallelLinear.from_linear(second)
-print(f"of {tuple(first.weight.shape)} this rank has {tuple(column.weight.shape)}, of {tuple(second.weight.shape)} it"
-      f" has {tuple(row.weight.shape)}")
+for name, layer, part in (("column", first, column), ("row", second, row)):
+    print(f"{name}-parallel: {tuple(part.weight.shape)} of {tuple(layer.weight.shape)} on this rank")
 
 cut, whole = row(column(pixels[:32]).relu()), second(first(pixels[:32]).relu())
 F.cross_entropy(cut, labels[:32]).backward()
@@ -343,7 +343,7 @@ print("the same gradients:", torch.allclose(column.weight.grad, first.weight.gra
 # %%
 # %%distributed
 class Transformer(nn.Module):
-    """A block in one piece"""
+    """A block in one piece."""
 
     def __init__(self, d_model, nhead):
         super().__init__()
@@ -364,7 +364,7 @@ class Transformer(nn.Module):
 
 
 class TensorParallelTransformer(Transformer):
-    """Transformer with tensor parallelism: the same forward, on this rank's heads and features"""
+    """Transformer with tensor parallelism: the same forward, on this rank's heads and features."""
 
     def __init__(self, d_model, nhead):
         super().__init__(d_model, nhead)
@@ -375,7 +375,7 @@ class TensorParallelTransformer(Transformer):
 
 
 class Reader(nn.Module):
-    """Reads a digit row by row"""
+    """Reads a digit row by row."""
 
     def __init__(self, block, d_model=32, nhead=4):
         super().__init__()
@@ -387,9 +387,9 @@ class Reader(nn.Module):
         return self.head(self.block(self.embed(x.unflatten(-1, (8, 8)))).mean(-2))
 
 
-def train_reader(block, steps=8):
+def train_reader(block):
     model = Reader(block)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for data, target in zip(pixels[:1024].split(128), labels[:1024].split(128), strict=True):
         optimizer.zero_grad()
@@ -397,7 +397,7 @@ def train_reader(block, steps=8):
         loss.backward()
         optimizer.step()
         losses.append(f"{loss.item():.4f}")
-    return losses[:steps]
+    return losses
 
 
 alone, together = train_reader(Transformer), train_reader(TensorParallelTransformer)
@@ -533,7 +533,7 @@ def train_with_deepspeed(stage, epochs=2):
         "steps_per_print": 10**9,
     }
     model = your_model()
-    model_engine, optimizer, _, _ = deepspeed.initialize(
+    model_engine, _, _, _ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         config=ds_config,
@@ -760,7 +760,7 @@ print(f"loss {loss:.3f}, {right:.1%} right, in step: {together}")
 
 # %%
 # %%distributed
-import torch.profiler as profiler
+from torch import profiler
 
 
 def profile_training(model, optimizer, train_loader):
@@ -784,7 +784,8 @@ def profile_training(model, optimizer, train_loader):
 
 model = DDP(your_model())
 prof = profile_training(model, torch.optim.Adam(model.parameters(), lr=1e-3), train_loader)
-dearest = sorted(prof.key_averages(), key=lambda event: event.self_cpu_time_total, reverse=True)[:4]
+operators = [event for event in prof.key_averages() if "::" in event.key]  # and not Python's functions
+dearest = sorted(operators, key=lambda event: event.self_cpu_time_total, reverse=True)[:4]
 dist.barrier()
 if rank == 0:
     print("dearest:", ", ".join(event.key for event in dearest))

@@ -1,4 +1,4 @@
-"""The table of what AxonML offers is whole and true: no name is left out, all of ours are there, and so are the tests."""
+"""The table of what AxonML offers is whole and true: every name is in it, all of ours is there, and so is each test."""
 
 from __future__ import annotations
 
