@@ -303,7 +303,8 @@ for dtype in (torch.float16, torch.bfloat16):
 # One layer on several ranks: a column-parallel layer computes some of the output features on each, a row-parallel one
 # takes some of the input features on each and adds up.
 #
-# - Corrected: `all_gather` has no gradient, so nothing before the layer was trained; ours are differentiable.
+# - Corrected: `all_gather` has no gradient, so that neither the column layer nor what is before it was trained, and the
+#   input of a row layer had this rank's part of a gradient alone; ours have all of it.
 # - Corrected: `out_features // world_size` loses the remainder without a word; ours refuse sizes that do not divide.
 # - Corrected: with one seed everywhere all ranks drew the *same* part; ours cut one full initialisation.
 # - Corrected: rank 0 alone added the row layer's bias, and the ranks went on with different activations.
@@ -515,8 +516,8 @@ for name, strategy in stages.items():
 # - Corrected: `args=args` is the command line of DeepSpeed's own launcher; in a cell, as under torchrun, the
 #   configuration is all it needs.
 # - Corrected: `train_batch_size` counts all ranks and all accumulated pieces: 64 here are 16 on each of four ranks.
-# - Completed: bfloat16 instead of float16, which DeepSpeed has on GPUs alone, and an optimizer of torch's: its own one
-#   for offloading is compiled at the first use, which takes a compiler and a minute.
+# - Completed: bfloat16, which needs no GPU and no scaling, and an optimizer of torch's: DeepSpeed's own for offloading
+#   is compiled at its first use, which takes a compiler and a minute.
 
 
 # %%
