@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def users_variables(shell: Any) -> dict[str, Any]:
 
 def set_environment(config: JoinConfig) -> None:
     """Set what torchrun sets, so that unmodified scripts run in a cell."""
+    sys.argv = [""]  # as at a prompt: a script's argparse is not to see the arguments of this process
     os.environ.update(
         RANK=str(config.rank),
         LOCAL_RANK=str(config.local_rank),

@@ -1,0 +1,194 @@
+"""broadcast and alltoall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from axon_nb.compat.horovod.handles import begin, checked, synchronize
+from axon_nb.compat.horovod.negotiation import Channel
+from axon_nb.compat.horovod.operation import Operation, described
+from axon_nb.compat.horovod.process_sets import ProcessSet, channel_of, global_process_set
+from axon_nb.compat.horovod.reduce_ops import Op
+from axon_nb.compat.horovod.reductions import allreduce
+from axon_nb.compat.horovod.state import current
+from axon_nb.compat.horovod.transfers import broadcasted, exchanged
+from axon_nb.errors import UsageError
+
+__all__ = ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+
+
+def _begin_broadcast(output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
+    channel = channel_of(process_set)
+    if root_rank not in channel.ranks:
+        raise UsageError(
+            f"hvd.broadcast from root_rank={root_rank}: the process set has ranks {list(channel.ranks)}, counted among "
+            "all ranks."
+        )
+    value = checked(output, "broadcast")
+    operation = Operation(
+        "broadcast",
+        channel.next_name("broadcast") if name is None else name,
+        f"{described([value])} with root rank {root_rank}",
+        broadcasted(value, root_rank),
+    )
+    return begin(channel, [operation], lambda results: output)
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to give every rank the tensor of one; `tensor` is not changed. See `broadcast`.
+
+    Returns:
+        A number for `poll` and `synchronize`.
+    """
+    output = checked(tensor, "broadcast").clone(memory_format=torch.contiguous_format)
+    return _begin_broadcast(output, root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to give every rank the tensor of one, in place. See `broadcast`.
+
+    Returns:
+        A number for `poll` and `synchronize`.
+    """
+    return _begin_broadcast(tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Give every rank the tensor of one, in place; returns it. See `broadcast`."""
+    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Give every rank the tensor of one.
+
+    Args:
+        tensor: The same dtype and shape on all ranks; it is not changed.
+        root_rank: Whose tensor; counted among all ranks, in process sets, too.
+        name: The collective's name; None: a running number.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor. The root's gets the mean over ranks of the gradients, the others' get zeros, as in Horovod.
+    """
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Broadcast(torch.autograd.Function):
+    """One rank's tensor, which gets the mean of all gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        """Broadcast."""
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Average, for the root."""
+        average = allreduce(gradients[0], op=Op.AVERAGE, process_set=ctx.process_set)
+        own = average if current().rank == ctx.root_rank else torch.zeros_like(average)
+        return own, None, None, None
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to give each rank its rows. See `alltoall`.
+
+    Returns:
+        A number for `poll` and `synchronize`, which returns what came, and how many rows from each rank.
+    """
+    channel = channel_of(process_set)
+    value = checked(tensor, "alltoall")
+    counts = _splits(value, splits, channel)
+    operation = Operation(
+        "alltoall",
+        channel.next_name("alltoall") if name is None else name,
+        described([value], any_rows=True),
+        exchanged(value.clone(), counts),
+    )
+    return begin(channel, [operation], lambda results: results[0])
+
+
+def _splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, channel: Channel) -> torch.Tensor:
+    size = len(channel.ranks)
+    if not tensor.ndim:
+        raise UsageError("hvd.alltoall of a rank-zero tensor: rows are exchanged, so it has at least one dimension.")
+    rows = int(tensor.shape[0])
+    if splits is None:
+        if rows % size:
+            raise UsageError(
+                f"hvd.alltoall of {rows} rows without splits: they are cut into equal parts for {size} ranks; give "
+                "`splits`, or a multiple of that."
+            )
+        return torch.full((size,), rows // size, dtype=torch.int32)
+    counts = splits if isinstance(splits, torch.Tensor) else torch.tensor(list(splits), dtype=torch.int32)
+    if counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
+        raise UsageError(f"hvd.alltoall with splits of {counts.dtype}: they are whole numbers, such as torch.int32.")
+    if counts.shape != (size,) or bool((counts < 0).any()) or int(counts.sum()) > rows:
+        raise UsageError(
+            f"hvd.alltoall with splits={counts.tolist()} of {rows} rows: there is one number for each of {size} ranks, "
+            "none below 0, and they add up to the rows at most."
+        )
+    return counts
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give each rank its rows of this rank's tensor, and get this rank's rows of theirs.
+
+    Args:
+        tensor: The same dtype and shape on all ranks, but for the size of dim 0; it is not changed.
+        splits: How many rows go to each rank, in the order of ranks; None: as many to each.
+        name: The collective's name; None: a running number.
+        process_set: The ranks that take part.
+
+    Returns:
+        What came, in the order of ranks; with `splits` also how many rows came from each rank.
+    """
+    return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+
+
+class _Alltoall(torch.autograd.Function):
+    """An exchange of rows, whose gradients go back to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+        """Exchange."""
+        rows, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.process_set, ctx.received, ctx.rows = process_set, received, tensor.shape[0]
+        if splits is None:
+            return rows
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Exchange back."""
+        back, _ = synchronize(alltoall_async(gradients[0], ctx.received, process_set=ctx.process_set))
+        if back.shape[0] < ctx.rows:  # rows that went to no rank
+            back = torch.cat([back, back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))])
+        return back, None, None, None

@@ -1,0 +1,184 @@
+"""DistributedOptimizer: any optimizer of torch's, stepping on gradients that all ranks have reduced."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from axon_nb.compat.horovod.compression import Compression, Compressor
+from axon_nb.compat.horovod.errors import StepOrder
+from axon_nb.compat.horovod.gradients import GradientReduction, How, Unit
+from axon_nb.compat.horovod.process_sets import ProcessSet, global_process_set
+from axon_nb.compat.horovod.reduce_ops import Op, chosen_op
+from axon_nb.compat.horovod.state import current
+from axon_nb.compat.horovod.units import check_names, make_units
+from axon_nb.errors import UsageError
+
+__all__ = ["DistributedOptimizer", "ReducingOptimizer"]
+
+
+class ReducingOptimizer(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to the class of the optimizer that it is given."""
+
+    _reduction: GradientReduction | None
+    """None: there is nobody to reduce gradients with."""
+    _plain: type[torch.optim.Optimizer]
+    """The class that was given."""
+    _synchronized: bool
+    _should_synchronize: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How often backward adds to a gradient before it is reduced."""
+        return 1 if self._reduction is None else self._reduction.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change it, between a step and the next backward."""
+        if self._reduction is not None:
+            self._reduction.passes = _checked_passes(passes)
+            self._reduction.forget()
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, as before clipping them; then `step` within `skip_synchronize`."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it `step` does not reduce gradients: `synchronize` was called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait until all gradients are reduced, then step; a closure's gradients are reduced each time it is called."""
+        if closure is not None:
+
+            def reduced() -> Any:
+                loss = closure()
+                if self._should_synchronize:
+                    self.synchronize()
+                return loss
+
+            self._synchronized = False
+            result = super().step(reduced)
+            self._synchronized = False
+            return result
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step()
+
+    # torch wraps the `step` of a class that lacks this mark, for hooks and the profiler: the inner one's is enough, and
+    # what is waited for here is then no part of a step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrder: gradients are being reduced.
+        """
+        if self._reduction is not None and self._reduction.begun:
+            raise StepOrder(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the next backward is the first."""
+        if self._reduction is not None:
+            self._reduction.forget()
+        self._synchronized, self._should_synchronize = False, True
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the gradients of the new parameters are reduced, too."""
+        super().add_param_group(param_group)
+        reduction = vars(self).get("_reduction")
+        if reduction is not None:
+            number = len(self.param_groups) - 1
+            for place, parameter in enumerate(self.param_groups[-1]["params"]):
+                if parameter.requires_grad:
+                    reduction.add(Unit(f"added.{number}.{place}", [parameter]))
+
+
+def _checked_passes(passes: int) -> int:
+    if passes <= 0:
+        raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0.")
+    return passes
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer like the one given, whose gradients are reduced over ranks while backward makes them.
+
+    Args:
+        optimizer: Any of torch's; its parameters, state and options are shared.
+        named_parameters: ``model.named_parameters()``: gradients are matched between ranks by these names.
+        compression: What is done to gradients before they travel.
+        backward_passes_per_step: How often backward adds to the gradients before they are reduced.
+        op: Average, Sum, Min, Max or Product.
+        gradient_predivide_factor: With Average: gradients are divided by it before the sum, and multiplied with it
+            afterwards.
+        num_groups: The older form of `groups`.
+        groups: In how many groups gradients travel, or lists of parameters that travel together; None: each alone.
+        sparse_as_dense: Sparse gradients travel as dense ones.
+        process_set: The ranks that take part.
+
+    Returns:
+        An instance of a class derived from the optimizer's own, with `synchronize` and `skip_synchronize` besides.
+
+    Raises:
+        NotInitialized: `hvd.init()` comes first.
+        NotSupported: Adasum.
+        UsageError: names that are there twice or are missing, and values that cannot be.
+    """
+    chosen = chosen_op(op)
+    if gradient_predivide_factor != 1.0 and chosen is not Op.AVERAGE:
+        raise UsageError("gradient_predivide_factor not supported with op != Average: leave it out, or use Average.")
+    if gradient_predivide_factor <= 0:
+        raise UsageError(f"gradient_predivide_factor={gradient_predivide_factor}: it is above 0.")
+    passes = _checked_passes(backward_passes_per_step)
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    named = check_names(optimizer, named_parameters)
+    units = make_units(optimizer, named, groups)
+    alone = len(current().hosts) == 1 or not process_set.included()
+    how = How(compression, chosen, gradient_predivide_factor, sparse_as_dense, process_set)
+    plain = optimizer._plain if isinstance(optimizer, ReducingOptimizer) else type(optimizer)
+    made: Any = type(
+        plain.__name__, (ReducingOptimizer, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    )
+    wrapped: Any = made.__new__(made)
+    # Not `step`: a scheduler's wrapper of the given optimizer's.
+    vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    wrapped._plain, wrapped._synchronized, wrapped._should_synchronize = plain, False, True
+    wrapped._reduction = None if alone else GradientReduction(units, how, passes)
+    return wrapped

@@ -1,0 +1,184 @@
+"""Horovod's beginning and end on a rank, and who the rank is."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from axon_nb.comm import World
+from axon_nb.comm.launch_env import torchrun_environment
+from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.failing import carried
+from axon_nb.compat.horovod.process_sets import ProcessSet, check_ranks, register
+from axon_nb.compat.horovod.state import State, current, end_member, find, forget, make_member, remember
+from axon_nb.errors import UsageError
+
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Initialize Horovod on all ranks: those of a cell, or of torchrun, mpirun or srun; without any this process alone.
+
+    A second call changes nothing. Where a rank is new (it was replaced), all begin anew with the process sets that
+    they had, so every rank makes the call.
+
+    Args:
+        comm: None, or a list of all ranks.
+        process_sets: Sets to add at once, the same on all ranks; ``"dynamic"``: none, as sets can always be added.
+
+    Raises:
+        NotSupported: an MPI communicator, or a list of some ranks.
+        UsageError: a process set that cannot be, or other ones on other ranks.
+    """
+    wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    owner = _form_world()
+    state = find()
+    asked = [process_set.ranks for process_set in wanted]
+    own = (state is not None, _known_sets(state), socket.gethostname(), asked, comm is None or list(_as_ranks(comm)))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with carried("init"):
+        dist.all_gather_object(everyone, own)
+    _check_comm(everyone)
+    if all(there for there, *_ in everyone):
+        return
+    if any(theirs[3] != everyone[0][3] for theirs in everyone):
+        raise UsageError(
+            f"hvd.init(process_sets=...): rank 0 has {everyone[0][3]}, and other ranks have others; give the same sets "
+            "in the same order on every rank."
+        )
+    before: dict[int, tuple[int, ...]] = next((sets for there, sets, *_ in everyone if there), {})
+    if state is not None:
+        _end(state)
+    fresh = State(dist.get_rank(), tuple(theirs[2] for theirs in everyone), owner=owner)
+    remember(fresh)
+    make_member(fresh, range(len(everyone)))
+    for number, ranks in sorted(before.items()):
+        fresh.next_set = number
+        make_member(fresh, ranks)
+    numbers = {ranks: number for number, ranks in before.items()}
+    for process_set in wanted:
+        if (ranks := tuple(process_set.ranks or ())) in numbers:
+            process_set.process_set_id = numbers[ranks]
+        else:
+            check_ranks(fresh, process_set)
+            register(fresh, process_set)
+    if owner:
+        atexit.register(shutdown)
+
+
+def _form_world() -> bool:
+    """Have a default group; whether it was formed here."""
+    if dist.is_initialized():
+        return False
+    if torchrun_environment(os.environ) is None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    else:
+        World.init()
+    return True
+
+
+def _known_sets(state: State | None) -> dict[int, tuple[int, ...]]:
+    return {} if state is None else {number: member.ranks for number, member in state.sets.items() if number}
+
+
+def _as_ranks(comm: Any) -> Iterable[int]:
+    if not isinstance(comm, Iterable):
+        raise NotSupported(f"hvd.init(comm={comm!r}): there is no MPI here; leave `comm` out.")
+    return comm
+
+
+def _check_comm(everyone: Sequence[Any]) -> None:
+    for rank, theirs in enumerate(everyone):
+        if theirs[4] is not True and sorted(theirs[4]) not in ([], list(range(len(everyone)))):
+            raise NotSupported(
+                f"hvd.init(comm={theirs[4]}) on rank {rank}: Horovod here is always on all ranks; for some of them use "
+                f"hvd.init(process_sets=[hvd.ProcessSet({theirs[4]})])."
+            )
+
+
+def shutdown() -> None:
+    """End Horovod on this rank. In a cell the ranks and their default group stay."""
+    state = find()
+    if state is None:
+        return
+    forget()
+    _end(state)
+    if state.owner and dist.is_initialized():
+        atexit.unregister(shutdown)
+        dist.destroy_process_group()
+
+
+def _end(state: State) -> None:
+    for member in state.sets.values():
+        end_member(member)
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called and `shutdown` was not."""
+    return find() is not None
+
+
+def size() -> int:
+    """Number of ranks."""
+    return len(current().hosts)
+
+
+def rank() -> int:
+    """This rank."""
+    return current().rank
+
+
+def _neighbours(state: State, host: str) -> list[int]:
+    return [rank for rank, other in enumerate(state.hosts) if other == host]
+
+
+def local_size() -> int:
+    """Number of ranks on this rank's host."""
+    state = current()
+    return len(_neighbours(state, state.hosts[state.rank]))
+
+
+def local_rank() -> int:
+    """This rank's place among those of its host."""
+    state = current()
+    return _neighbours(state, state.hosts[state.rank]).index(state.rank)
+
+
+def _across(state: State) -> list[str]:
+    """The hosts that have a rank of this one's place, in the order of their first ranks."""
+    place = local_rank()
+    return [host for host in dict.fromkeys(state.hosts) if len(_neighbours(state, host)) > place]
+
+
+def cross_size() -> int:
+    """Number of hosts that have a rank of this one's place among those of its host."""
+    return len(_across(current()))
+
+
+def cross_rank() -> int:
+    """This rank's host's place among the hosts that have a rank of this one's place."""
+    state = current()
+    return _across(state).index(state.hosts[state.rank])
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many ranks."""
+    state = current()
+    return len({len(_neighbours(state, host)) for host in state.hosts}) == 1

@@ -1,0 +1,115 @@
+"""Horovod's API in cells: a published script's shape as it is, and recovery in the middle of its collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+SCRIPT = Path(__file__).resolve().parents[1] / "compat" / "horovod_digits.py"
+
+SETUP = """%%distributed
+import torch.nn as nn
+import axon_nb.compat.horovod as hvd
+
+hvd.init()
+torch.manual_seed(rank)
+hvd_model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+hvd.broadcast_parameters(hvd_model.state_dict(), root_rank=0)
+hvd_optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(hvd_model.parameters(), lr=0.1, momentum=0.9), named_parameters=hvd_model.named_parameters()
+)
+hvd_pair = hvd.add_process_set([0, 2])
+
+def hvd_backward():
+    hvd_optimizer.zero_grad()
+    hvd_model(torch.full((4, 8), rank + 1.0)).square().mean().backward()
+
+def hvd_step():
+    hvd_backward()
+    hvd_optimizer.step()
+
+def hvd_equal():
+    own = torch.cat([p.detach().flatten() for p in hvd_model.parameters()])
+    return all(torch.equal(own, other) for other in hvd.allgather(own[None]))
+
+hvd_step()
+hvd.rank() == rank, hvd.size(), hvd.local_rank() == rank, hvd_equal()
+"""
+
+AFTER = """%%distributed
+hvd.init()
+hvd_step()
+total = hvd.allreduce(torch.ones(1), name="total", op=hvd.Sum).item()
+if hvd_pair.included():
+    total += hvd.allreduce(torch.ones(1), name="pair", op=hvd.Sum, process_set=hvd_pair).item()
+print(hvd_equal(), total)
+"""
+
+FAILURES = {
+    "in an allreduce": "if rank == 1: raise ValueError('bug')\nhvd.allreduce(torch.ones(3), name='total')",
+    "between backward and step": "hvd_backward()\nif rank == 1: raise ValueError('bug')\nhvd_optimizer.step()",
+    "with calls under way": (
+        "handles = [hvd.allreduce_async(torch.ones(999), name=f'n{i}') for i in range(8)]\n"
+        "if rank == 1: raise ValueError('bug')\n[hvd.synchronize(handle) for handle in handles]\nhvd.barrier()"
+    ),
+    "in a loop": "for i in range(100):\n    if rank == 1 and i == 5: raise ValueError('bug')\n    hvd_step()",
+    "in a process set": (
+        "if rank == 2: raise ValueError('bug')\n"
+        "if hvd_pair.included(): hvd.allreduce(torch.ones(1), process_set=hvd_pair)"
+    ),
+    "in add_process_set": "if rank == 3: raise ValueError('bug')\nhvd.add_process_set([1, 3])",
+}
+
+
+@pytest.fixture(scope="module")
+def horovod(shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, whose ranks have a model under Horovod's optimizer."""
+    if not shared_kernel.run("%%distributed\n1").ok:
+        shared_kernel.ok("%distributed restart")
+    reply = shared_kernel.ok(SETUP)
+    assert reply.lines() == ["[ranks 0-3] (True, 4, True, True)"]
+    return shared_kernel
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_rank_that_raises_ends_the_cell_and_the_next_one_works(horovod: Kernel, where: str) -> None:
+    reply = horovod.run(f"%%distributed\n{FAILURES[where]}")
+    assert reply.ename == "CellError"
+    assert "ValueError: bug" in reply.traceback
+    after = horovod.ok(AFTER)
+    assert sorted(after.lines()) == ["[ranks 0,2] True 6.0", "[ranks 1,3] True 4.0"]
+
+
+def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
+    reply = horovod.run("%%distributed\nhvd.allreduce(torch.ones(3 + (rank == 2)), name='total')")
+    assert "hvd.allreduce 'total': rank 0 brings Average of torch.float32 of shape (3,), rank 2" in reply.traceback
+    assert horovod.ok(AFTER).ok
+
+
+def test_a_handle_of_a_cell_that_was_ended_says_so(horovod: Kernel) -> None:
+    cell = "%%distributed\nearly = hvd.allreduce_async(torch.ones(1), name='early') if rank else None\n"
+    horovod.run(cell + "if rank == 0: raise ValueError('bug')\nhvd.barrier()")
+    reply = horovod.run("%%distributed\nif rank: hvd.synchronize(early)")
+    assert "the cell in which this call was begun was ended" in reply.traceback
+    assert horovod.ok(AFTER).ok
+
+
+def test_an_interrupt_ends_a_loop_and_the_next_cell_works(horovod: Kernel) -> None:
+    request = horovod.submit("%%distributed\nprint('on the way')\nwhile True: hvd_step()")
+    horovod.wait_for_output(request, "on the way")
+    horovod.manager.interrupt_kernel()
+    assert horovod.collect(request).ename == "KeyboardInterrupt"
+    after = horovod.ok(AFTER)
+    assert all("True" in line for line in after.lines())
+
+
+def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
+    reply = horovod.ok(f"%%distributed\n{SCRIPT.read_text()}", timeout=120)
+    (weights,) = [line for line in reply.lines() if "weights" in line]
+    assert weights.startswith("[ranks 0-3] weights ")
+    accuracies = [line for line in reply.lines() if "Accuracy" in line]
+    assert len(accuracies) == 3
+    assert float(accuracies[-1].rpartition(" ")[2].rstrip("%")) > 50
