@@ -9,18 +9,25 @@ from typing import Any
 
 from axon_nb.cluster.failures import REPAIR
 from axon_nb.cluster.result import RankError
+from axon_nb.records.extras import missing_package
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["hint_for", "shared_draws"]
 
 _NO_SHARED_MEMORY = re.compile(r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error")
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
 
 
 def hint_for(errors: Iterable[RankError]) -> str:
     """A sentence or two, empty where there is nothing to add."""
     hints = []
     everything = list(errors)
+    wanted = [_NO_MODULE.search(error.evalue) for error in everything if error.ename == "ModuleNotFoundError"]
+    hints += dict.fromkeys(sentence for found in wanted if found and (sentence := missing_package(found[1])))
+    if any(_NO_COMPILER.search(error.evalue) for error in everything):
+        hints.append("C++ is compiled here: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
     if {error.kind for error in everything} & {"died", "stuck"}:
         hints.append(REPAIR)
     if any(_NO_SHARED_MEMORY.search(error.evalue) for error in everything):

@@ -15,6 +15,7 @@ from IPython.core.getipython import get_ipython
 from axon_nb.engine import (
     dist_hooks,
     exits,
+    frameworks,
     kernel_hooks,
     leaving,
     namespace,
@@ -125,6 +126,7 @@ def _install(session: RankSession) -> None:
     steps = OptimizerSteps()
     steps.install()
     session.extras["steps"] = steps
+    frameworks.install(session)
     rounds.install()
     running_cell.follow(lambda: session.cell)
     interrupts = Interrupts(kernel, steps.holds)

@@ -72,6 +72,10 @@ class OptimizerSteps:
             self._held_since = None
             raise KeyboardInterrupt
 
+    def end_of_step(self) -> None:
+        """A step that is no optimizer's of torch ends: what was held comes now."""
+        self._raise_held()
+
     def of(self, optimizer: Optimizer) -> int:
         """How many steps this optimizer has made."""
         return self._steps.get(optimizer, 0)

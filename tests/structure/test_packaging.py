@@ -83,7 +83,7 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
     pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in requirements}
     assert len(pins) == len(requirements)
     extras = project["optional-dependencies"]
-    for text in (*project["dependencies"], *extras["demo"], *extras["dev"]):
+    for text in (*project["dependencies"], *extras["demo"], *extras["dev"], *extras["frameworks"]):
         wanted = Requirement(text)
         if wanted.name == project["name"]:
             continue

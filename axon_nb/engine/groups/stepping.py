@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 from types import CodeType, FrameType
 
-__all__ = ["missing", "step_depth"]
+__all__ = ["count_as_step", "missing", "step_depth"]
+
+_other_steps: set[CodeType] = set()
 
 
 @functools.cache
@@ -25,10 +27,15 @@ def missing() -> list[str]:
     return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
 
 
+def count_as_step(code: CodeType) -> None:
+    """What runs under this code is a step, too: of an optimizer that is none of torch's."""
+    _other_steps.add(code)
+
+
 def step_depth(frame: FrameType | None) -> int:
     """How many steps are on this stack: 2 in an optimizer that steps another, such as ZeroRedundancyOptimizer."""
     depth, step = 0, _wrapper_code()
     while frame is not None:
-        depth += frame.f_code is step
+        depth += frame.f_code is step or frame.f_code in _other_steps
         frame = frame.f_back
     return depth

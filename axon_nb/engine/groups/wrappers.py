@@ -10,15 +10,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from axon_nb.compat import deepspeed_reset
 from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
 from axon_nb.engine.living import living
 
-__all__ = ["follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
+__all__ = ["follow_engines", "follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
+_DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
 def follow_wrappers() -> None:
@@ -26,11 +28,16 @@ def follow_wrappers() -> None:
     living(_DDP, _FSDP, _SCHEDULES)
 
 
+def follow_engines() -> None:
+    """When DeepSpeed has been imported: its engines are known from when they are made."""
+    living(_DEEPSPEED)
+
+
 def reset_wrappers() -> int:
-    """Reset every DDP and FSDP2 module and every pipeline schedule of this process; returns how many."""
+    """Reset every DDP and FSDP2 module, pipeline schedule and DeepSpeed engine of this process; returns how many."""
     found = living(_DDP, _FSDP, _SCHEDULES)
     reset_modules(*found)
-    return sum(map(len, found))
+    return sum(map(len, found)) + deepspeed_reset.reset_engines(*living(_DEEPSPEED))
 
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:

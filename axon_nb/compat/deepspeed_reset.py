@@ -1,0 +1,176 @@
+"""DeepSpeed's engines put back to the state before a step, after one was aborted in the middle.
+
+Private hooks into DeepSpeed, read from the sources of 0.19; each line says what goes wrong without it. An engine that
+cannot be put back says so when it is used, instead of training on with half a gradient.
+
+What is lost is the gradient of the micro-batches since the last step; weights and optimizer states stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["forget_groups", "missing", "reset_engines"]
+
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_GROUPS = "deepspeed.utils.groups"
+_ENGINE = ("gradient_accumulation_steps", "micro_steps", "module", "optimizer")
+_PARTITIONED = ("_release_ipg_buffers", "all_grad_tensors", "averaged_gradients", "ipg_buckets")
+_SHARDED = ("averaged_gradients", "ipg_buckets", "parameter_offload", "params_already_reduced")
+_COORDINATOR = ("_invalidate_trace", "is_invalid_trace", "release_backward_leftovers")
+
+
+def missing(engine: Any) -> list[str]:
+    """Names of what this engine should have and has not, for a reset."""
+    absent = [name for name in _ENGINE if not hasattr(engine, name)]
+    optimizer = getattr(engine, "optimizer", None)
+    coordinator = _coordinator(optimizer)
+    if coordinator is not None:
+        absent += [name for name in _COORDINATOR if not hasattr(coordinator, name)]
+    if not hasattr(optimizer, "_backward_hook_state"):
+        return absent  # stage 0 has torch's own optimizer
+    if coordinator is not None:
+        absent += [name for name in _SHARDED if not hasattr(optimizer, name)]
+    elif hasattr(optimizer, "ipg_buckets"):
+        absent += [name for name in _PARTITIONED if not hasattr(optimizer, name)]
+    return absent
+
+
+def reset_engines(engines: Iterable[Any]) -> int:
+    """Put each engine back to the state before a step; returns how many. Talks to no other rank."""
+    engines = list(engines)
+    for engine in engines:
+        try:
+            if absent := missing(engine):
+                raise AttributeError(f"this DeepSpeed has no {absent[0]}")
+            _reset(engine)
+        except Exception as error:  # another version, an engine that was not made to its end
+            _refuse(engine, f"{type(error).__name__}: {error}")
+    _forget_forward([engine.module for engine in engines if hasattr(engine, "module")])
+    return len(engines)
+
+
+def forget_groups() -> None:
+    """After a rank was replaced: engines that are made from now on make their groups anew, as the new rank does."""
+    groups = sys.modules.get(_GROUPS)
+    for name, value in list(vars(groups).items()) if groups is not None else ():
+        if name.startswith("_") and name.endswith(("_GROUP", "_GROUP_RANKS")):
+            if isinstance(value, dict):
+                value.clear()
+            else:
+                setattr(groups, name, None)
+
+
+def _coordinator(optimizer: Any) -> Any:
+    """What gathers the parameters of stage 3; None in other stages. Without training it is the optimizer itself."""
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    return offload.get_param_coordinator() if hasattr(offload, "get_param_coordinator") else None
+
+
+def _refuse(engine: Any, reason: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            f"this DeepSpeed engine was there when a cell was aborted, and could not be put back ({reason}): make it "
+            "again with `deepspeed.initialize`."
+        )
+
+    engine.module.register_forward_pre_hook(refuse, prepend=True)
+
+
+def _reset(engine: Any) -> None:
+    # The aborted micro-batch may have been counted on some ranks alone: they would step at different ones.
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    for name, value in {
+        "_running_engine_backward": False,
+        "_running_engine_step": False,
+        "_unmanaged_backward_count": 0,
+        "inside_no_sync_ctxt": False,
+    }.items():
+        if hasattr(engine, name):
+            setattr(engine, name, value)
+    for timer in getattr(getattr(engine, "timers", None), "timers", {}).values():  # "timer has already been started"
+        timer.reset()
+    optimizer = engine.optimizer
+    coordinator = _coordinator(optimizer)
+    if coordinator is not None:
+        _reset_parameters(engine.module, coordinator)
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    if not hasattr(optimizer, "_backward_hook_state"):
+        return
+    # Else hooks of the next backward count themselves among those of the aborted one, and the gradients are not reduced.
+    hooks = optimizer._backward_hook_state
+    hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
+    hooks.reset_for_new_step()
+    if hasattr(optimizer, "ipg_buckets"):
+        _reset_reduction(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _reset_reduction(optimizer: Any) -> None:
+    """What gradients ZeRO has collected, reduced and put away so far."""
+    for bucket in optimizer.ipg_buckets.values():
+        # "Gradient computed twice for this partition"
+        getattr(bucket, "clear_params", bucket.clear)()
+    reduced = optimizer.params_already_reduced
+    for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
+        reduced[key] = False
+    # Gradients of the aborted step would be added to the next one's.
+    optimizer.averaged_gradients.clear()
+    for name in ("all_grad_tensors", "extra_large_param_to_reduce", "previous_reduced_grads", "norm_for_param_grads"):
+        if getattr(optimizer, name, None):
+            getattr(optimizer, name).clear()
+    for name in ("_offload_accumulated_param_ids", "_offload_boundary_param_ids"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, set())
+    if hasattr(optimizer, "_release_ipg_buffers"):  # stages 1 and 2 count from -1, stage 3 from 0
+        optimizer._release_ipg_buffers()
+        optimizer.micro_step_id = -1
+    else:
+        optimizer.param_reduce_events.clear()
+        optimizer.micro_step_id = 0
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.reset_cpu_buffers()
+    optimizer._coalesce_grad_reduction = False
+
+
+def _reset_parameters(module: Any, coordinator: Any) -> None:
+    """Stage 3: parameters that were whole, or about to be, are this rank's parts again."""
+    in_flight = getattr(module, "ds_inflight_param_registry", None)
+    if in_flight is not None:
+        in_flight.data.clear()  # their operations have failed: waiting for them would raise
+    for parameter in module.parameters():
+        if not hasattr(parameter, "ds_status"):
+            continue
+        parameter.ds_active_sub_modules.clear()
+        status = parameter.ds_status
+        if status.name == "AVAILABLE":
+            parameter.partition()
+        elif status.name == "INFLIGHT":
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.ds_status = type(status).NOT_AVAILABLE
+    coordinator.release_backward_leftovers()
+    # The recorded order of modules ends where the step did; ranks may have recorded different ones.
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    for each in module.modules():
+        # Else the next look at a parameter outside of a forward gathers it, on one rank alone.
+        if hasattr(each._parameters, "_in_forward"):
+            each._parameters._in_forward = False
+        for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
+            if name in vars(each):
+                setattr(each, name, 0)
+        if hasattr(each, "ds_recompute_parameters"):
+            each.ds_recompute_parameters.clear()
+
+
+def _forget_forward(roots: list[Any]) -> None:
+    """Stage 3's stack of modules that are in their forward: the models themselves are at its bottom."""
+    stack = getattr(sys.modules.get(_OFFLOAD), "FWD_MODULE_STACK", None)
+    if stack:
+        known = {id(root) for root in roots}
+        stack[:] = [module for module in dict.fromkeys(stack) if id(module) in known]

@@ -1,0 +1,77 @@
+"""Two ranks in a kernel, for all tests of frameworks: they import much, and each import takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+SETUP = """%%distributed
+import copy, os
+from torch import nn
+from torch.nn import functional as F
+
+generator = torch.Generator().manual_seed(7)
+x, y = torch.randn(32, 6, generator=generator), torch.randn(32, 3, generator=generator)
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+
+def flat(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+def trained_alone(optimizer, batches):
+    '''One process that has all of each batch.'''
+    model = net().to(batches[0][0].dtype)
+    step = optimizer(model.parameters())
+    for a, b in batches:
+        step.zero_grad()
+        F.mse_loss(model(a), b).backward()
+        step.step()
+    return flat(model)
+
+def apart(own, wanted):
+    '''(largest difference between ranks, from what is wanted, and how far that is from the start)'''
+    others = [torch.zeros_like(own) for _ in range(world_size)]
+    dist.all_gather(others, own)
+    between = max((own - other).abs().max().item() for other in others)
+    return between, (own - wanted).abs().max().item(), (wanted - flat(net())).abs().max().item()
+"""
+"""What every test finds on the ranks."""
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel whose two ranks may build C++ and reach no hub."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
+    with Kernel(cwd=folder, env=env) as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --name frameworks")
+        kernel.ok(SETUP)
+        yield kernel
+
+
+@pytest.fixture
+def two(two_ranks: Kernel) -> Kernel:
+    """The shared kernel, with two ranks that answer."""
+    if not two_ranks.run("%%distributed\nflat(net()).numel()").ok:
+        two_ranks.ok("%distributed restart")
+        two_ranks.ok(SETUP)
+    return two_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of frameworks that are not here, and say which."""
+    for item in items:
+        for marker in item.iter_markers("needs"):
+            absent = [name for name in marker.args if find_spec(name) is None]
+            if absent:
+                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install 'axon_nb[frameworks]'"))

@@ -1,0 +1,111 @@
+"""What torch itself brings, used in cells as its documentation has it: compile, checkpoint, profiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.driver import Kernel
+
+TRAIN = """%%distributed
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+mine = slice(rank * 16, rank * 16 + 16)
+
+def steps_of(model, number, broken=False):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x[mine]), y[mine])
+        if broken and rank == 1:
+            raise ValueError("bug")
+        loss.backward()
+        optimizer.step()
+
+wanted = trained_alone(lambda p: torch.optim.SGD(p, lr=0.1), [(x, y)] * 4)
+"""
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
+)
+def test_a_compiled_model_trains_all_ranks_together(two: Kernel, backend: str) -> None:
+    two.ok(TRAIN)
+    two.ok(f"%%distributed\nmodel = torch.compile(DDP(net()), backend={backend!r})\nsteps_of(model, 2)", timeout=350)
+    reply = two.run("%%distributed\nsteps_of(model, 1, broken=True)")
+    assert "ValueError: bug" in reply.traceback
+    two.ok(
+        "%%distributed\nsteps_of(model, 2)\nbetween, off, moved = apart(flat(model), wanted)\n"
+        "assert between == 0 and off < 1e-6 < 0.01 < moved, (between, off, moved)"
+    )
+
+
+def test_a_checkpoint_of_two_ranks_is_read_by_one_process(two: Kernel, tmp_path: Path) -> None:
+    two.ok(TRAIN)
+    two.ok(
+        f"""%%distributed
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+model = fully_shard(net())
+steps_of(model, 4)
+folder = {str(tmp_path)!r}
+dcp.save({{"model": get_model_state_dict(model)}}, checkpoint_id=folder + "/saved")
+dcp.async_save({{"model": get_model_state_dict(model)}}, checkpoint_id=folder + "/later").result()
+
+again = fully_shard(net())
+for name in ("saved", "later"):
+    state = {{"model": get_model_state_dict(again)}}
+    dcp.load(state, checkpoint_id=f"{{folder}}/{{name}}")
+    set_model_state_dict(again, state["model"])
+    whole = torch.cat([p.full_tensor().double().flatten() for p in again.parameters()])
+    between, off, _ = apart(whole, wanted)
+    assert between == 0 and off < 1e-6, (name, between, off)
+"""
+    )
+
+    import torch
+    from torch import nn
+    from torch.distributed import checkpoint
+
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    state = {"model": model.state_dict()}
+    with pytest.warns(UserWarning, match="to load in a single process"):
+        checkpoint.load(state, checkpoint_id=tmp_path / "saved")
+    two.ok("%%distributed --ranks 0 --out alone\nwanted.tolist()[:20]")
+    one = torch.cat([value.double().flatten() for value in state["model"].values()])
+    assert one.tolist()[:20] == pytest.approx(two.value("alone.values[0]"), abs=1e-6)
+
+
+def test_the_profiler_writes_a_trace_of_each_rank(two: Kernel, tmp_path: Path) -> None:
+    two.ok(TRAIN)
+    profile = f"""%%distributed
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+
+model = DDP(net())
+with profile(
+    activities=[ProfilerActivity.CPU],
+    schedule=schedule(wait=1, warmup=1, active=2),
+    on_trace_ready=tensorboard_trace_handler({str(tmp_path / "log")!r}, worker_name=f"rank{{rank}}"),
+) as profiler:
+    for number in range(4):
+        with record_function("training step"):
+            steps_of(model, 1, broken=BROKEN)
+        profiler.step()
+"""
+    reply = two.run(profile.replace("BROKEN", "number == 2"))
+    assert "ValueError: bug" in reply.traceback
+    two.ok(profile.replace("BROKEN", "False"))
+    two.ok(
+        f"%%distributed\nwith profile(activities=[ProfilerActivity.CPU]) as profiler:\n    steps_of(model, 1)\n"
+        f"profiler.export_chrome_trace({str(tmp_path)!r} + f'/trace{{rank}}.json')"
+    )
+    for rank in (0, 1):
+        logs = sorted((tmp_path / "log").glob(f"rank{rank}.*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
+        names = [event.get("name") for event in json.loads(logs[-1].read_text())["traceEvents"]]
+        assert names.count("training step") >= 2
+        events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
+        assert {"aten::addmm", "c10d::allreduce_"} <= {event.get("name") for event in events}

@@ -1,0 +1,60 @@
+"""A package that a cell asks for and that is not there is told with the way to get it."""
+
+from __future__ import annotations
+
+from importlib.metadata import metadata
+
+import pytest
+
+from axon_nb.cluster.failures import cell_error
+from axon_nb.cluster.hints import hint_for
+from axon_nb.cluster.result import RankError
+from axon_nb.records.extras import missing_package
+
+
+def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:
+    """How a cell fails on a rank."""
+    return RankError(0, "raised", name, text, ("line 1",))
+
+
+@pytest.mark.parametrize("module", ["accelerate", "deepspeed", "transformers"])
+def test_a_framework_is_told_with_its_extra(module: str) -> None:
+    errors = {0: raised(f"No module named '{module}'"), 1: RankError(1, "ended", "", "waited in barrier")}
+    hint = hint_for(errors.values())
+    assert hint == (
+        f'`{module}` is not installed where the ranks run: `pip install "axon_nb[frameworks]"` there, and run the '
+        "cell again."
+    )
+    assert hint in "\n".join(cell_error(errors, first=[0], hint=hint)._render_traceback_())
+
+
+def test_the_extras_that_are_named_exist() -> None:
+    extras = metadata("axon_nb").get_all("Provides-Extra")
+    assert {"frameworks", "gpu"} <= set(extras or [])
+    assert "axon_nb[gpu]" in missing_package("cupy")
+    assert "pip install tensorboard" in missing_package("tensorboard").replace('"', "")
+    assert "import axon_nb.compat.horovod as hvd" in missing_package("horovod.torch")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised("No module named 'numpie'"),
+        raised("No module named 'accelerate.tools'"),  # the package is there, and has no such part
+        raised("No module named 'accelerate'", "ImportError"),
+    ],
+)
+def test_what_is_not_ours_to_know_is_left_alone(error: RankError) -> None:
+    assert hint_for([error]) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')",
+        "Unable to JIT load the cpu_adam op due to ninja not being installed.",
+        "Ninja is required to load C++ extensions (pip install ninja to get it)",
+    ],
+)
+def test_a_missing_compiler_is_told(text: str) -> None:
+    assert hint_for([raised(text, "RuntimeError")]).startswith("C++ is compiled here: install a compiler")
