@@ -522,6 +522,9 @@ for name, strategy in stages.items():
 
 # %%
 # %%distributed
+import warnings
+
+
 def train_with_deepspeed(stage, epochs=2):
     import deepspeed
 
@@ -554,7 +557,8 @@ if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
 else:
     for stage in (2, 3):
-        loss = train_with_deepspeed(stage)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about names of its own
+            loss = train_with_deepspeed(stage)
         if rank == 0:
             print(f"DeepSpeed, ZeRO-{stage}: loss {loss:.3f}")
 
@@ -758,6 +762,7 @@ print(f"loss {loss:.3f}, {right:.1%} right, in step: {together}")
 # - Corrected: `ProfilerActivity.CUDA` is asked for only where there is a GPU.
 #
 # Without any of this, `%%distributed --profile` profiles a cell, and `%timeline` shows what ranks do as they do it.
+# (Lines with `USDT` are the profiler's own.)
 
 # %%
 # %%distributed
@@ -805,8 +810,6 @@ if rank == 0:
 
 # %%
 # %%distributed
-import warnings
-
 from torch.utils.checkpoint import checkpoint
 
 
