@@ -28,6 +28,8 @@ LOSSES = {
 STOP = "\n# %%\n# %distributed stop\n"
 QUICKSTART = "01_quickstart"
 TO_SCRIPT = "10_from_notebook_to_script"
+GUIDE = "11_the_guide"
+"""Forms the group itself, as scripts do; its export would form a second one."""
 
 
 def run_notebook(source: Path, out: Path) -> NotebookNode:
@@ -129,6 +131,22 @@ def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[s
     assert all(row[4] == row[5] for row in cells)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_finds_what_it_claims(execute: Callable[[str], NotebookNode]) -> None:
+    notebook = execute(GUIDE)
+    told = streams(notebook)
+    assert ": False" not in told
+    assert "process 0 of 1;" not in told, "Accelerate trains every rank by itself"
+    assert told.count(": True") >= 12
+    accuracies = [float(number) for number in re.findall(r"([0-9.]+)% right", told)]
+    assert len(accuracies) >= 7
+    assert min(accuracies) > 85
+    (hanging,) = [cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])]
+    (error,) = [output for output in hanging.outputs if output["output_type"] == "error"]
+    assert "all_reduce" in "\n".join(error["traceback"])
+
+
 def test_a_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
     source = tmp_path / "failing.py"
     source.write_text("# %%\n1 / 0\n", encoding="utf-8")
@@ -179,7 +197,7 @@ def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT)])
+@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT, GUIDE)])
 def test_exported_example_prints_the_same_losses(
     name: str, execute: Callable[[str], NotebookNode], tmp_path: Path
 ) -> None:
