@@ -7,7 +7,7 @@ from typing import Any
 
 from axon_nb.cluster.client import RankClient
 
-__all__ = ["ConsistentCut", "moving_group"]
+__all__ = ["ConsistentCut", "moving_group", "place_of_cut"]
 
 Counts = dict[str, int]
 
@@ -64,9 +64,7 @@ class ConsistentCut:
 
     def _set_stop(self, group: str) -> None:
         (before, first), (after, last) = self._looks[0], self._looks[-1]
-        moved = [last[rank][group] - first[rank][group] for rank in self._ranks]
-        pace = max(moved) / max(after - before, 1e-3)
-        at = max(counts[group] for counts in last.values()) + max(2, int(pace * _AHEAD_S))
+        at = place_of_cut(group, first, last, seconds=after - before)
         for rank in self._ranks:
             self._client.request(rank, "axon_stop", group=group, at=at)
         self._set = True
@@ -88,6 +86,19 @@ def moving_group(first: Mapping[int, Counts], last: Mapping[int, Counts]) -> str
     if busiest and moved[busiest] > 0:
         return busiest
     return "" if together > 0 else None
+
+
+def place_of_cut(group: str, first: Mapping[int, Counts], last: Mapping[int, Counts], *, seconds: float) -> int:
+    """The number of the group's collective that no rank begins: as far ahead as ranks need to hear of it.
+
+    Args:
+        group: See `moving_group`; it may have been made since the first look.
+        first: Collectives begun by rank and group.
+        last: The same, `seconds` later.
+        seconds: Between the looks.
+    """
+    moved = max(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
+    return max(counts[group] for counts in last.values()) + max(2, int(moved / max(seconds, 1e-3) * _AHEAD_S))
 
 
 def _counts(future: Any) -> Counts:

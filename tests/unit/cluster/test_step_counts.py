@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.cut import moving_group
+from axon_nb.cluster.cut import moving_group, place_of_cut
 from axon_nb.cluster.step_counts import steps_apart
 from axon_nb.cluster.sync import plan_sync
 from axon_nb.errors import UsageError
@@ -83,6 +83,14 @@ def test_the_cut_is_in_all_groups_together_where_no_group_has_all_ranks() -> Non
     last = {0: {"0": 1, "a": 7, "": 8}, 1: {"0": 1, "b": 7, "": 8}}
     assert moving_group(first, last) == ""
     assert moving_group(first, {**last, 1: first[1]}) is None
+
+
+def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
+    first, last = {"0": 3, "": 3}, {"0": 3, "new": 1, "": 4}
+    assert moving_group({0: first, 1: first}, {0: last, 1: last}) == "new"
+    assert place_of_cut("new", {0: first, 1: first}, {0: last, 1: last}, seconds=0.015) == 1 + 2
+    fast = {**last, "0": 103}
+    assert place_of_cut("0", {0: first, 1: first}, {0: fast, 1: fast}, seconds=0.1) == 103 + 40
 
 
 def has(kind: str = "module", **other: Any) -> dict[str, Any]:
