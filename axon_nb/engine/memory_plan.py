@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import axon_nb.plan.simulate_model  # noqa: F401 -- takes a second to import: not on the thread that answers
 from axon_nb import plan
 from axon_nb.engine.model_facts import ModelFacts, facts_of, model_key
 from axon_nb.engine.session import RankSession

@@ -20,7 +20,7 @@ class MemoryEstimate:
     worst: int
     """The rank with the highest peak."""
     persistent: Mapping[int, Mapping[str, int]]
-    """By rank: between two steps, by role."""
+    """By rank: after a step of the optimizer, gradients still there, by role."""
     peak: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """By rank: at the highest moment of a step, by role; empty where only model states are known."""
     when: str = ""

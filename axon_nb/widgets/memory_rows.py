@@ -178,7 +178,7 @@ def _estimate_bar(estimate: MemoryUse, scale: int) -> Bar:
     words = f"estimate: {roles_in_words(estimate.by_role)}"
     if estimate.peak is None:
         return Bar(segments(estimate.by_role, scale), None, None, words)
-    words += f" between steps, peak {format_bytes(estimate.peak)}, simulated"
+    words += f" after a step, peak {format_bytes(estimate.peak)}, simulated"
     return Bar(segments(estimate.by_role, scale), estimate.peak / scale, None, words)
 
 

@@ -98,7 +98,7 @@ def answer_bars(state: WhatIfState, capacity: int | None) -> list[AnswerBar]:
 
 
 def _moments(estimate: MemoryEstimate) -> list[tuple[str, Mapping[str, int]]]:
-    held = [("between steps", estimate.persistent[estimate.worst])]
+    held = [("after a step", estimate.persistent[estimate.worst])]
     return [*held, ("at the peak", estimate.peak[estimate.worst])] if estimate.is_whole else held
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from tests.kernel.driver import Kernel
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
+LIMIT_S = 170.0
+"""Of a cell that waits for a simulation, which by itself gives up after 150 s."""
 
 MODELS = """%%distributed
 from torch import nn
@@ -59,7 +61,7 @@ def t_wait(reached, limit=150):
 
 @pytest.fixture(scope="module")
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.ok(MODELS)
+    shared_kernel.ok(MODELS, timeout=LIMIT_S)
     shared_kernel.ok(ASK)
     yield shared_kernel
     shared_kernel.ok("for t_one in open_job._open.values(): t_one.close()\nopen_job._open.clear()")
@@ -67,7 +69,7 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
 
 def told(kernel: Kernel, expression: str) -> Any:
     """A value of the notebook, by JSON."""
-    return json.loads(kernel.ok(f"print(json.dumps({expression}))").stdout)
+    return json.loads(kernel.ok(f"print(json.dumps({expression}))", timeout=LIMIT_S).stdout)
 
 
 def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
@@ -125,10 +127,10 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
         "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
         "t_say(None)"
     )
-    ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)")
+    ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)", timeout=LIMIT_S)
     # Seen once, what the model is called with makes the panel simulate of itself.
     ready.ok("%%distributed\nt_train()")
-    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)")
+    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
     reference = told(ready, "t_told['reference']")
     assert reference["method"].startswith("simulated")
     assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
@@ -146,7 +148,8 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     )
     ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world': '8', 'batch': '2'})")
     assert ready.value("1 + 1") == 2
-    ready.ok("t_told = t_wait(lambda own: own.setup.world == 8 and own.estimate is not None and own.estimate.is_whole)")
+    reached = "own.setup.world == 8 and own.estimate is not None and own.estimate.is_whole"
+    ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
     ready.ok("t_job.cancel()\n_ = t_job.wait(60)")
     answer = told(ready, "t_told['estimate']")
     assert answer["setup"]["world"] == 8

@@ -51,10 +51,10 @@ def test_an_answer_stands_beside_what_is() -> None:
     state = WhatIfState(AS_IS, True, asked, MemoryEstimate(asked, "simulated", 0, {0: half}, {0: half}), estimate())
     bars = {own.label: own.bar for own in answer_bars(state, None)}
     assert list(bars) == [
-        "as it is, between steps", "as it is, at the peak", "as asked, between steps", "as asked, at the peak"
+        "as it is, after a step", "as it is, at the peak", "as asked, after a step", "as asked, at the peak"
     ]  # fmt: skip
     assert sum(part for _, part in bars["as it is, at the peak"].segments) == pytest.approx(1)
-    assert sum(part for _, part in bars["as asked, between steps"].segments) == pytest.approx(80 / 290)
+    assert sum(part for _, part in bars["as asked, after a step"].segments) == pytest.approx(80 / 290)
     assert bars["as asked, at the peak"].words.startswith("80.0 MiB (parameters 20.0 MiB")
 
 
@@ -62,7 +62,7 @@ def test_a_formula_says_that_it_is_one() -> None:
     states = MemoryEstimate(AS_IS, "model states only", 0, {0: HELD})
     content = what_if_content(WhatIfState(AS_IS, True, AS_IS, states, doing="simulating: a step", share=0.5), None)
     assert content["heading"] == "full_shard on 2 ranks, lion, batch 4: 160 MiB, model states only"
-    assert [bar["label"] for bar in content["bars"]] == ["as it is, between steps"]
+    assert [bar["label"] for bar in content["bars"]] == ["as it is, after a step"]
     assert (content["doing"], content["share"]) == ("simulating: a step", 0.5)
 
 
