@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,25 @@ def test_a_rank_that_raises_ends_the_cell_and_the_next_one_works(horovod: Kernel
     assert sorted(after.lines()) == ["[ranks 0,2] True 6.0", "[ranks 1,3] True 4.0"]
 
 
+def test_those_that_waited_say_in_which_of_its_calls(horovod: Kernel) -> None:
+    reply = horovod.run("%%distributed\nif rank == 1:\n    raise ValueError('bug')\nhvd.allreduce(torch.ones(3))")
+    assert "[ranks 0,2-3] waited in allreduce at line 4" in reply.traceback
+    reply = horovod.run("%%distributed\nhvd_backward() if rank else 1 / 0\nhvd_optimizer.step()")
+    assert "ZeroDivisionError" in reply.traceback
+    assert horovod.ok(AFTER).ok
+
+
+def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
+    reply = horovod.run("%%rank 0,2\nhvd.allreduce(torch.ones(3))")
+    assert (
+        "allreduce, on the group of ranks 0-3, in a cell of ranks 0,2: ranks 1,3 do not run this cell"
+        in reply.traceback
+    )
+    pair = horovod.ok("%%rank 0,2\nhvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd_pair).item()")
+    assert pair.lines() == ["[ranks 0,2] 2.0"]
+    assert horovod.ok(AFTER).ok
+
+
 def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
     reply = horovod.run("%%distributed\nhvd.allreduce(torch.ones(3 + (rank == 2)), name='total')")
     assert "hvd.allreduce 'total': rank 0 brings Average of torch.float32 of shape (3,), rank 2" in reply.traceback
@@ -113,3 +133,20 @@ def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
     accuracies = [line for line in reply.lines() if "Accuracy" in line]
     assert len(accuracies) == 3
     assert float(accuracies[-1].rpartition(" ")[2].rstrip("%")) > 50
+
+
+@pytest.mark.slow
+def test_a_replaced_rank_comes_in_with_init(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    kernel.ok(
+        "%%distributed\nimport axon_nb.compat.horovod as hvd\nhvd.init()\nlast = hvd.add_process_set([1])\n"
+        "hvd.allreduce(torch.ones(1))"
+    )
+    kernel.run("%%rank 1\nimport os\nos._exit(3)")
+    kernel.ok("%distributed repair")
+    reply = kernel.ok(
+        "%%distributed\nimport axon_nb.compat.horovod as hvd\nhvd.init()\nsets = len(hvd.world.current().sets)\n"
+        "print(sets, hvd.allreduce(torch.ones(1), op=hvd.Sum).item())"
+    )
+    assert reply.lines() == ["[ranks 0-1] 2 2.0"]
