@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from tests.kernel.driver import Kernel
 SCRIPT = Path(__file__).resolve().parents[1] / "compat" / "horovod_digits.py"
 
 SETUP = """%%distributed
+hvd_before = set(globals())
 import torch.nn as nn
 import axon_nb.compat.horovod as hvd
 
@@ -69,14 +70,24 @@ FAILURES = {
 }
 
 
+CLEAN = """%%distributed
+hvd.shutdown()
+print(hvd.is_initialized())
+for hvd_name in [name for name in globals() if name not in hvd_before and name[0] != "_"]:
+    del globals()[hvd_name]
+"""
+
+
 @pytest.fixture(scope="module")
-def horovod(shared_kernel: Kernel) -> Kernel:
+def horovod(shared_kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel, whose ranks have a model under Horovod's optimizer."""
     if not shared_kernel.run("%%distributed\n1").ok:
         shared_kernel.ok("%distributed restart")
     reply = shared_kernel.ok(SETUP)
     assert reply.lines() == ["[ranks 0-3] (True, 4, True, True)"]
-    return shared_kernel
+    yield shared_kernel
+    assert shared_kernel.ok(CLEAN).lines() == ["[ranks 0-3] False"]
+    shared_kernel.ok("%%distributed\ndist.barrier()")
 
 
 @pytest.mark.parametrize("where", FAILURES)
