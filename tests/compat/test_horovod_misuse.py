@@ -225,7 +225,9 @@ def test_process_sets_of_init(world: Any) -> None:
         except ValueError as error:
             refused = str(error)
         hvd.init(process_sets="dynamic")
-        return str(outer), last.size(), hvd.ProcessSet([0]).size(), refused
+        seen = str(outer), last.size(), hvd.ProcessSet([0]).size(), refused
+        hvd.shutdown()
+        return seen
 
     for rank, (outer, size, unknown, refused) in enumerate(world.run(work)):
         assert outer == "ProcessSet(process_set_id=1, ranks=[0, 2], mpi_comm=None)"
