@@ -28,7 +28,7 @@ def missing(state: ModuleType) -> list[str]:
     Args:
         state: The module ``accelerate.state``.
     """
-    kind = getattr(state, "PartialState", None)
+    kind: Any = getattr(state, "PartialState", None)
     absent = [
         f"PartialState.{name}"
         for name in ("__init__", "_reset_state", "_shared_state", "initialized")

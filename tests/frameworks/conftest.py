@@ -74,4 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("needs"):
             absent = [name for name in marker.args if find_spec(name) is None]
             if absent:
-                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install 'axon_nb[frameworks]'"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install 'axon_nb[frameworks]'")
+                )
