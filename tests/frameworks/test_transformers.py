@@ -57,4 +57,6 @@ assert trainer.is_world_process_zero() == (rank == 0)
 """,
         timeout=150,
     )
-    assert "'loss': " in reply.stdout + str(reply.displays), "what it logs is shown"
+    table = str(reply.displays[-1])
+    assert "<progress" in table
+    assert "Training Loss" in table, "the Trainer's own table for notebooks, shown as it grows"
