@@ -17,6 +17,16 @@ _CALL_FILES = tuple(
 )
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
 """The functions of torch.distributed by which users know what a rank waits in."""
+_HOROVOD = os.path.join("axon_nb", "compat", "horovod", "")
+_HOROVOD_CALLS = frozenset(
+    [*(f"{name}{form}" for name in ("allreduce", "broadcast", "grouped_allreduce") for form in ("_", "_async_"))]
+    + [f"{name}{form}" for name in ("allgather", "allreduce", "alltoall", "broadcast") for form in ("", "_async")]
+    + [f"grouped_{name}{form}" for name in ("allgather", "allreduce", "reducescatter") for form in ("", "_async")]
+    + ["add_process_set", "allgather_object", "barrier", "broadcast_object", "broadcast_optimizer_state"]
+    + ["broadcast_parameters", "init", "join", "poll", "reducescatter", "reducescatter_async", "remove_process_set"]
+    + ["step", "synchronize"]
+)
+"""Those of `axon_nb.compat.horovod`, and the methods of its optimizer."""
 
 PUBLIC_NAMES = {
     "_allgather_base": "all_gather_single",
@@ -41,6 +51,8 @@ _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_
 
 def is_public_call(code: CodeType) -> bool:
     """Whether it is the code of a function by which users know communication."""
+    if code.co_name in _HOROVOD_CALLS and _HOROVOD in code.co_filename:
+        return True
     return code.co_name in PUBLIC_CALLS and code.co_filename.endswith(_CALL_FILES)
 
 

@@ -15,11 +15,11 @@ from torch.utils.data.distributed import DistributedSampler
 import axon_nb.compat.horovod as hvd  # import horovod.torch as hvd
 
 parser = argparse.ArgumentParser(description="PyTorch digits with Horovod")
-parser.add_argument("--batch-size", type=int, default=32, help="input batch size for training")
+parser.add_argument("--batch-size", type=int, default=16, help="input batch size for training")
 parser.add_argument("--test-batch-size", type=int, default=500, help="input batch size for testing")
 parser.add_argument("--epochs", type=int, default=3, help="number of epochs to train")
-parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one rank")
-parser.add_argument("--momentum", type=float, default=0.5, help="SGD momentum")
+parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one rank")
+parser.add_argument("--momentum", type=float, default=0.9, help="SGD momentum")
 parser.add_argument("--seed", type=int, default=42, help="random seed")
 parser.add_argument("--log-interval", type=int, default=10, help="how many batches to wait before logging")
 parser.add_argument("--fp16-allreduce", action="store_true", help="use fp16 compression during allreduce")
@@ -48,7 +48,7 @@ class Net(nn.Module):
 def datasets() -> tuple[TensorDataset, TensorDataset]:
     """Digits to train on, and digits to test on."""
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 6 - 0.8  # about mean 0, deviation 1
     labels = torch.tensor(digits.target)
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.kernel.driver import Kernel
 SCRIPT = Path(__file__).resolve().parents[1] / "compat" / "horovod_digits.py"
 
 SETUP = """%%distributed
+hvd_before = set(globals())
 import torch.nn as nn
 import axon_nb.compat.horovod as hvd
 
@@ -41,6 +43,10 @@ hvd.rank() == rank, hvd.size(), hvd.local_rank() == rank, hvd_equal()
 
 AFTER = """%%distributed
 hvd.init()
+# A failure may have come between the steps of two ranks.
+hvd.broadcast_parameters(hvd_model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(hvd_optimizer, root_rank=0)
+hvd_step()
 hvd_step()
 total = hvd.allreduce(torch.ones(1), name="total", op=hvd.Sum).item()
 if hvd_pair.included():
@@ -64,14 +70,24 @@ FAILURES = {
 }
 
 
+CLEAN = """%%distributed
+hvd.shutdown()
+print(hvd.is_initialized())
+for hvd_name in [name for name in globals() if name not in hvd_before and name[0] != "_"]:
+    del globals()[hvd_name]
+"""
+
+
 @pytest.fixture(scope="module")
-def horovod(shared_kernel: Kernel) -> Kernel:
+def horovod(shared_kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel, whose ranks have a model under Horovod's optimizer."""
     if not shared_kernel.run("%%distributed\n1").ok:
         shared_kernel.ok("%distributed restart")
     reply = shared_kernel.ok(SETUP)
     assert reply.lines() == ["[ranks 0-3] (True, 4, True, True)"]
-    return shared_kernel
+    yield shared_kernel
+    assert shared_kernel.ok(CLEAN).lines() == ["[ranks 0-3] False"]
+    shared_kernel.ok("%%distributed\ndist.barrier()")
 
 
 @pytest.mark.parametrize("where", FAILURES)
@@ -81,6 +97,25 @@ def test_a_rank_that_raises_ends_the_cell_and_the_next_one_works(horovod: Kernel
     assert "ValueError: bug" in reply.traceback
     after = horovod.ok(AFTER)
     assert sorted(after.lines()) == ["[ranks 0,2] True 6.0", "[ranks 1,3] True 4.0"]
+
+
+def test_those_that_waited_say_in_which_of_its_calls(horovod: Kernel) -> None:
+    reply = horovod.run("%%distributed\nif rank == 1:\n    raise ValueError('bug')\nhvd.allreduce(torch.ones(3))")
+    assert "[ranks 0,2-3] waited in allreduce at line 4" in reply.traceback
+    reply = horovod.run("%%distributed\nhvd_backward() if rank else 1 / 0\nhvd_optimizer.step()")
+    assert "ZeroDivisionError" in reply.traceback
+    assert horovod.ok(AFTER).ok
+
+
+def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
+    reply = horovod.run("%%rank 0,2\nhvd.allreduce(torch.ones(3))")
+    assert (
+        "allreduce at line 2, on the group of ranks 0-3, in a cell of ranks 0,2: ranks 1,3 do not run this cell"
+        in reply.traceback
+    )
+    pair = horovod.ok("%%rank 0,2\nhvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd_pair).item()")
+    assert pair.lines() == ["[ranks 0,2] 2.0"]
+    assert horovod.ok(AFTER).ok
 
 
 def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
@@ -101,7 +136,7 @@ def test_an_interrupt_ends_a_loop_and_the_next_cell_works(horovod: Kernel) -> No
     request = horovod.submit("%%distributed\nprint('on the way')\nwhile True: hvd_step()")
     horovod.wait_for_output(request, "on the way")
     horovod.manager.interrupt_kernel()
-    assert horovod.collect(request).ename == "KeyboardInterrupt"
+    assert horovod.collect(request).ename == "CellInterrupt"
     after = horovod.ok(AFTER)
     assert all("True" in line for line in after.lines())
 
@@ -112,4 +147,23 @@ def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
     assert weights.startswith("[ranks 0-3] weights ")
     accuracies = [line for line in reply.lines() if "Accuracy" in line]
     assert len(accuracies) == 3
+    again = horovod.ok(f"%%distributed\n%run {SCRIPT} --epochs 1 --fp16-allreduce", timeout=120)
+    assert "[ranks 0-3] weights " in again.stdout
     assert float(accuracies[-1].rpartition(" ")[2].rstrip("%")) > 50
+
+
+@pytest.mark.slow
+def test_a_replaced_rank_comes_in_with_init(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    kernel.ok(
+        "%%distributed\nimport axon_nb.compat.horovod as hvd\nhvd.init()\nlast = hvd.add_process_set([1])\n"
+        "hvd.allreduce(torch.ones(1))"
+    )
+    kernel.run("%%rank 1\nimport os\nos._exit(3)")
+    kernel.ok("%distributed repair")
+    reply = kernel.ok(
+        "%%distributed\nimport axon_nb.compat.horovod as hvd\nhvd.init()\nsets = len(hvd.world.current().sets)\n"
+        "print(sets, hvd.allreduce(torch.ones(1), op=hvd.Sum).item())"
+    )
+    assert reply.lines() == ["[ranks 0-1] 2 2.0"]

@@ -10,7 +10,7 @@ from axon_nb.engine.interrupts import user_frame
 
 __all__ = ["call_in_words", "public_call"]
 
-_BEGUN_ONLY = frozenset({"batch_isend_irecv", "irecv", "isend"})
+_BEGUN_ONLY = frozenset({"batch_isend_irecv", "irecv", "isend", "poll"})
 
 
 def public_call(frame: FrameType | None) -> tuple[str, bool]:
@@ -20,7 +20,8 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
         code = frame.f_code
         if is_public_call(code):
             call = code.co_name
-            waits = call not in _BEGUN_ONLY and not frame.f_locals.get("async_op", False)
+            begun_only = call in _BEGUN_ONLY or call.endswith(("_async", "_async_"))  # the latter are Horovod's
+            waits = not begun_only and not frame.f_locals.get("async_op", False)
         frame = frame.f_back
     return call, waits
 
