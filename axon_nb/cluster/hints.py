@@ -22,7 +22,7 @@ _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load 
 
 def hint_for(errors: Iterable[RankError]) -> str:
     """A sentence or two, empty where there is nothing to add."""
-    hints = []
+    hints: list[str] = []
     everything = list(errors)
     wanted = [_NO_MODULE.search(error.evalue) for error in everything if error.ename == "ModuleNotFoundError"]
     hints += dict.fromkeys(sentence for found in wanted if found and (sentence := missing_package(found[1])))

@@ -35,7 +35,9 @@ def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
             setattr(launchers, name, _caller(getattr(launchers, name), launchers.patch_environment, world_size))
 
 
-def _caller(original: Callable[..., Any], patch_environment: Callable[..., Any], world_size: int) -> Callable[..., None]:
+def _caller(
+    original: Callable[..., Any], patch_environment: Callable[..., Any], world_size: int
+) -> Callable[..., None]:
     @functools.wraps(original)
     def launch(
         function: Callable[..., Any],
@@ -45,7 +47,9 @@ def _caller(original: Callable[..., Any], patch_environment: Callable[..., Any],
         **_: Any,
     ) -> None:
         if num_processes not in (None, world_size):
-            print(f"axon_nb: {original.__name__}({num_processes} processes) runs on the {world_size} ranks of this cell.")
+            print(
+                f"axon_nb: {original.__name__}({num_processes} processes) runs on the {world_size} ranks of this cell."
+            )
         with patch_environment(accelerate_mixed_precision=str(mixed_precision).lower()):
             function(*args)
 

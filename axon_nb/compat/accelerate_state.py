@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["missing", "synchronise_on_cpus"]
 
-_TESTED = ("1.10", "1.15")
+_TESTED = "1.15"
 _PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 
 
@@ -28,7 +28,7 @@ def missing(state: ModuleType) -> list[str]:
     Args:
         state: The module ``accelerate.state``.
     """
-    kind = getattr(state, "PartialState", None)
+    kind: Any = getattr(state, "PartialState", None)
     absent = [
         f"PartialState.{name}"
         for name in ("__init__", "_reset_state", "_shared_state", "initialized")
@@ -48,7 +48,7 @@ def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
     """
     if absent := missing(state):
         warnings.warn(
-            f"axon_nb was tested with accelerate {_TESTED[0]} to {_TESTED[1]}, and this one has no {absent[0]}: look at "
+            f"axon_nb was tested with accelerate {_TESTED}, and this one has no {absent[0]}: look at "
             "`accelerator.num_processes` before you train.",
             stacklevel=2,
         )

@@ -102,7 +102,7 @@ def _reset(engine: Any) -> None:
         parameter.grad = None
     if not hasattr(optimizer, "_backward_hook_state"):
         return
-    # Else hooks of the next backward count themselves among those of the aborted one, and the gradients are not reduced.
+    # Else hooks of the next backward count themselves among those of the aborted one, and nothing is reduced.
     hooks = optimizer._backward_hook_state
     hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
     hooks.reset_for_new_step()

@@ -59,4 +59,5 @@ def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:
         return result
 
     kind.step = step
-    return step.__code__
+    code: CodeType = vars(kind)["step"].__code__
+    return code

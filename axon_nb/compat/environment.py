@@ -32,7 +32,7 @@ def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str
 
 
 def _find_ninja(environ: MutableMapping[str, str]) -> None:
-    """DeepSpeed builds its C++ with ninja, which comes as a Python package; kernels do not have its folder on the path."""
+    """DeepSpeed builds C++ with ninja, which comes as a Python package: kernels do not have its folder on the path."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja", path=environ.get("PATH")) is None and (beside / "ninja").exists():
         environ["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), str(beside)]))

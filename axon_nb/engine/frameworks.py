@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from types import ModuleType
 
-from axon_nb.compat import accelerate_launch, accelerate_state, deepspeed_setup, environment
+from axon_nb.compat import accelerate_launch, accelerate_state, deepspeed_setup, dynamo_rules, environment
 from axon_nb.compat.on_import import after_import
 from axon_nb.engine.groups import stepping, wrappers
 from axon_nb.engine.session import RankSession
@@ -20,6 +20,7 @@ def install(session: RankSession) -> None:
     if config.device == "cpu":
         synchronise = functools.partial(accelerate_state.synchronise_on_cpus, world_size=config.world_size)
         after_import("accelerate.state", synchronise)
+    after_import("torch._dynamo.trace_rules", dynamo_rules.leave_alone)
     launch = functools.partial(accelerate_launch.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
     after_import("deepspeed.comm.torch", deepspeed_setup.use_torch_groups_alone)

@@ -25,4 +25,6 @@ def missing_package(module: str) -> str:
     requirement = _INSTALLED_BY.get(module)
     if requirement is None:
         return ""
-    return f'`{module}` is not installed where the ranks run: `pip install "{requirement}"` there, and run the cell again.'
+    return (
+        f'`{module}` is not installed where the ranks run: `pip install "{requirement}"` there, and run the cell again.'
+    )

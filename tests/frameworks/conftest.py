@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -51,7 +52,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     env = {
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        # DeepSpeed's build takes a minute: who runs these tests often names a folder that stays.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions")),
     }
     with Kernel(cwd=folder, env=env) as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --name frameworks")
@@ -74,4 +76,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("needs"):
             absent = [name for name in marker.args if find_spec(name) is None]
             if absent:
-                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install 'axon_nb[frameworks]'"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install 'axon_nb[frameworks]'")
+                )

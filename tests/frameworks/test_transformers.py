@@ -49,7 +49,7 @@ own, wanted = flat(model), flat(alone)
 others = [torch.zeros_like(own) for _ in range(world_size)]
 dist.all_gather(others, own)
 assert torch.equal(others[0], others[1]), "ranks differ"
-assert (own - wanted).abs().max() < 1e-9, (own - wanted).abs().max()
+assert (own - wanted).abs().max() < 1e-7, (own - wanted).abs().max()
 assert (own - start).abs().max() > 1e-3
 assert abs(result.training_loss - sum(losses) / 3) < 1e-3, (result.training_loss, losses)
 assert (arguments.world_size, arguments.process_index, str(arguments.device)) == (2, rank, "cpu")
@@ -57,4 +57,6 @@ assert trainer.is_world_process_zero() == (rank == 0)
 """,
         timeout=150,
     )
-    assert "'loss': " in reply.stdout + str(reply.displays), "what it logs is shown"
+    table = str(reply.displays[-1])
+    assert "<progress" in table
+    assert "Training Loss" in table, "the Trainer's own table for notebooks, shown as it grows"
