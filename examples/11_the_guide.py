@@ -338,7 +338,7 @@ print("the same gradients:", torch.allclose(column.weight.grad, first.weight.gra
 # - Corrected: one matrix for queries, keys and values, cut in four, would give rank 0 most of the queries and no value;
 #   each of the three is cut by itself, so that a rank has whole heads.
 # - Corrected: every layer gathered its output and split it again; between a column and a row layer nothing needs to be
-#   sent, so a block has two sums forward and two backward.
+#   sent, so that a block has two sums forward.
 
 
 # %%
@@ -997,7 +997,7 @@ if rank != 2:
 # %%
 # %%distributed
 right = accuracy(ddp_model)
-print(f"the model of the first cell is still there, {right:.1%} right")
+print(f"the first model is still there, {right:.1%} right")
 
 # %% [markdown]
 # # Summary
