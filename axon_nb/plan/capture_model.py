@@ -110,7 +110,7 @@ def _unwrapped(model: Any) -> Any:
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-class _Skeleton(cloudpickle.Pickler):  # type: ignore[misc]
+class _Skeleton(cloudpickle.Pickler):
     """Pickles tensors as what makes empty ones, and modules as they were before they were wrapped."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -149,7 +149,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, without what wrappers have put there."""
     state = {
         key: value
-        for key, value in dict(module.__getstate__()).items()  # type: ignore[call-overload]
+        for key, value in dict(module.__getstate__()).items()
         if key not in _MARKS and not key.startswith(_STATES)
     }
     for name, companions in _HOOKS:
