@@ -31,6 +31,8 @@ _HOOKS = (
 """Where a module keeps its hooks, and what else it keeps by their numbers."""
 _MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"})
 """Attributes that torch gives to modules which it has sharded (2.13); with them it would not do so again."""
+_STATES = "__composable_api_state_key"
+"""How the names of attributes begin where torch keeps what `fully_shard` knows of a module (2.11 to 2.13)."""
 _WRAPPING = ("torch.distributed.", "torch.nn.parallel.", "axon_nb.")
 """Modules whose hooks on a user's module belong to what has been wrapped around it."""
 _OF_RANKS = {
@@ -108,7 +110,7 @@ def _unwrapped(model: Any) -> Any:
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-class _Skeleton(cloudpickle.Pickler):  # type: ignore[misc]
+class _Skeleton(cloudpickle.Pickler):
     """Pickles tensors as what makes empty ones, and modules as they were before they were wrapped."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -147,9 +149,8 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, without what wrappers have put there."""
     state = {
         key: value
-        for key, value in dict(module.__getstate__()).items()  # type: ignore[call-overload]
-        if key not in _MARKS
-        and not type(key).__module__.startswith("torch.distributed.")  # what `fully_shard` keeps in the module
+        for key, value in dict(module.__getstate__()).items()
+        if key not in _MARKS and not key.startswith(_STATES)
     }
     for name, companions in _HOOKS:
         hooks = state.get(name)

@@ -42,8 +42,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
             return answer
     reasons = dict.fromkeys(str(answer) for answer in answers.values())
     raise PlanError(
-        f"model={name!r}: on the ranks {'; '.join(reasons)}. Name a torch.nn.Module that a cell has made there, or give a "
-        "function without arguments that makes the model."
+        f"model={name!r}: on the ranks {'; '.join(reasons)}. Name a torch.nn.Module that a cell has made there, or "
+        "give a function without arguments that makes the model."
     )
 
 

@@ -115,8 +115,8 @@ class MemoryRequest:
             raise PlanError(f"offload={self.offload!r} with ddp: optimizer_state and full_shard can offload.")
         if self.is_bare and (self.mixed_precision is not None or self.offload != "none"):
             raise PlanError(
-                "mixed_precision and offload with an axis tp alone: they come with FSDP, mesh={'dp': 1, 'tp': …}; dtype= "
-                "converts the model."
+                "mixed_precision and offload with an axis tp alone: they come with FSDP, mesh={'dp': 1, 'tp': …}; "
+                "dtype= converts the model."
             )
         if self.size("pp") > 1:
             if self.strategy not in ("full_shard", "shard_grad_op") and self.size("dp") > 1:

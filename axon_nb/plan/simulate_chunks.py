@@ -15,16 +15,16 @@ _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with
 
 
 class _Chunks:
-    """What `torch.chunk` gives, followed by empty tensors up to `count`; each is made when it is asked for.
+    """What `torch.chunk` gives, followed by empty tensors up to `num_chunks`; each is made when it is asked for.
 
     Args:
         tensor: What is cut.
-        count: Number of chunks.
+        num_chunks: How many.
         dim: Along which dimension.
     """
 
-    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, count, dim
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
 
     def __len__(self) -> int:
         return self._count
@@ -51,7 +51,7 @@ def only_needed_chunks() -> Iterator[None]:
     if before is None:
         yield
         return
-    setattr(module, _NAME, lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim))
+    setattr(module, _NAME, _Chunks)
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ ORIGINS = {(str(path), name): role for (path, name), role in _MAKERS.items()}
 """What a storage is, by the file, and where that says too little the function, that has it made."""
 
 SAME = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
-"""Operations that give back the tensor they are given; on fake tensors torch makes another one (2.13), which would count."""
+"""Operations that give back the tensor they are given; on fake tensors torch makes another one (2.13)."""
 
 RESULT = -1
 GLOO_COPIES = {
@@ -72,7 +72,7 @@ GLOO_COPIES = {
     "_c10d_functional::all_gather_into_tensor": RESULT,
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
-"""What Gloo copies while a collective runs: the number of an argument, or the result; as its allocations tell (2.13)."""
+"""What Gloo copies while a collective runs: an argument by its number, or the result; by its allocations (2.13)."""
 
 WHOLE_GRADIENTS = frozenset({"fsdp::chunk_cat", "aten::_chunk_cat"})
 """The operation that FSDP copies the gradients of a unit's whole parameters with: its first argument."""

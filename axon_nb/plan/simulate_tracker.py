@@ -214,4 +214,4 @@ def _origin() -> str:
 
 
 _told: dict[int, tuple[str, CodeType]] = {}
-"""What code was found to make; by its identity, as to compare code is to compare all of it, and with it, so that it lives."""
+"""What code was found to make; by its identity, as comparing takes longer, and with it, so that it stays the same."""

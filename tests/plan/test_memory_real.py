@@ -48,8 +48,6 @@ OTHERS = {
 CASES = SHARDED | OTHERS
 ALL_RANKS = {"full_shard-4", "optimizer_state", *(name for name in CASES if name.startswith("pp"))}
 """Of the others rank 0 is planned."""
-LIMITS = {"pp-dp": 0.05, "pp-dp-mixed": 0.05, "tp": 0.11}
-"""Shares that a peak may be off by, where that is more: sharded stages 4.1 % too low, cut layers 9.9 % too high."""
 # Gloo's threads free buffers when they come to it: on a busy machine a measured peak may be some MB too high.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -87,7 +85,7 @@ def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
-    plan, limit = planned[name], LIMITS.get(name, 0.02 if name in SHARDED else 0.04)
+    plan, limit = planned[name], 0.02 if name in SHARDED else 0.04
     assert isinstance(plan, MemoryPlan), plan
     for rank in plan.ranks:
         found = trained(name)[rank.rank]
