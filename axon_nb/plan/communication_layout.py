@@ -274,8 +274,11 @@ def _styles(trace: ModelTrace, layout: Layout) -> dict[str, str]:
     if isinstance(layout.tp_plan, str):
         if layout.tp_plan != "auto":
             raise UsageError(f"tp_plan={layout.tp_plan!r}: 'auto', or patterns of module names to styles.")
-        options = {"ranks": ranks, "sequence": layout.sequence, "parallel_loss": layout.parallel_loss}
-        styles: dict[str, str] = trace.once(("styles", *options.values()), lambda: automatic_plan(model, **options)[0])
+        sequence, loss = layout.sequence, layout.parallel_loss
+        styles: dict[str, str] = trace.once(
+            ("styles", ranks, sequence, loss),
+            lambda: automatic_plan(model, ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
+        )
         return styles
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}

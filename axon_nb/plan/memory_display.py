@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.schedule_picture import plotly_figure
 
 if TYPE_CHECKING:
     from axon_nb.plan.memory_record import MemoryPlan, RankMemory
@@ -47,20 +48,23 @@ def html(plan: MemoryPlan) -> str:
 
 def figure(plan: MemoryPlan) -> Any:
     """Stacked bars, two a rank: persistent and peak; of at most 16 ranks, those with the highest peaks."""
-    plotly: Any = import_module("plotly.graph_objects")  # the notebook's: only where it is asked for
     ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MOST_RANKS]
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
     held = [getattr(rank, moment).as_dict() for rank, moment in moments]
     bars = [
-        plotly.Bar(name=_label(part), x=axis, y=[parts[part] / _GIB for parts in held])
+        {"type": "bar", "name": _label(part), "x": axis, "y": [parts[part] / _GIB for parts in held]}
         for part in held[0]
         if any(parts[part] for parts in held)
     ]
-    made = plotly.Figure(bars)
-    made.update_layout(barmode="stack", title=_title(plan), yaxis_title="GiB", legend_traceorder="normal")
-    return made
+    layout = {
+        "barmode": "stack",
+        "title": {"text": _title(plan).partition(": ")[0]},
+        "yaxis": {"title": {"text": "GiB"}},
+        "legend": {"traceorder": "normal"},
+    }
+    return plotly_figure(bars, layout)
 
 
 def _rows(rank: RankMemory) -> list[tuple[str, float, float]]:

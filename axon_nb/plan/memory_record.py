@@ -189,6 +189,8 @@ class MemoryPlan:
 
         return text(self)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         from axon_nb.plan.memory_display import html
 

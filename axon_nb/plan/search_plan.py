@@ -17,6 +17,7 @@ __all__ = ["Candidate", "SearchPlan"]
 
 _GIB = 1024.0**3
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
+_TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
 _HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "recompute", "step, ms", "memory, GiB", "why not")
 
 
@@ -131,7 +132,7 @@ class SearchPlan:
             traces.append(trace)
         layout = {
             "title": {"text": self.title},
-            "xaxis": {"title": {"text": "GiB of the fullest rank"}, "type": "log"},
+            "xaxis": {"title": {"text": "GiB of the fullest rank"}, "type": "log", "tickvals": _TICKS},
             "yaxis": {"title": {"text": "ms a step"}, "type": "log"},
         }
         return plotly_figure(traces, layout)

@@ -18,6 +18,7 @@ from axon_nb.plan.schedule_plan import SchedulePlan
 from axon_nb.plan.step_time_compute import computed, copied, optimizer_work, pipelined, wrapped_s, wrapper_of
 from axon_nb.plan.step_time_plan import StepTime
 from axon_nb.plan.step_time_work import Rates
+from axon_nb.records.quantity import format_bytes
 
 __all__ = ["predicted", "step_time"]
 
@@ -127,7 +128,8 @@ def _parts(
 def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
     moving = "other operations take no time"
     if rates.bytes_per_s is not None:
-        moving = f"other operations {rates.bytes_per_s / 1e9:.3g} GB/s and {1e6 * rates.op_s:.3g} us each"
+        moving = f"other operations {format_bytes(round(rates.bytes_per_s))}/s"
+        moving += f" and {1e6 * rates.op_s:.3g} us each" if rates.op_s else ""
     yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
     if rates.factors:
         said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())

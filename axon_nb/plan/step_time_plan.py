@@ -71,7 +71,7 @@ class StepTime:
             "xaxis": {"title": {"text": "ms"}},
             "yaxis": {"showticklabels": False},
             "legend": {"traceorder": "normal"},
-            "height": 260,
+            "height": 320,
         }
         return plotly_figure(bars, layout)
 

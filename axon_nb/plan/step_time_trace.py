@@ -127,7 +127,7 @@ def trace_model(
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
             with torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda kept: kept):
-                number = subject.loss(subject.model(*subject.args))
+                number = subject.loss(subject.model(*(subject.args or ())))
             if number.requires_grad:
                 counted.phase = "backward"
                 number.backward()

@@ -18,7 +18,8 @@ from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 from tests.plan.megatron import Layers
 
-CONFIG = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=4)
+pytestmark = pytest.mark.timeout(900)
+CONFIG = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=3)
 OPTIONS: dict[str, Any] = {"rates": 1e12, "links": "nvlink4", "batch": 16}
 MIB = 1 / 1024
 
@@ -108,18 +109,18 @@ def test_another_estimate_takes_the_place() -> None:
 def test_the_winner_is_simulated() -> None:
     heard: list[tuple[float, str]] = []
     options: dict[str, Any] = {**OPTIONS, "batch": 32}
-    model = GPTConfig(vocab=512, context=64, hidden=128, heads=4, blocks=4)
+    model = GPTConfig(vocab=8192, context=512, hidden=1024, heads=8, blocks=2)
     guessed = {_key(one): one for one in plan.search(model, 4, 80, **options).candidates}
-    found = plan.search(model, 4, 80, simulate=6, progress=lambda *said: heard.append(said), **options)
+    found = plan.search(model, 4, 80, simulate=3, progress=lambda *said: heard.append(said), **options)
     assert heard[-1][0] == 1.0
     simulated = [one for one in found.candidates if one.simulated]
-    assert len(simulated) == 6
+    assert len(simulated) == 3
     assert found.best in simulated
-    assert found.to_frame()["simulated"].sum() == 6
+    assert found.to_frame()["simulated"].sum() == 3
     assert "(simulated)" in str(found)
     for one in simulated:
         assert one.memory["activations"] > 0
-        assert guessed[_key(one)].memory_bytes == pytest.approx(one.memory_bytes, rel=0.25), _key(one)
+        assert guessed[_key(one)].memory_bytes == pytest.approx(one.memory_bytes, rel=0.15), _key(one)
 
 
 def _key(one: Any) -> tuple[Any, ...]:
@@ -132,12 +133,12 @@ def _sizes(trace: ModelTrace) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_traces_of_other_batches_lie_on_a_line(dtype: torch.dtype | None) -> None:
-    given = Given(CONFIG)
-    traces = Traces(given, torch.optim.AdamW, dtype)
+    small = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=1)
+    traces = Traces(Given(small), torch.optim.AdamW, dtype)
     first, second = traces.at(2), traces.at(4)
     assert second.kept is first.kept
-    for batch in (1, 3, 16):
-        alone = trace_model(Given(CONFIG, batch=batch), optimizer=torch.optim.AdamW, dtype=dtype)
+    for batch in (1, 16):
+        alone = trace_model(Given(small, batch=batch), optimizer=torch.optim.AdamW, dtype=dtype)
         assert _sizes(traces.at(batch)) == _sizes(alone), batch
     assert traces.at(16) is traces.at(16)
 
