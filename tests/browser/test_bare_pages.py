@@ -1,4 +1,4 @@
-"""Each view's script in a bare page, as anywidget runs it: it draws what it is given, says that it is there, and ends."""
+"""Each view's script in a bare page, as anywidget runs it: it draws what it is given, tells that it is there, ends."""
 
 from __future__ import annotations
 
