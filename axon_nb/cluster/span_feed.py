@@ -20,10 +20,10 @@ __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
 _TICK_S = 0.08
 """Views get what is new so often: 12 times a second, or 10 where each time takes 20 ms."""
-_BUSY_S = 0.2
-"""How often each rank is asked while a cell runs; the ranks take turns."""
-_PER_S = 40
-"""How many questions a second there are at most."""
+_BUSY_S, _SELDOM_S = 0.2, 0.5
+"""How often each rank is asked while a cell runs: at most, and at least as long as `_MOST_PER_S` allows."""
+_PER_S, _MOST_PER_S = 12, 40
+"""How many questions a second there are, and at most; ranks take turns, so that there is something new at each tick."""
 _IDLE_S = 1.0
 """How often idle ranks are asked, so that they are ready to record when a cell begins."""
 _WATCH_S = 5.0
@@ -126,12 +126,13 @@ class SpanFeed:
             self.running_since = None
         elif self.running_since is None:
             self.running_since = time.monotonic_ns() - round(_TICK_S * 1e9)
-            self._due = {rank: now + rank % 2 * _TICK_S for rank in cluster.ranks}
+            count = len(cluster.ranks)
+            self._due = {rank: now + number * _every_s(count) / count for number, rank in enumerate(cluster.ranks)}
         self._take_answers()
         if wanted:
             due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
             self._ask(_WATCH_S, due)
-            every = max(_BUSY_S, len(cluster.ranks) / _PER_S) if self.running_since is not None else _IDLE_S
+            every = _every_s(len(cluster.ranks)) if self.running_since is not None else _IDLE_S
             self._due.update(dict.fromkeys(due, now + every - _TICK_S / 2))
 
     def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
@@ -178,6 +179,11 @@ class SpanFeed:
         if best is None or trip < best[0]:
             best = self._offsets[rank] = (trip, (asked_ns + now_ns) // 2 - theirs_ns)
         return best[1]
+
+
+def _every_s(num_ranks: int) -> float:
+    """How often each of so many ranks is asked while a cell runs."""
+    return max(_BUSY_S, min(num_ranks / _PER_S, max(_SELDOM_S, num_ranks / _MOST_PER_S)))
 
 
 _feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Sends samples and spans to the notebook while it watches, in one batched message a tick; nothing otherwise."""
+"""Sends samples to the notebook while it watches, one message a tick; nothing otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import RankSession
-from axon_nb.records.trace import ring
 
 __all__ = ["Telemetry"]
 
@@ -40,20 +39,18 @@ class Telemetry:
                 self._thread.start()
 
     def _run(self) -> None:
-        position = ring.position
         while True:
             with self._lock:
                 if time.monotonic() >= self._until:
                     self._thread = None
                     return
                 period = self._period
-            spans, position, lost = ring.since(position)
-            self._send([dataclasses.asdict(self._sampler.sample())], [span._asdict() for span in spans], lost)
+            self._send([dataclasses.asdict(self._sampler.sample())])
             self._wake.wait(period)
             self._wake.clear()
 
-    def _send(self, states: list[dict[str, Any]], spans: list[dict[str, Any]], lost: int) -> None:
+    def _send(self, states: list[dict[str, Any]]) -> None:
         kernel = self._session.kernel
-        content = {"rank": self._session.config.rank, "states": states, "spans": spans, "lost": lost}
+        content = {"rank": self._session.config.rank, "states": states, "lost": 0}
         topic = f"engine.{kernel.engine_id}.axon_telemetry".encode()
         kernel.session.send(kernel.iopub_socket, "axon_telemetry", content, ident=topic)

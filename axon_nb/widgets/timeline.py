@@ -35,6 +35,7 @@ _IN_FLIGHT = 2
 _PATIENCE_S = 1.0
 """Messages that no page has confirmed for so long are taken for lost."""
 _SIGN_OF_LIFE_S = 5.0
+_BEAT_S = 0.5
 _LAST_MESSAGES = 20
 """So many at most follow each other at the end."""
 _FACTS_S = 1.0
@@ -125,7 +126,7 @@ class TimelineView(View):
         if self._loop is None:
             self._beat = time.monotonic()
             return
-        if not self._listening:
+        if not self._listening and time.monotonic() - self._beat > _BEAT_S:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self._listening = True
                 self._loop.call_soon_threadsafe(self._hears)
