@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ class DistributedMagics(Magics):
         commands = self.commands()
         word, *rest = line.split() or [""]
         if word in ("--help", "help", "?"):
-            print(self.distributed.__doc__)
+            print(inspect.getdoc(DistributedMagics.distributed))
             return None
         if word not in commands:
             raise unknown_command("%distributed", word, commands)

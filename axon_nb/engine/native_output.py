@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ _TAIL_BYTES = 1 << 16
 _MAX_FILE_BYTES = 16 << 20
 _FAST_S = 0.02
 _SLOW_S = 0.2
+
+_MARKS = re.compile(r"^USDT:\S+ \S+ \d+:\d+ \S+\.cpp:\d+\] .*\n", re.MULTILINE)
+"""What torch's profiler writes when it begins and ends, for tracers of the system."""
 
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 _streams: list[RankStream] = []
@@ -81,7 +85,8 @@ class _NativeFile:
             came = False
             while text := self._next():
                 came = True
-                show(text)
+                if told := _MARKS.sub("", text):
+                    show(told)
             return came
         finally:
             self._lock.release()

@@ -1,9 +1,9 @@
 """Failures of a size that a notebook can show, before IPython renders them.
 
 IPython looks up the module of every frame among all that are loaded: 7 ms each with torch, and a recursion error has a
-thousand. On a busy machine the notebook gave the rank up meanwhile. And ipykernel sends each failure on the output channel
-besides, in full length, where nobody reads it: the reply has it. Private hooks: `showtraceback`'s `_showtraceback` and
-the `structured_traceback` of `InteractiveTB`; where one is missing IPython's own ways are left.
+thousand. On a busy machine the notebook gave the rank up meanwhile. And ipykernel sends each failure on the output
+channel besides, in full length, where nobody reads it: the reply has it. Private hooks: `showtraceback`'s
+`_showtraceback` and the `structured_traceback` of `InteractiveTB`; where one is missing IPython's own ways are left.
 """
 
 from __future__ import annotations

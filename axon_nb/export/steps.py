@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from axon_nb.records.ranks import parse_ranks
 __all__ = ["CellStep", "History", "SeedStep", "Step", "ValueStep", "pushes_in", "steps_of"]
 
 History = Sequence[RanCell | PushedValues]
+_OURS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
+"""Lines that run in the notebook, in auto mode too: where there are no others, no rank has run the cell."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
         tree = parse(python.code)
     except (argparse.ArgumentError, SyntaxError, UsageError, ValueError):
         return None  # no rank has run it
-    if options.help:
+    if options.help or all(map(_OURS.match, filter(str.strip, cell.code.splitlines()))):
         return None
     code = one_a_line(python.code, tree)
     step = CellStep(cell, options.ranks, code, parse(code), python.imports, options.repeat, options.quiet)

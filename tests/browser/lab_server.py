@@ -33,8 +33,8 @@ PYTHON_3 = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykern
 class LabServer:
     """Starts with `with`, and ends its kernels and itself, by process id, when the block is left."""
 
-    module, app = "jupyterlab", "LabApp"
-    """What is started, and what its settings are called."""
+    module = "jupyterlab"
+    """What is started."""
     tree = "lab/tree"
     """Path of the page that opens a notebook."""
 
@@ -56,10 +56,7 @@ class LabServer:
         command = [
             *(sys.executable, "-m", self.module, "--no-browser", "--allow-root"),
             *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={self.notebooks}"),
-            *(f"--{self.app}.extension_manager=readonly", f"--{self.app}.expose_app_in_browser=True"),
-            f"--{self.app}.app_settings_dir={settings}",
-            f"--{self.app}.workspaces_dir={self._folder / 'workspaces'}",
-            f"--{self.app}.user_settings_dir={self._folder / 'user-settings'}",
+            *self.app_options(settings),
         ]
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -81,6 +78,14 @@ class LabServer:
             self.end_kernels()
         finally:
             self._end(self._process)
+
+    def app_options(self, settings: Path) -> list[str]:
+        """What the application itself is told; `settings` is the folder with those of this server."""
+        return [
+            *("--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True"),
+            *(f"--LabApp.app_settings_dir={settings}", f"--LabApp.workspaces_dir={self._folder / 'workspaces'}"),
+            f"--LabApp.user_settings_dir={self._folder / 'user-settings'}",
+        ]
 
     @property
     def _log(self) -> Path:

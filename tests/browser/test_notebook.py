@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.conftest import WINDOW
-from tests.browser.lab_server import LabServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.browser.lab_page import LabPage
+    from tests.browser.notebook_page import NotebookPage, NotebookServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(300)]
 
 MODEL = "%%distributed\nmodel = torch.nn.Linear(8, 4)\nprint(f'rank {rank} is ready')"
 LONG = """%%distributed --watch
@@ -25,36 +24,31 @@ for i in range(3000):
     time.sleep(0.02)"""
 
 
-class NotebookServer(LabServer):
-    """Jupyter Notebook 7, whose page is made of JupyterLab's parts."""
-
-    module, app = "notebook", "JupyterNotebookApp"
-    tree = "notebooks"
-
-
 @pytest.fixture(scope="module")
-def notebook_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+def notebook_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookServer]:
     """The server."""
     pytest.importorskip("notebook", minversion="7", reason="needs Notebook 7: pip install notebook")
+    from tests.browser.notebook_page import NotebookServer
+
     with NotebookServer(tmp_path_factory.mktemp("notebook") / "server") as server:
         yield server
 
 
 @pytest.fixture
-def notebook(notebook_server: LabServer, chromium: Browser) -> Iterator[LabPage]:
+def notebook(notebook_server: NotebookServer, chromium: Browser) -> Iterator[NotebookPage]:
     """A page; an error in its console fails the test."""
-    from tests.browser.lab_page import LabPage
+    from tests.browser.notebook_page import NotebookPage
 
     context = chromium.new_context(viewport=WINDOW, device_scale_factor=1)
-    shown = LabPage(context.new_page(), notebook_server)
+    shown = NotebookPage(context.new_page(), notebook_server)
     yield shown
-    errors = list(shown.errors)
+    errors = shown.real_errors()
     context.close()
     notebook_server.end_kernels()
     assert not errors, "the page's console has errors:\n" + "\n".join(errors)
 
 
-def test_a_session_in_notebook_7(notebook: LabPage, notebook_server: LabServer) -> None:
+def test_a_session_in_notebook_7(notebook: NotebookPage, notebook_server: NotebookServer) -> None:
     cells = ["%load_ext axon_nb\n%distributed start -n 2", MODEL, "%shards model", LONG, "%%distributed\n", "1 + 1"]
     notebook_server.write_notebook("seven.ipynb", cells)
     notebook.open_notebook("seven.ipynb")
@@ -75,10 +69,12 @@ def test_a_session_in_notebook_7(notebook: LabPage, notebook_server: LabServer) 
     notebook.page.keyboard.press("Control+End")
     notebook.page.keyboard.type("model.in_fea")
     notebook.page.keyboard.press("Tab")
+    notebook.page.locator(".jp-Completer").get_by_text("in_features").first.wait_for(timeout=60_000)
+    notebook.page.keyboard.press("Enter")
     notebook.cell(4).locator(".cm-content").get_by_text("model.in_features").wait_for(timeout=60_000)
     notebook.run_cell(4)
     notebook.wait_text(4, "8")
     assert "2" in notebook.run_and_wait(5)
-    saved = notebook.save()
+    saved = notebook.save_as("seven.ipynb")
     html = "".join("".join(out.get("data", {}).get("text/html", "")) for cell in saved.cells for out in cell.outputs)
     assert html.count("data:image/svg+xml;base64,") >= 3

@@ -49,7 +49,8 @@ def streams(notebook: NotebookNode) -> str:
 
 
 def _tell(expression: str) -> str:
-    return f"print('every loss:', repr(({expression})), flush=True)\n"
+    # In one piece: the processes of a script write to the same pipe, without buffers.
+    return f"import sys\n_ = sys.stdout.write(f'every loss: {{({expression})!r}}\\n')\n"
 
 
 def told(text: str) -> set[str]:

@@ -100,14 +100,14 @@ def test_tables_and_any_picklable_object_travel(kernel: Kernel) -> None:
     kernel.ok(
         "import pandas as pd\nfrom collections import namedtuple\n"
         "t_frame = pd.DataFrame({'x': range(1000), 'name': ['ä'] * 1000})\n"
-        "t_factor = 3\ndef t_scaled(x):\n    return x * t_factor + rank\n"
-        "class T_Thing:\n    def __init__(self, n): self.n = n\n    def twice(self): return t_scaled(self.n)\n"
-        "t_thing = T_Thing(5)\n%push t_frame t_scaled t_thing"
+        "t_factor = 3\ndef t_multiplied(x):\n    return x * t_factor + rank\n"
+        "class T_Thing:\n    def __init__(self, n): self.n = n\n    def twice(self): return t_multiplied(self.n)\n"
+        "t_thing = T_Thing(5)\n%push t_frame t_multiplied t_thing"
     )
-    reply = kernel.ok("%%distributed\n(int(t_frame.x.sum()), t_scaled(1), t_thing.twice())")
+    reply = kernel.ok("%%distributed\n(int(t_frame.x.sum()), t_multiplied(1), t_thing.twice())")
     assert sorted(reply.lines()) == [f"[rank {r}] (499500, {3 + r}, {15 + r})" for r in range(4)]
     kernel.ok("%%distributed\nt_factor = 10")
-    assert "[rank 0] 10" in kernel.ok("%%distributed\nt_scaled(1)").lines()
+    assert "[rank 0] 10" in kernel.ok("%%distributed\nt_multiplied(1)").lines()
     kernel.ok("%pull t_frame --ranks 2 --as t_frame2\n%pull t_thing --ranks 0 --as t_thing2")
     assert kernel.value("t_frame2.equals(t_frame), t_thing2.n") == (True, 5)
 

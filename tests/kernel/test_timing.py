@@ -58,6 +58,7 @@ def test_profile_gives_a_table_and_a_trace_of_each_chosen_rank(kernel: Kernel, t
     kernel.ok(f"import os\nt_folder = os.getcwd()\nos.chdir({str(tmp_path)!r})")
     reply = kernel.ok("%%distributed --profile 1,3 --time\na = torch.ones(64, 64)\nfor _ in range(3):\n    a @ a")
     kernel.ok("os.chdir(t_folder)")
+    assert "USDT" not in reply.stdout + reply.stderr
     assert "aten::mm" in reply.displays[0]["text/plain"] + reply.displays[0]["text/html"]
     traces = sorted(tmp_path.glob("axon_profiles/cell-*/*.pt.trace.json"))
     assert [path.name.partition(".")[0] for path in traces] == ["rank1", "rank3"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import pytest
 from IPython.core.ultratb import AutoFormattedTB
 
 from axon_nb.engine import traceback_size
@@ -65,11 +66,14 @@ def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -
 
 def test_calls_of_many_functions_are_kept_up_to_a_limit() -> None:
     space: dict[str, Any] = {}
-    source = "def f0():\n    raise ValueError\n" + "".join(f"def f{i}():\n    f{i - 1}()\n" for i in range(1, 200))
+    source = "def f0():\n    raise ValueError('the bottom')\n" + "".join(
+        f"def f{i}():\n    f{i - 1}()\n" for i in range(1, 200)
+    )
     exec(source, space)
     for count, expected in ((50, 51), (199, 90)):
-        try:
+        with pytest.raises(ValueError, match="the bottom") as caught_here:
             space[f"f{count}"]()
-        except ValueError as error:
-            assert error.__traceback__ is not None
-            assert depth(traceback_size.shortened(error.__traceback__.tb_next)[0]) == expected
+        trace = caught_here.value.__traceback__
+        assert trace is not None
+        assert trace.tb_next is not None
+        assert depth(traceback_size.shortened(trace.tb_next)[0]) == expected

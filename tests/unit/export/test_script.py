@@ -195,8 +195,10 @@ def test_cells_that_no_rank_has_run_are_not_there() -> None:
         cell("print(3)\n", "distributed --ranks 9", outcome="failed", number=3),
         cell("print(4)\n", "distributed --help", number=4),
         cell("print(5\n", outcome="failed", number=5),
+        cell("%distributed auto off\n\n%pull x\n", number=6),
     )
     assert text.count("print(") == 1
+    assert "auto off" not in text
 
 
 def test_dead_cells_are_left_out_on_request() -> None:
