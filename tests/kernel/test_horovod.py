@@ -126,7 +126,7 @@ def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> N
 
 def test_a_handle_of_a_cell_that_was_ended_says_so(horovod: Kernel) -> None:
     cell = "%%distributed\nearly = hvd.allreduce_async(torch.ones(1), name='early') if rank else None\n"
-    horovod.run(cell + "if rank == 0: raise ValueError('bug')\nhvd.barrier()")
+    horovod.run(cell + "hvd.barrier()\nif rank == 0: raise ValueError('bug')\nhvd.barrier()")
     reply = horovod.run("%%distributed\nif rank: hvd.synchronize(early)")
     assert "the cell in which this call was begun was ended" in reply.traceback
     assert horovod.ok(AFTER).ok
