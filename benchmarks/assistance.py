@@ -50,7 +50,7 @@ def running(kernel: Kernel, code: str, seconds: int) -> Iterator[None]:
 
 def measure(kernel: Kernel, name: str, rounds: int) -> list[Row]:
     """Every question `rounds` times, a little apart, as somebody types."""
-    completions, helps = list[float](), list[float]()
+    completions, helps, empty = list[float](), list[float](), 0
     with running(kernel, BUSY[name], 2 + rounds):
         for _ in range(rounds):
             for text in ASKED:
@@ -58,14 +58,16 @@ def measure(kernel: Kernel, name: str, rounds: int) -> list[Row]:
                 began = time.perf_counter()
                 found = completed(kernel, code)
                 completions.append((time.perf_counter() - began) * 1e3)
-                assert found or text.startswith("torch"), f"nothing for {text!r}, {name}"
+                empty += not found
             began = time.perf_counter()
             request = kernel.client.inspect("%%distributed\nnet", len("%%distributed\nnet"), 0)
             while kernel.client.get_shell_msg(timeout=30)["parent_header"].get("msg_id") != request:
                 continue
             helps.append((time.perf_counter() - began) * 1e3)
+    # Of a rank that cannot answer, names, their attributes and keys are known, and no deeper ones.
+    note = f"{empty} of {len(completions)} answers offered nothing"
     return [
-        Row(f"completion, {name}, median", median(completions), "ms", limit=TARGET_MS),
+        Row(f"completion, {name}, median", median(completions), "ms", limit=TARGET_MS, note=note),
         Row(f"completion, {name}, 95 %", percentile(completions, 95), "ms", limit=TARGET_MS),
         Row(f"help, {name}, median", median(helps), "ms"),
     ]

@@ -11,6 +11,8 @@ import mmap
 import os
 import threading
 
+from axon_nb.host.cores import usable_cores
+
 __all__ = ["fill"]
 
 _CHUNK = 32 << 20
@@ -30,9 +32,9 @@ def fill(fd: int, place: int, view: memoryview, *, helped: bool) -> None:
         fd: The file.
         place: In bytes.
         view: Of bytes.
-        helped: Whether a second core is free.
+        helped: Whether a second thread may help where a core is idle.
     """
-    if not helped or view.nbytes < _SHARED_FROM:
+    if not helped or view.nbytes < _SHARED_FROM or not _core_is_idle():
         _write(fd, place, view)
         return
     border = int(view.nbytes * _OWN_SHARE)
@@ -45,6 +47,16 @@ def fill(fd: int, place: int, view: memoryview, *, helped: bool) -> None:
     finally:
         helper.stop()
     _write(fd, place + border + helper.done, view[border + helper.done :])
+
+
+def _core_is_idle() -> bool:
+    """Whether fewer threads run now than this process has cores: where none is idle, two are slower than one."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            running = next(int(line.split()[1]) for line in file if line.startswith("procs_running "))
+    except (OSError, StopIteration, ValueError):
+        return False
+    return running < usable_cores()
 
 
 def _write(fd: int, place: int, view: memoryview) -> None:

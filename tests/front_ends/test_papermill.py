@@ -30,6 +30,7 @@ def _run(source: Path, out: Path, *options: str) -> subprocess.CompletedProcess[
     return subprocess.run([*command, *options], cwd=source.parent, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_parameters_reach_the_ranks_and_a_failure_fails_the_run(tmp_path: Path) -> None:
     source = _notebook(
         tmp_path / "in.ipynb",

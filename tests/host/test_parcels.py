@@ -111,7 +111,10 @@ def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("helped", [False, True])
 @pytest.mark.parametrize("place", [64, 4096 * 3 + 128])
-def test_large_memory_is_copied_by_one_or_two_threads(place: int, helped: bool) -> None:
+def test_large_memory_is_copied_by_one_or_two_threads(
+    place: int, helped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcel_filling, "_core_is_idle", lambda: helped)
     content = os.urandom(1 << 20) * 33 + b"the end"
     fd = os.memfd_create("test")
     try:
