@@ -714,6 +714,50 @@ else:
     print(f"process {accelerator.process_index} of {accelerator.num_processes}; {right:.1%} right, in step: {together}")
 
 # %% [markdown]
+# ### transformers' Trainer
+#
+# The guide stops at Accelerate; most people meet it inside `Trainer`, which is not changed either. Any module will do
+# that takes its inputs by name and gives the loss.
+
+
+# %%
+# %%distributed
+class Digits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = your_model()
+
+    def forward(self, pixels, labels):
+        logits = self.layers(pixels)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def train_with_trainer(epochs=5):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+    )
+    model, examples = Digits(), [{"pixels": data, "labels": target} for data, target in train_dataset]
+    Trainer(model=model, args=arguments, train_dataset=examples).train()
+    return model.layers
+
+
+if find_spec("transformers") is None:
+    if rank == 0:
+        print("transformers is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
+else:
+    model = train_with_trainer()
+    right, together = accuracy(model), in_step(model)
+    print(f"Trainer: {right:.1%} right, in step: {together}")
+
+# %% [markdown]
 # ## Horovod
 #
 # Horovod itself does not build on today's PyTorch. `axon_nb.compat.horovod` has its functions on the groups that are
@@ -751,6 +795,48 @@ def train_with_horovod(epochs=5):
 model, loss = train_with_horovod()
 right, together = accuracy(model), in_step(model)
 print(f"loss {loss:.3f}, {right:.1%} right, in step: {together}")
+
+# %% [markdown]
+# ## torch.compile
+#
+# What is compiled is the model in its wrapper, so that gradients are still reduced while the backward runs. Inductor,
+# the default, writes C++ where there is no GPU; without a compiler another backend does.
+
+# %%
+# %%distributed
+import shutil
+
+from torch.nn.parallel import DistributedDataParallel
+
+compiled = torch.compile(DistributedDataParallel(your_model()), backend="inductor" if shutil.which("g++") else "eager")
+optimizer = torch.optim.Adam(compiled.parameters(), lr=3e-3)
+for _ in range(20):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(compiled(pixels[rank:1440:4]), labels[rank:1440:4])
+    loss.backward()
+    optimizer.step()
+together = in_step(compiled)
+print(f"compiled: in step: {together}")
+
+# %% [markdown]
+# ## torch.distributed.checkpoint
+#
+# Each rank writes its shards; any number of ranks, or a single process, reads them. `Checkpoints` of `axon_nb.parallel`
+# is built on it, and adds what a run needs: the newest good one after a kill, and background saving.
+
+# %%
+# %%distributed
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+sharded = fully_shard(your_model())
+dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=folder / "sharded")
+whole = {"model": {name: torch.zeros_like(value) for name, value in your_model().state_dict().items()}}
+if rank == 0:  # this rank alone, as a script without ranks would
+    dcp.load(whole, checkpoint_id=folder / "sharded", no_dist=True)
+    same = all(torch.equal(value, whole["model"][name]) for name, value in your_model().state_dict().items())
+    print(f"four ranks' shards, read by one process: equal: {same}")
 
 # %% [markdown]
 # # Best practices
@@ -1015,8 +1101,6 @@ print(f"the first model is still there, {right:.1%} right")
 
 # %%
 # %%distributed
-import shutil
-
 dist.barrier()  # all are done with the files
 if rank == 0:
     shutil.rmtree(folder)
