@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
+import psutil
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 from IPython.paths import get_ipython_dir
 from traitlets.config import Config
@@ -114,8 +115,11 @@ def _await_engines(
         _raise_if_dead(connection, deaths)
         _raise_if_ended(cluster.engines["ranks"], hint)
         if time.monotonic() > end:
-            there = connection.client.registered
-            raise StartError(f"Only engines {there} of {sorted(wanted)} registered within {timeout_s:.0f} s.{hint}")
+            there, said = connection.client.registered, _last_words(cluster.engines["ranks"])
+            raise StartError(
+                f"Only engines {there} of {sorted(wanted)} registered within {timeout_s:.0f} s"
+                f"{f', and the launcher says: {said}' if said else '.'}{hint}"
+            )
 
 
 def stop_engines(cluster: ipp.Cluster, engines: str) -> None:
@@ -204,10 +208,32 @@ def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
 
 def _raise_if_ended(launcher: Any, hint: str) -> None:
     """Notice processes that ipyparallel's own launchers started on this host and that are gone again."""
-    parts = list(getattr(launcher, "launchers", {}).values()) or [launcher]
-    for part in parts:
+    for part in _parts(launcher):
         process = getattr(part, "process", None)
-        if process is not None and not process.is_running():
-            text = str(part.get_output()).strip().splitlines()
-            lines = [line for line in text if "Error" in line][-1:] or text[-5:]
-            raise StartError(f"An engine ended while starting: {' | '.join(lines) or 'it wrote nothing'}{hint}")
+        if process is not None and (not process.is_running() or _is_zombie(process)):
+            raise StartError(f"An engine ended while starting: {_output(part) or 'it wrote nothing'}{hint}")
+
+
+def _parts(launcher: Any) -> list[Any]:
+    return list(getattr(launcher, "launchers", {}).values()) or [launcher]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    # Nobody has waited for it yet: it counts as running for psutil.
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _last_words(launcher: Any) -> str:
+    """What processes of ipyparallel's own launchers on this host wrote, where one of them still runs."""
+    with contextlib.suppress(Exception):  # launchers of others, and files that are not there yet
+        parts = [part for part in _parts(launcher) if getattr(part, "process", None) is not None]
+        return next(filter(None, map(_output, parts)), "")
+    return ""
+
+
+def _output(part: Any) -> str:
+    text = str(part.get_output()).strip().splitlines()
+    return " | ".join([line for line in text if "Error" in line][-1:] or text[-5:])

@@ -70,8 +70,8 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     """The user's class of a module that wrappers have given one of theirs."""
     kind: Any = type(module)
     if issubclass(kind, loaded(*_RECOMPUTED)):
-        inner: Any = module
-        return plain_class(inner._checkpoint_wrapped_module)
+        wrapped: Any = module
+        return plain_class(wrapped._checkpoint_wrapped_module)
     wrapper = loaded(*_FSDP2)
     if issubclass(kind, wrapper):  # fully_shard has put classes of its own before the user's
         kind = next(base for base in kind.__mro__ if not issubclass(base, wrapper))

@@ -39,13 +39,15 @@ def planner(shared_kernel: Kernel) -> Kernel:
 
 
 def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> None:
+    has_torch = "'torch' in __import__('sys').modules"
+    before = planner.value(has_torch)  # tests of this session may have loaded it
     planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=150)
     config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
     formula = plan.memory(config, 64, device="cpu", method="closed_form")
     assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
     assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
     assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, and extrapolated"
-    assert planner.value("'torch' in __import__('sys').modules") is False
+    assert planner.value(has_torch) == before
 
 
 @pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
