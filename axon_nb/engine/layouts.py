@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from axon_nb.engine.cut_layers import Cut, cut_parameters
 from axon_nb.engine.gathered import whole_parameters
+from axon_nb.engine.gradients import from_gradients
 from axon_nb.engine.named import look_up
 from axon_nb.engine.placed import place_of, placed_local
 from axon_nb.engine.session import current
@@ -55,8 +57,8 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
     elif isinstance(value, torch.Tensor):
         held = _holder(value, space)
         yield _shard(name, "tensor", value, held)
-        if gradients and value.grad is not None:
-            yield _shard(name, "gradient", value.grad, held)
+        if gradients:
+            yield from filter(None, _of_gradients([(name, value, held)]))
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _shards(str(key), item, space, gradients=gradients)
@@ -106,13 +108,28 @@ def _holder(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
 
 def _of_module(module: torch.nn.Module, *, gradients: bool) -> Iterator[Shard]:
     held = _Held.by(module)
-    for name, parameter in module.named_parameters():
-        known = held.of(parameter)
+    parameters = [(name, parameter, held.of(parameter)) for name, parameter in module.named_parameters()]
+    found = _of_gradients(parameters) if gradients else []
+    for (name, parameter, known), gradient in itertools.zip_longest(parameters, found):
         yield _shard(name, "parameter", parameter, known, sharded=held.whole.get(id(parameter)))
-        if gradients and parameter.grad is not None:
-            yield _shard(name, "gradient", parameter.grad, known)
+        if gradient is not None:
+            yield gradient
     for name, buffer in module.named_buffers():
         yield _shard(name, "buffer", buffer, held.of(buffer))
+
+
+def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]) -> list[Shard | None]:
+    """The gradient of each parameter, where it has one; of name, parameter and what is known of it."""
+
+    def make(gradients: list[torch.Tensor | None]) -> list[Shard | None]:
+        return [
+            None if gradient is None else _shard(name, "gradient", gradient, known)
+            for (name, _, known), gradient in zip(parameters, gradients, strict=True)
+        ]
+
+    tensors = [parameter for _, parameter, _ in parameters]
+    none: list[Shard | None] = [None] * len(parameters)
+    return from_gradients(("layouts", *map(id, tensors)), tensors, make, before=none)
 
 
 def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.engine.capacity import capacity
+from axon_nb.engine.gradients import from_gradients
 from axon_nb.engine.later import loaded
 from axon_nb.engine.living_tensors import LivingTensors, storages_of
 from axon_nb.engine.named import look_up
@@ -99,9 +100,12 @@ def _of_these(modules: list[torch.nn.Module], session: RankSession) -> list[Opti
 def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
     kind = session.device.type
     parameters = [parameter for module in modules for parameter in module.parameters()]
+    none: dict[int, int] = {}
+    key = ("memory", *map(id, modules))
+    gradients = from_gradients(key, parameters, lambda found: storages_of(found, kind), before=none)
     roles = {
         "parameters": storages_of(parameters, kind),
-        "gradients": storages_of([p.grad for p in parameters if p.grad is not None], kind),
+        "gradients": gradients,
         "optimizer": storages_of(_states(optimizers), kind),
         "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], kind),
         # While nothing runs nobody is held up.

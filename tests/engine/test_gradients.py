@@ -1,0 +1,51 @@
+"""Gradients are told to threads that look at a rank while it trains, and looking never ends the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TRAIN = """
+import threading, time, types
+import torch
+from torch import nn
+from axon_nb.engine import gradients, session
+
+state = types.SimpleNamespace(cell=0)
+gradients.current = lambda: state
+torch.set_num_threads(1)
+model = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.ReLU())])
+parameters, seen, over = list(model.parameters()), set(), threading.Event()
+main = threading.main_thread()
+
+def count(found):
+    assert threading.current_thread() is main or state.cell is None
+    return sum(gradient is not None for gradient in found)
+
+def look():
+    while not over.wait(0.0005):
+        seen.add(gradients.from_gradients("all", parameters, count, before=-1))
+
+looking = threading.Thread(target=look)
+looking.start()
+optimizer, x, steps = torch.optim.Adam(parameters), torch.randn(8, 64), 0
+while steps < 200 or not seen >= {-1, 16}:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    steps += 1
+state.cell = None
+seen.clear()
+while not seen:
+    time.sleep(0.001)
+over.set()
+looking.join()
+print(sorted(seen))
+"""
+
+
+def test_looking_during_a_backward_is_safe() -> None:
+    """Read without care, `.grad` ends this process within a second or two (torch 2.13)."""
+    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[16]\n"
