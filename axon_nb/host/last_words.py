@@ -12,7 +12,7 @@ __all__ = ["LastWords"]
 _MAX_BYTES = 32768
 _RECENT_S = 2.0
 """Text older than this at a rank's death has nothing to do with it."""
-_SUFFIXES = {"words": ".err", "crash": ".crash"}
+_WORDS, _CRASH = ".err", ".crash"
 """What C code wrote to descriptor 2, and Python's report of a crash."""
 
 
@@ -24,27 +24,32 @@ class LastWords:
 
     def begin(self, rank: int, log: Path) -> None:
         """A rank is about to begin; one that it replaces has written to the same files."""
-        self._begun[rank] = (log, {key: _size(log.with_suffix(suffix)) for key, suffix in _SUFFIXES.items()})
+        self._begun[rank] = (log, {suffix: _size(log.with_suffix(suffix)) for suffix in (_WORDS, _CRASH)})
 
     def of(self, rank: int) -> dict[str, str]:
         """`words` and `crash`: what the rank wrote in its last moments, at most 32 KiB each; empty when nothing."""
         if rank not in self._begun:
             return {}
         log, sizes = self._begun[rank]
-        return {key: _recent(log.with_suffix(suffix), sizes[key]) for key, suffix in _SUFFIXES.items()}
+        # Linux may take seconds to end a process that has crashed: it writes its memory to a core file.
+        crash, crashed = _text(log.with_suffix(_CRASH), sizes[_CRASH])
+        words, written = _text(log.with_suffix(_WORDS), sizes[_WORDS])
+        is_recent = (crashed if crash else time.time()) - written <= _RECENT_S
+        return {"words": words if is_recent else "", "crash": crash}
 
 
-def _recent(path: Path, begun: int) -> str:
+def _text(path: Path, begun: int) -> tuple[str, float]:
+    """The end of what was written since `begun` bytes were there, and when it was written last, in Unix time."""
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())
             begin = begun if begun <= info.st_size else 0  # the rank shortens what has become too long
-            if info.st_size <= begin or time.time() - info.st_mtime > _RECENT_S:
-                return ""
+            if info.st_size <= begin:
+                return "", 0.0
             file.seek(max(begin, info.st_size - _MAX_BYTES))
-            return file.read(_MAX_BYTES).decode(errors="replace")
+            return file.read(_MAX_BYTES).decode(errors="replace"), info.st_mtime
     except OSError:
-        return ""
+        return "", 0.0
 
 
 def _size(path: Path) -> int:
