@@ -16,6 +16,7 @@ from axon_nb.engine import (
     dist_hooks,
     exits,
     frameworks,
+    gradients,
     kernel_hooks,
     leaving,
     namespace,
@@ -131,7 +132,7 @@ def _install(session: RankSession) -> None:
     frameworks.install(session)
     rounds.install()
     running_cell.follow(lambda: session.cell)
-    interrupts = Interrupts(kernel, steps.holds)
+    interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)
     log = CellLog()

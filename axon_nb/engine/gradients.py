@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import operator
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from axon_nb.engine.session import current
 
-__all__ = ["from_gradients"]
+__all__ = ["from_gradients", "puts_off"]
 
 T = TypeVar("T")
 
@@ -43,13 +45,11 @@ def from_gradients(
     """
     if threading.current_thread() is threading.main_thread():
         return make([parameter.grad for parameter in parameters])
-    session, gradients, found = current(), map(_gradient, parameters), None
+    session, gradients = current(), map(_gradient, parameters)
     # No instruction between the question and the call can give Python's lock away, and the call is C throughout: no
     # cell begins meanwhile.
     if session.cell is None:
-        found = list(gradients)
-    if found is not None:
-        return make(found)
+        return make(list(gradients))
     if not _jobs:
         _jobs.append(lambda: _keep(key, make([parameter.grad for parameter in parameters])))
         _wake()
@@ -72,10 +72,26 @@ def _run(_: Any) -> int:
     return 0
 
 
+# Part of Python's stable C interface: the main thread calls these between two instructions, as it does signal handlers.
+_add_call = ctypes.pythonapi.Py_AddPendingCall
+_add_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
 _run_for_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run)
+_RUN = ctypes.cast(_run_for_c, ctypes.c_void_p)
+_INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
 
 
 def _wake() -> None:
-    # Part of Python's stable C interface: run by the main thread as signal handlers are.
-    if ctypes.pythonapi.Py_AddPendingCall(_run_for_c, None) != 0:
+    if _add_call(_RUN, None) != 0:
         _jobs.clear()  # its queue is full: the next question comes soon
+
+
+def puts_off(frame: FrameType | None) -> bool:
+    """From the handler of an interrupt that has landed on `frame`: whether that is within a look at gradients.
+
+    What is raised there ends in C, and nobody hears of it. The interrupt comes again as soon as the look is over.
+    """
+    while frame is not None:
+        if frame.f_code is _run.__code__:
+            return bool(_add_call(_INTERRUPT, signal.SIGINT) == 0)
+        frame = frame.f_back
+    return False

@@ -49,3 +49,50 @@ def test_looking_during_a_backward_is_safe() -> None:
     done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[16]\n"
+
+
+INTERRUPTED = """
+import os, signal, threading, types
+from axon_nb.engine import gradients
+
+state = types.SimpleNamespace(cell=0)
+gradients.current = lambda: state
+main, landed, heard = threading.main_thread(), [], 0
+
+def on_interrupt(number, frame):
+    if gradients.puts_off(frame):
+        landed.append(frame)
+    else:
+        raise KeyboardInterrupt
+
+def make(found):
+    assert threading.current_thread() is main
+    os.kill(os.getpid(), signal.SIGINT)
+    return sum(range(100))
+
+signal.signal(signal.SIGINT, on_interrupt)
+def ask(number):
+    while len(begun) <= number:
+        pass
+    gradients.from_gradients(number, [], make, before=None)
+
+begun = []
+for number in range(30):
+    asking = threading.Thread(target=ask, args=(number,))
+    asking.start()
+    try:
+        begun.append(number)
+        while True:
+            pass
+    except KeyboardInterrupt:
+        heard += 1
+    asking.join()
+print(heard, len(landed))
+"""
+
+
+def test_an_interrupt_that_lands_in_a_look_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "30 30\n", done.stderr
+    assert "ignored" not in done.stderr

@@ -10,7 +10,8 @@ from types import CodeType, FrameType
 
 __all__ = ["count_as_step", "missing", "step_depth"]
 
-_other_steps: set[CodeType] = set()
+_other_steps: dict[int, CodeType] = {}
+"""By identity: to hash code is to hash all of it, for every frame that is looked at."""
 
 
 @functools.cache
@@ -29,13 +30,13 @@ def missing() -> list[str]:
 
 def count_as_step(code: CodeType) -> None:
     """What runs under this code is a step, too: of an optimizer that is none of torch's."""
-    _other_steps.add(code)
+    _other_steps[id(code)] = code
 
 
 def step_depth(frame: FrameType | None) -> int:
     """How many steps are on this stack: 2 in an optimizer that steps another, such as ZeroRedundancyOptimizer."""
     depth, step = 0, _wrapper_code()
     while frame is not None:
-        depth += frame.f_code is step or frame.f_code in _other_steps
+        depth += frame.f_code is step or id(frame.f_code) in _other_steps
         frame = frame.f_back
     return depth
