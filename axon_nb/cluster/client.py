@@ -161,7 +161,9 @@ def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool
     # The engines' file is written last: when it is there, the clients' one is complete.
     last = connection_file.with_name(connection_file.name.replace("client", "engine"))
     while not (last.exists() and last.stat().st_size):
-        if not alive() or time.monotonic() > end:
+        if not alive():
+            raise StartError("The host agent is gone: `%distributed start` starts a new cluster.")
+        if time.monotonic() > end:
             raise StartError(
                 f"The ipyparallel controller did not come up within {timeout_s:.0f} s: no {connection_file}."
             )

@@ -10,6 +10,7 @@ from axon_nb.cluster.client import RankClient, connect
 from axon_nb.cluster.hosts import LOOPBACK
 from axon_nb.cluster.launcher import ENGINE_ENTRY, controller_command
 from axon_nb.cluster.owner import owner_id
+from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 
@@ -69,6 +70,9 @@ def open_existing(run_dir: RunDir) -> Connection:
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
         client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
+    except StartError as error:
+        agent.stop()
+        raise StartError(agent.ending or str(error)) from None
     except BaseException:
         agent.stop()
         raise

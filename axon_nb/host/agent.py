@@ -15,7 +15,7 @@ from typing import Any
 
 from axon_nb.host.children import Children, Death
 from axon_nb.host.forking import ForkRequest, become_rank, signals_held
-from axon_nb.host.last_words import LastWords
+from axon_nb.host.last_words import LastWords, describe_controller, last_line
 from axon_nb.host.oom import OomCounter
 from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
 from axon_nb.host.preload import Preload
@@ -63,6 +63,8 @@ class Agent:
         self._starter = run_dir.starter()
         """pid of the notebook until it connects; if it ends before that, nobody will."""
         self._stopping: float | None = None
+        self._refusal = ""
+        """Why there is no cluster to be had, told to the notebook that comes; empty while there is."""
         self._left_ns = 0
         """Monotonic time at which the last notebook left; 0: none has."""
         self._deaths: dict[int, dict[str, Any]] = {}
@@ -140,13 +142,16 @@ class Agent:
     def _announce(self, death: Death) -> None:
         event = "exit" if death.rank is not None else "controller_exit"
         told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
-        last_words = {} if death.rank is None else self._last_words.of(death.rank)
+        log = self.run_dir.path / "log" / "controller.log"
+        last_words = {"words": last_line(log)} if death.rank is None else self._last_words.of(death.rank)
         message = {"event": event, **told, "out_of_memory": self._oom.look(), **last_words}
         if death.rank is not None:
             self._deaths[death.rank] = message
         self._broadcast(message)
         if death.rank is None and self._stopping is None:
-            self._begin_stop()
+            self._refusal = describe_controller(death.code, last_words["words"])
+            if self._starter is None:  # else the notebook is still to come, and shall know why there is nothing
+                self._begin_stop()
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for peer in list(self._peers):
@@ -204,6 +209,9 @@ class Agent:
 
     def _hello(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
         peer.owner = str(message["owner"])
+        if peer.owner and self._refusal:
+            self._begin_stop()
+            return {"refused": self._refusal}
         if peer.owner:
             self._deadline = self._starter = None
             self.info["owner"] = peer.owner

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.errors import ClusterGone, StartError
+from axon_nb.host.last_words import describe_controller
 from axon_nb.host.rundir import RunDir
 
 __all__ = ["AgentClient", "spawn_agent"]
@@ -65,8 +66,12 @@ class AgentClient:
         self.closed = threading.Event()
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
+        self.ending = ""
+        """Why the cluster has ended by itself, a sentence; empty while it has not."""
         try:
             self.greeting = self.call("hello", owner=owner)
+            if "refused" in self.greeting:
+                raise StartError(self.greeting["refused"])
         except BaseException:
             self.close()
             raise
@@ -116,6 +121,8 @@ class AgentClient:
                 for line in lines:
                     message = json.loads(line)
                     if "event" in message:
+                        if message["event"] == "controller_exit":
+                            self.ending = describe_controller(message["code"], message["words"])
                         self._emit(message)
                     elif (future := self._replies.pop(message.get("id"), None)) is not None:
                         future.set_result(message)

@@ -1,4 +1,4 @@
-"""What a rank wrote last, outside of Python's streams: two files beside its log, which outlive it."""
+"""What a rank wrote last outside of Python's streams, to two files beside its log; the controller's last line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["LastWords"]
+__all__ = ["LastWords", "describe_controller", "last_line"]
 
 _MAX_BYTES = 32768
 _RECENT_S = 2.0
@@ -36,6 +36,18 @@ class LastWords:
         words, written = _text(log.with_suffix(_WORDS), sizes[_WORDS])
         is_recent = (crashed if crash else time.time()) - written <= _RECENT_S
         return {"words": words if is_recent else "", "crash": crash}
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not empty; empty when there is none."""
+    lines = _text(log, 0)[0].split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def describe_controller(code: int, words: str) -> str:
+    """One sentence about a controller that has ended with this exit status, or minus the number of a signal."""
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
+    return f"The ipyparallel controller {how}" + (f": {words}" if words else ", and wrote nothing.")
 
 
 def _text(path: Path, begun: int) -> tuple[str, float]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from axon_nb.errors import ClusterGone, StartError
-from axon_nb.host.client import AgentClient
+from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 from tests.host.agents import ROOT, RawPeer, Served, dead
 from tests.host.conftest import MakeAgent
@@ -21,17 +21,18 @@ from tests.kernel.processes import until
 
 STARTER = (
     "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.rundir import RunDir\n"
-    "run_dir = RunDir.create()\npid = spawn_agent(run_dir, controller=[], entry='')\n"
+    "run_dir = RunDir.create()\npid = spawn_agent(run_dir, controller=sys.argv[1:], entry='')\n"
     "end = time.monotonic() + 20\n"
     "while not (run_dir.path / 'agent.json').exists() and time.monotonic() < end: time.sleep(0.01)\n"
     "print(run_dir.path, pid, flush=True)\n"
 )
 
 
-def start_and_leave(then: str = "") -> tuple[RunDir, psutil.Process]:
+def start_and_leave(then: str = "", controller: list[str] | None = None) -> tuple[RunDir, psutil.Process]:
     """Have another process start an agent, and end without ever connecting to it."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", STARTER + then], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", STARTER + then, *(controller or [])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     path, pid = done.stdout.split()
     return RunDir(Path(path)), psutil.Process(int(pid))
 
@@ -166,6 +167,7 @@ def test_it_has_a_session_of_its_own(agent: Served) -> None:
     assert os.getsid(agent.process.pid) == agent.process.pid != os.getsid(0)
 
 
+BROKEN = [sys.executable, "-c", "raise SystemExit(print('no such port') or 4)"]
 CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
 """Any process does: the agent only starts it, watches it and ends it."""
 
@@ -189,12 +191,18 @@ def test_without_its_controller_a_cluster_is_no_use_and_ends(make_agent: MakeAge
     served = make_agent(controller=CONTROLLER)
     psutil.Process(served.client.call("get_info")["controller"]).kill()
     assert served.event(event="controller_exit")["code"] == -signal.SIGKILL
+    assert served.client.ending == "The ipyparallel controller was ended by signal 9, and wrote nothing."
     assert until(served.gone, timeout=5)
 
 
 def test_a_controller_that_cannot_run_is_told(make_agent: MakeAgent, run_dir: RunDir) -> None:
-    served = make_agent(controller=[sys.executable, "-c", "raise SystemExit(4)"])
-    assert until(served.gone, timeout=5)
+    with pytest.raises(StartError, match=r"controller ended with exit status 4: no such port$"):
+        AgentClient(run_dir, owner="the tests", agent_pid=spawn_agent(run_dir, controller=BROKEN, entry=""))
+    assert until(lambda: not run_dir.path.exists())
+
+
+def test_an_agent_with_a_broken_controller_ends_when_nobody_comes() -> None:
+    assert ended(*start_and_leave(controller=BROKEN), timeout=10)
 
 
 def test_an_agent_that_does_not_come_up_says_why(run_dir: RunDir) -> None:
