@@ -11,7 +11,6 @@ import ast
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, write
@@ -56,15 +55,15 @@ def views():
     return [panel.view for panel in panels]
 
 class Page:
-    '''Says what a page that shows all views says, and counts what it gets.'''
+    '''Says what a page that shows all views says, and counts what it gets: in a cell of its own, as counting costs.'''
 
     def __init__(self, session):
-        self.on, self.sizes, self._send = False, [], session.send
+        self.on, self.counts, self.sizes, self._send = False, True, [], session.send
         session.send = self.send
         threading.Thread(target=self.say, daemon=True).start()
 
     def send(self, stream, kind, *args, **kwargs):
-        if kind == "comm_msg":
+        if kind == "comm_msg" and (self.counts or not self.on):
             content = args[0] if args else kwargs.get("content")
             buffers = kwargs.get("buffers") or ()
             self.sizes.append(len(json.dumps(content, default=str)) + sum(memoryview(b).nbytes for b in buffers))
@@ -104,17 +103,16 @@ def _block(kernel: Kernel, steps: int, *, on: bool) -> float:
 def cost(kernel: Kernel, *, pairs: int, steps: int) -> list[Row]:
     """A step with everything on against nothing on, in turn; how large updates are; what is sent when nobody looks."""
     measured, sizes, silent = [], list[int](), 0
-    for on in (True, False):
-        _block(kernel, max(2, steps // 4), on=on)
+    for on in (False, True):
+        _block(kernel, steps, on=on)
+    sizes += json.loads(kernel.value("json.dumps(page.sizes)"))
+    kernel.ok("page.counts = False")
     for number in range(pairs):
         seconds = {}
         for on in (True, False) if number % 2 else (False, True):
             seconds[on] = _block(kernel, steps, on=on)
-            found: Any = json.loads(kernel.value("json.dumps(page.sizes)"))
-            if on:
-                sizes += found
-            else:
-                silent += len(found)
+            if not on:
+                silent += int(kernel.value("len(page.sizes)"))
         measured.append((seconds[True], seconds[False]))
     row = PairedRow.of_ratios("training step with %timeline, %watch, %memory, %shards, --watch", measured, STEP)
     return [

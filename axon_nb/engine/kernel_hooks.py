@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, SimpleNamespace
 from typing import Any
 
+import zmq
 from ipykernel.iostream import IOPubThread
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -40,6 +41,7 @@ _NEEDED = (
     "do_execute",
     "post_handler_hook",
     "pre_handler_hook",
+    "process_control",
     "shell_channel_thread",
 )
 
@@ -75,6 +77,7 @@ def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextM
 
         kernel._cancel_on_sigint = cancel_on_sigint
     _quieten(kernel)
+    _answer_directly(kernel)
 
 
 def _quieten(kernel: Any) -> None:
@@ -90,21 +93,54 @@ def _quieten(kernel: Any) -> None:
         kernel._publish_status = publish_idle
 
 
+class _Served:
+    """One of our handlers, as ipykernel calls its own."""
+
+    def __init__(self, kernel: Any, handler: ControlHandler) -> None:
+        self._session = kernel.session
+        self._handler = handler
+
+    def __call__(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        try:
+            content = self._handler(parent["content"]) or {}
+        except Exception as error:
+            content = {"error": f"{type(error).__name__}: {error}"}
+        self._session.send(stream, "axon_reply", content, parent=parent, ident=ident)
+
+
+def _answer_directly(kernel: Any) -> None:
+    # For each request on this channel ipykernel flushes stdout and stderr, each a wait for another thread, and says
+    # that it is idle, which goes through the controller to the notebook. Questions of views come many times a second,
+    # beside the user's code.
+    original = getattr(kernel, "process_control", None)
+    if original is None:
+        return
+
+    async def process_control(frames: list[Any]) -> None:
+        session = kernel.session
+        idents, parts = session.feed_identities(frames, copy=False)
+        try:
+            served = kernel.control_handlers.get(session.unpack(parts[1].bytes)["msg_type"])
+        except (IndexError, KeyError, TypeError, ValueError):
+            served = None
+        if not isinstance(served, _Served):
+            await original(frames)
+            return
+        try:
+            message = session.deserialize(parts, content=True, copy=False)
+        except (KeyError, TypeError, ValueError) as error:  # not signed with our key, or damaged
+            kernel.log.error("Invalid control message: %s", error)
+            return
+        served(kernel.control_stream, idents, message)
+        kernel.control_stream.flush(zmq.POLLOUT)
+
+    kernel.process_control = process_control
+
+
 def add_control_handlers(kernel: Any, handlers: dict[str, ControlHandler]) -> None:
     """Serve `handlers` on the control channel, which answers while the main thread is busy or stuck."""
-
-    def serve(handler: ControlHandler) -> Callable[[Any, Any, dict[str, Any]], None]:
-        def reply(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-            try:
-                content = handler(parent["content"]) or {}
-            except Exception as error:
-                content = {"error": f"{type(error).__name__}: {error}"}
-            kernel.session.send(stream, "axon_reply", content, parent=parent, ident=ident)
-
-        return reply
-
     for name, handler in handlers.items():
-        kernel.control_handlers[name] = serve(handler)
+        kernel.control_handlers[name] = _Served(kernel, handler)
 
 
 def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:

@@ -196,8 +196,11 @@ def test_without_its_controller_a_cluster_is_no_use_and_ends(make_agent: MakeAge
 
 
 def test_a_controller_that_cannot_run_is_told(make_agent: MakeAgent, run_dir: RunDir) -> None:
-    with pytest.raises(StartError, match=r"controller ended with exit status 4: no such port$"):
-        AgentClient(run_dir, owner="the tests", agent_pid=spawn_agent(run_dir, controller=BROKEN, entry=""))
+    pid = spawn_agent(run_dir, controller=BROKEN, entry="")
+    agent = psutil.Process(pid)
+    assert until(lambda: (run_dir.path / "agent.json").exists() and not agent.children())
+    with pytest.raises(StartError, match=r"^The ipyparallel controller ended with exit status 4: no such port$"):
+        AgentClient(run_dir, owner="the tests", agent_pid=pid)
     assert until(lambda: not run_dir.path.exists())
 
 
