@@ -16,7 +16,7 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["Connection", "open_existing", "open_new"]
 
-_CONTROLLER_S = 30.0
+_CONTROLLER_S = 90.0
 
 # ipyparallel and tornado log what happens at a stop; the notebook is not their place.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
@@ -70,9 +70,12 @@ def open_existing(run_dir: RunDir) -> Connection:
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
         client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
-    except StartError as error:
+    except Exception:
+        reason = agent.ending  # before the agent is asked to stop, which ends a controller that was merely slow
         agent.stop()
-        raise StartError(agent.ending or str(error)) from None
+        if reason:
+            raise StartError(reason) from None
+        raise
     except BaseException:
         agent.stop()
         raise
