@@ -17,6 +17,8 @@ from axon_nb.host.rundir import RunDir
 __all__ = ["Connection", "open_existing", "open_new"]
 
 _CONTROLLER_S = 90.0
+_PORT_TAKEN = "Address already in use"
+"""ipyparallel looks for free ports and opens them a moment later: another process may have taken one meanwhile."""
 
 # ipyparallel and tornado log what happens at a stop; the notebook is not their place.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
@@ -51,6 +53,15 @@ def open_new(*, ip: str = LOOPBACK) -> Connection:
     Raises:
         StartError: one of them did not come up.
     """
+    try:
+        return _open_new(ip)
+    except StartError as error:
+        if _PORT_TAKEN not in str(error):
+            raise
+    return _open_new(ip)
+
+
+def _open_new(ip: str) -> Connection:
     run_dir = RunDir.create()
     try:
         pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
