@@ -20,7 +20,8 @@ LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")  # the same examples in each run, however slow; --hypothesis-profile=default tries others
+# The same examples in each run, however slow; `--hypothesis-profile=default` tries others.
+settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 

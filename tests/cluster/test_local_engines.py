@@ -37,7 +37,7 @@ def test_ranks_have_their_names_and_environment(script: Script) -> None:
 def test_data_moves_and_ranks_answer(script: Script) -> None:
     script.ok("c.push({'x': [1, 2]})")
     assert script.value("c.pull('x + [rank]')") == {0: [1, 2, 0], 1: [1, 2, 1]}
-    assert script.value("c.status()['state'].tolist()") == ["idle", "idle"]
+    assert until(lambda: script.value("c.status()['state'].tolist()") == ["idle", "idle"], timeout=60)
 
 
 def test_a_failing_rank_releases_the_other(script: Script) -> None:

@@ -96,5 +96,3 @@ def test_output_of_ranks_is_the_scripts_output() -> None:
     )
     assert by_rank(done.out) == {0: ["out"], 1: ["out"]}
     assert by_rank(done.err) == {0: ["err 0"], 1: ["err 1"]}
-
-

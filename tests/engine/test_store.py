@@ -59,7 +59,9 @@ def store(clients: list[AgentStore]) -> AgentStore:
 _prefixes = iter(range(10**9))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.lists(OPERATIONS, max_size=15))
 def test_it_answers_as_torchs_own_store_does(store: AgentStore, operations: list[tuple[object, ...]]) -> None:
     ours, theirs = PrefixStore(f"t{next(_prefixes)}", store), PrefixStore("t", HashStore())

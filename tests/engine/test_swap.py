@@ -200,7 +200,7 @@ def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> No
         meet(alone, 0, 3, give_up=lambda: None, limit_s=0.1)
     stop = threading.Event()
     with pytest.raises(RuntimeError, match=r"connecting took longer than 0.1 s"):
-        connect_in_helper(lambda: stop.wait(), give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
+        connect_in_helper(stop.wait, give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
     stop.set()
     with pytest.raises(ZeroDivisionError):
         connect_in_helper(lambda: 1 // 0, give_up=lambda: None, limit_s=60, dispose=lambda backend: None)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
 
 from axon_nb.records.state import Activity, RankState
 from axon_nb.widgets import RankStrip
+from tests.kernel.driver import Kernel
 
 
 def header_of(message: bytes) -> dict[str, Any]:
@@ -114,17 +114,8 @@ strip.finish()
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[BlockingKernelClient]:
     """A client of a kernel."""
-    manager = KernelManager()
-    manager.start_kernel()
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=120)
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel()
-        manager.cleanup_resources()
+    with Kernel() as made:
+        yield made.client
 
 
 def messages_of(kernel: BlockingKernelClient, code: str) -> list[dict[str, Any]]:
