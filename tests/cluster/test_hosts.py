@@ -110,9 +110,10 @@ def test_stop_leaves_nothing_on_either_host(script: Script) -> None:
 
 def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_path: Path) -> None:
     with Script(tmp_path, **link.environment) as script:
+        # The limit is for the ranks alone: agent and controller are there before.
         answer = script.run(
             "import axon_nb\nfrom axon_nb.cluster import warmup\nfrom axon_nb.cluster.settings import settings\n"
-            "warmup.begin()\nassert warmup.wait_until_idle(140)\nsettings.set('start_timeout=12')\n"  # for the ranks alone
+            "warmup.begin()\nassert warmup.wait_until_idle(140)\nsettings.set('start_timeout=12')\n"
             f"axon_nb.start(2, engines={LAUNCHER!r}, devices='cpu')"
         )
         assert answer.kinds[0] == "StartError"
