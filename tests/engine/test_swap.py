@@ -94,6 +94,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
         store.set("newcomer", answer)
         groups.reform(8)  # for the barrier at the end of the test's processes
         return registry, ast.literal_eval(answer)
+    store.wait(["the newcomer is up"])
     done = recovery.recover(7, replaced=True)
     found = sums(rank)
     store.wait(["newcomer"])
