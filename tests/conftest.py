@@ -11,12 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
 
-LEFTOVER_LIMIT = 15.0
+LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
+
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in each run, however slow; `--hypothesis-profile=default` tries others.
+settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 

@@ -159,7 +159,10 @@ class CellRun:
     def on_death(self, rank: int, reason: str) -> None:
         """From any thread: the rank's process is gone; `reason` reads after its name."""
         part = self._parts.get(rank)
-        if part is None or part.replied_at:
+        if part is None:
+            return
+        part.gone_at = part.gone_at or time.monotonic()
+        if part.replied_at:
             return
         self._fail(rank, RankError(rank, "died", "", reason))
         part.idle = True

@@ -16,7 +16,9 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["Connection", "open_existing", "open_new"]
 
-_CONTROLLER_S = 30.0
+_CONTROLLER_S = 90.0
+_PORT_TAKEN = "Address already in use"
+"""ipyparallel looks for free ports and opens them a moment later: another process may have taken one meanwhile."""
 
 # ipyparallel and tornado log what happens at a stop; the notebook is not their place.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
@@ -51,6 +53,15 @@ def open_new(*, ip: str = LOOPBACK) -> Connection:
     Raises:
         StartError: one of them did not come up.
     """
+    try:
+        return _open_new(ip)
+    except StartError as error:
+        if _PORT_TAKEN not in str(error):
+            raise
+    return _open_new(ip)
+
+
+def _open_new(ip: str) -> Connection:
     run_dir = RunDir.create()
     try:
         pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
@@ -70,9 +81,12 @@ def open_existing(run_dir: RunDir) -> Connection:
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
         client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
-    except StartError as error:
+    except Exception:
+        reason = agent.ending  # before the agent is asked to stop, which ends a controller that was merely slow
         agent.stop()
-        raise StartError(agent.ending or str(error)) from None
+        if reason:
+            raise StartError(reason) from None
+        raise
     except BaseException:
         agent.stop()
         raise

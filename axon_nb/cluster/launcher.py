@@ -115,7 +115,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
 
     agent = AnyTrait(help="The notebook's connection to the host agent; None: found or started.")
     rank_env = Dict(help="Environment variables of the ranks besides the notebook's own.")
-    fork_timeout = Float(60.0, config=True, help="Limit in seconds for the agent to get ready and fork.")
+    fork_timeout = Float(120.0, config=True, help="Limit in seconds for the agent to get ready and fork.")
     work_dir = Unicode(".")
 
     _own_run_dir: RunDir | None = None

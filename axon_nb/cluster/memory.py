@@ -64,11 +64,11 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
     refused = [rank for rank, answer in answers.items() if "refused" in answer]
     if len(refused) == len(answers):
         raise UsageError(f"Rank {format_ranks(refused)}: {answers[refused[0]]['refused']}")
-    if silent := [rank for rank in cluster.ranks if rank not in answers]:
-        told["it has not answered."] = silent
     notes = tuple(
         note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
     )
+    if silent := [rank for rank in cluster.ranks if rank not in answers]:
+        notes = (*notes, f"Rank {format_ranks(silent)}: it has not answered.")
     given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
     model = next((str(answer.get("model", "")) for answer in given.values()), "")
     return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model)

@@ -9,8 +9,11 @@ from axon_nb.cluster.result import RankError
 
 __all__ = ["LiveView", "Part", "Stepped", "where_ended"]
 
-_IDLE_WAIT_S = 0.5
-"""After a rank's reply its last output is waited for at most this long."""
+_IDLE_WAIT_S = 5.0
+"""After a rank's reply its last output is waited for at most this long: the two come by different ways, and on a busy
+machine one of them may be late."""
+_GONE_WAIT_S = 0.5
+"""So long when the rank's process is gone."""
 
 
 class Stepped(Protocol):
@@ -36,13 +39,18 @@ class Part:
 
     replied_at: float = 0.0
     idle: bool = False
+    gone_at: float = 0.0
+    """When its process was seen to be gone; 0: it has not been."""
     error: RankError | None = None
     seconds: float = 0.0
     has_value: bool = False
 
     def over(self, now: float) -> bool:
         """Whether it has replied and has sent its output, or has had its time to."""
-        return bool(self.replied_at) and (self.idle or now - self.replied_at > _IDLE_WAIT_S)
+        if self.idle or not self.replied_at:
+            return bool(self.replied_at)
+        since, limit = (self.gone_at, _GONE_WAIT_S) if self.gone_at else (self.replied_at, _IDLE_WAIT_S)
+        return now - since > limit
 
 
 def where_ended(place: dict[str, Any]) -> str:

@@ -140,6 +140,8 @@ class Agent:
             self._announce(death)
 
     def _announce(self, death: Death) -> None:
+        if death.rank is None and self._stopping is not None:
+            return  # it was ended from here: that is no news, and no reason for anything
         event = "exit" if death.rank is not None else "controller_exit"
         told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         log = self.run_dir.path / "log" / "controller.log"
@@ -148,7 +150,7 @@ class Agent:
         if death.rank is not None:
             self._deaths[death.rank] = message
         self._broadcast(message)
-        if death.rank is None and self._stopping is None:
+        if death.rank is None:
             self._refusal = describe_controller(death.code, last_words["words"])
             if self._starter is None:  # else the notebook is still to come, and shall know why there is nothing
                 self._begin_stop()

@@ -22,8 +22,9 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["AgentClient", "spawn_agent"]
 
-_CONNECT_S = 20.0
-_REPLY_S = 30.0
+_CONNECT_S = 60.0
+_REPLY_S = 120.0
+"""While it imports torch the agent answers nobody: a second, or a minute on a machine that is busy."""
 
 
 def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
@@ -64,10 +65,10 @@ class AgentClient:
         self._lock = threading.Lock()
         self._handlers: list[Callable[[dict[str, Any]], None]] = []
         self.closed = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
-        self._reader.start()
         self.ending = ""
         """Why the cluster has ended by itself, a sentence; empty while it has not."""
+        self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
+        self._reader.start()
         try:
             self.greeting = self.call("hello", owner=owner)
             if "refused" in self.greeting:

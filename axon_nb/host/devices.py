@@ -68,7 +68,7 @@ def _query() -> str:
     try:
         done = subprocess.run(
             [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=10, check=False,
+            capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 __all__ = ["LastWords", "describe_controller", "last_line"]
 
 _MAX_BYTES = 32768
+_MAX_LINE = 300
 _RECENT_S = 2.0
 """Text older than this at a rank's death has nothing to do with it."""
 _WORDS, _CRASH = ".err", ".crash"
@@ -39,9 +40,9 @@ class LastWords:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty; empty when there is none."""
+    """The last line of a log that is not empty, at most 300 characters; empty when there is none."""
     lines = _text(log, 0)[0].split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip()[:_MAX_LINE] for line in reversed(lines) if line.strip()), "")
 
 
 def describe_controller(code: int, words: str) -> str:

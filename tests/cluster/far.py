@@ -47,7 +47,7 @@ class Network:
 
 
 def _ip(*words: str) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=20)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=60)
 
 
 def why_not() -> str:

@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Answer", "Finished", "Script", "family", "run_script", "script_environment"]
+__all__ = ["Answer", "Finished", "Script", "command_lines", "family", "run_script", "script_environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "AXON_NB_TEST_SCRIPT"
@@ -43,6 +44,15 @@ def family(mark: str) -> list[psutil.Process]:
     return members
 
 
+def command_lines(processes: Iterable[psutil.Process]) -> list[str]:
+    """Of those that are still there."""
+    lines = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(process.cmdline()))
+    return lines
+
+
 @dataclass(frozen=True)
 class Finished:
     """A script that has ended."""
@@ -54,10 +64,10 @@ class Finished:
 
     def left(self) -> list[str]:
         """Command lines of what it left running."""
-        return [" ".join(process.cmdline()) for process in family(self.mark)]
+        return command_lines(family(self.mark))
 
 
-def run_script(code: str, *, timeout: float = 90.0, **changes: str) -> Finished:
+def run_script(code: str, *, timeout: float = 150.0, **changes: str) -> Finished:
     """Run a whole script to its end."""
     env = script_environment(**changes)
     done = subprocess.run(
@@ -103,7 +113,7 @@ class Script:
         self.process.stdin.write(json.dumps(code) + "\n")
         self.process.stdin.flush()
 
-    def collect(self, *, timeout: float = 60.0) -> Answer:
+    def collect(self, *, timeout: float = 150.0) -> Answer:
         """The answer to the earliest lines that have none yet.
 
         Raises:
@@ -120,12 +130,12 @@ class Script:
             value = ast.literal_eval(value)
         return Answer(value, tuple(answer.get("kinds", ())), answer.get("message", ""), answer["out"], answer["err"])
 
-    def run(self, code: str, *, timeout: float = 60.0) -> Answer:
+    def run(self, code: str, *, timeout: float = 150.0) -> Answer:
         """Run lines, whatever becomes of them."""
         self.submit(code)
         return self.collect(timeout=timeout)
 
-    def ok(self, code: str, *, timeout: float = 60.0) -> Answer:
+    def ok(self, code: str, *, timeout: float = 150.0) -> Answer:
         """Run lines that must not raise."""
         answer = self.run(code, timeout=timeout)
         assert not answer.kinds, f"{code}\n{answer.kinds[0]}: {answer.message}\n{answer.out}\n{answer.err}"
@@ -149,7 +159,7 @@ class Script:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        code = self.process.wait(30)
+        code = self.process.wait(150)
         self.process.stdout.close()
         self._errors.close()
         return code

@@ -36,7 +36,7 @@ try:
 except ipp.CompositeError as error:
     print(len(error.elist))
 busy = view.apply_async(time.sleep, 600)
-end = time.monotonic() + 30
+end = time.monotonic() + 100
 while not busy.ready() and time.monotonic() < end:
     cluster.signal_engines_sync(signal.SIGINT)
     busy.wait(0.2)
@@ -46,14 +46,14 @@ print("interrupted", busy.ready(), view.apply_sync(lambda: 1))
     )
     assert done.code == 0, done.err
     assert done.out.splitlines() == ["[0, 1] 2", "[21, 21]", "[42, 42]", "[True, True]", "2", "interrupted True [1, 1]"]
-    assert until(lambda: not done.left(), timeout=10), done.left()
+    assert until(lambda: not done.left()), done.left()
 
 
 def test_a_script_that_forgets_to_stop_leaves_nothing() -> None:
     done = run_script(START + "print(client.ids)\nraise SystemExit(3)")
     assert done.out == "[0, 1]\n", done.err
     assert "Error stopping cluster" not in done.err
-    assert until(lambda: not done.left(), timeout=10), done.left()
+    assert until(lambda: not done.left()), done.left()
 
 
 def test_a_killed_engine_is_missed_at_once() -> None:
@@ -62,7 +62,7 @@ def test_a_killed_engine_is_missed_at_once() -> None:
         + """
 pids = client[:].apply_sync(os.getpid)
 os.kill(pids[1], signal.SIGKILL)
-end = time.monotonic() + 15
+end = time.monotonic() + 100
 while client.ids != [0] and time.monotonic() < end:
     time.sleep(0.01)
 print(client.ids, client[0].apply_sync(lambda: "alive"))
@@ -70,7 +70,7 @@ print(client.ids, client[0].apply_sync(lambda: "alive"))
         + STOP
     )
     assert done.out == "[0] alive\n", done.err
-    assert until(lambda: not done.left(), timeout=10), done.left()
+    assert until(lambda: not done.left()), done.left()
 
 
 def test_engines_of_another_program_are_no_cluster_to_attach_to() -> None:
@@ -90,4 +90,4 @@ print(client[:].apply_sync(lambda: "alive"))
         assert first.startswith("No cluster waits for a notebook"), done.err
         assert "engines that a program started with ipyparallel.Cluster(engines='axon')" in second
         assert last == "['alive', 'alive']"
-        assert until(lambda: not done.left(), timeout=10), done.left()
+        assert until(lambda: not done.left()), done.left()

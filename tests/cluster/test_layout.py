@@ -133,7 +133,9 @@ def test_what_cannot_be_is_refused_with_what_can(driver: Driver, wish: dict[str,
     assert sentence in str(caught.value)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     used=st.lists(st.integers(0, 2000), max_size=5),
     n=st.none() | st.integers(1, 9),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.script import Script, family
+from tests.cluster.lines import by_rank
+from tests.cluster.script import Script, command_lines, family
 from tests.kernel.processes import until
 
 
@@ -22,7 +24,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
 
 def test_the_same_cell_gives_the_same(script: Script) -> None:
     answer = script.ok("r = c.run('t = torch.ones(2) * (rank + 1)\\ndist.all_reduce(t)\\nprint(t.tolist())\\nrank')")
-    assert answer.out == "[ranks 0-1] [3.0, 3.0]\n"
+    assert by_rank(answer.out) == {0: ["[3.0, 3.0]"], 1: ["[3.0, 3.0]"]}
     assert script.value("dict(r.values), c.engines") == ({0: 0, 1: 1}, "local")
 
 
@@ -35,7 +37,7 @@ def test_ranks_have_their_names_and_environment(script: Script) -> None:
 def test_data_moves_and_ranks_answer(script: Script) -> None:
     script.ok("c.push({'x': [1, 2]})")
     assert script.value("c.pull('x + [rank]')") == {0: [1, 2, 0], 1: [1, 2, 1]}
-    assert script.value("c.status()['state'].tolist()") == ["idle", "idle"]
+    assert until(lambda: script.value("c.status()['state'].tolist()") == ["idle", "idle"], timeout=60)
 
 
 def test_a_failing_rank_releases_the_other(script: Script) -> None:
@@ -49,8 +51,9 @@ def test_all_files_are_for_their_owner_alone(script: Script) -> None:
     logs = list(folder.rglob("*.log"))
     assert len(logs) >= 4
     for path in folder.rglob("*"):
-        mode = stat.S_IMODE(path.lstat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
+        with contextlib.suppress(FileNotFoundError):  # a draft that has its name by now
+            mode = path.lstat().st_mode
+            assert stat.S_IMODE(mode) == (0o700 if stat.S_ISDIR(mode) else 0o600), path
 
 
 def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None:
@@ -65,8 +68,8 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
     assert "rank 1 is gone" in later.message
     assert script.value("dict(c.run('rank', ranks='0').values)") == {0: 0}
     script.ok("c.stop()")
-    assert until(lambda: not script.others(), timeout=15), [process.cmdline() for process in script.others()]
-    assert not folder.exists()
+    assert until(lambda: not script.others()), command_lines(script.others())
+    assert until(lambda: not folder.exists())
 
 
 def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
         script.ok("import axon_nb\nc = axon_nb.start(2, engines='local', devices='cpu')")
         assert len(script.others()) >= 4
         script.ok("c.stop()")
-        assert until(lambda: not script.others(), timeout=15), [process.cmdline() for process in script.others()]
+        assert until(lambda: not script.others()), command_lines(script.others())
     assert not family(script.mark)
 
 
@@ -83,10 +86,10 @@ def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: P
     with Script(tmp_path) as script:
         script.ok(
             "import os, axon_nb\nfrom axon_nb.cluster import warmup\nfrom axon_nb.cluster.settings import settings\n"
-            "warmup.begin()\nassert warmup.wait_until_idle(60)\nsettings.set('start_timeout=30')\n"
+            "warmup.begin()\nassert warmup.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
             "os.environ['PYTHONHOME'] = '/nowhere'"
         )
         answer = script.run("axon_nb.start(2, engines='local', devices='cpu')")
         assert answer.kinds[0] == "StartError"
         assert "encodings" in answer.message
-        assert until(lambda: not script.others(), timeout=15)
+        assert until(lambda: not script.others())

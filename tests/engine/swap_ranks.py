@@ -6,11 +6,14 @@ Gloo stands in for NCCL where no GPU is: it is aborted by poison, which is safe 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +31,7 @@ from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.native import Kind, NativeGroups
 from axon_nb.engine.groups.wrappers import reset_wrappers
 
-__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained"]
+__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=60)
@@ -44,13 +47,29 @@ def _abort(backend: Any) -> None:
 
 
 GLOO = Kind(
-    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_limit_s=20.0
+    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_limit_s=60.0
 )
 
 
 def groups_on(store: Store) -> NativeGroups:
     """The Gloo groups of this process, as those of a kind with an abort."""
     return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT)
+
+
+def wait_for_threads() -> None:
+    """Return when no other thread of this process runs or wants to: what an operation has to do here has begun.
+
+    Gloo hangs when an abort meets an operation that is just beginning.
+    """
+    quiet = 0
+    while quiet < 3:
+        states = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if int(task.name) != threading.get_native_id():
+                    states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        quiet = quiet + 1 if set(states) <= {"S", "Z", "X"} else 0
+        time.sleep(0.01)
 
 
 def run_on_ranks(body: Callable[..., Any], size: int, folder: Path, **environ: str) -> dict[int, Any]:
@@ -104,7 +123,9 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
     kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
-    nccl.install(store, device=CPU, timeout=LIMIT, kind=kind).reform(int(epoch))
+    natives = nccl.install(store, device=CPU, timeout=LIMIT, kind=kind)
+    store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
+    natives.reform(int(epoch))
     recovery.agree_on_names()
     print(sums(1), flush=True)
     os._exit(0)
@@ -188,8 +209,8 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str], *, for
         try:
             step(model, optimizer, number, rank, between)
         except Stop:
-            # All ranks are here: nothing is just beginning.
-            assert groups.abort(limit_s=20) == []
+            wait_for_threads()
+            assert groups.abort(limit_s=60) == []
             groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number + 500 * forced)
             _reset(model, forced=forced)
             step(model, optimizer, number, rank, lambda here: None)

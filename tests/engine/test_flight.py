@@ -27,7 +27,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
     works = [dist.all_reduce(torch.ones(5), async_op=True)] if rank == 0 else []
     groups = groups_on(store)
     before, groups.formed_at_ns = groups.formed_at_ns, 0
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while True:  # torch notes the end of an operation a little later
         answer = native_waits(groups, [], {"other": 7}, recorder="fr")
         if len(answer["pending"]) == len(works) or time.monotonic() > end:
@@ -57,7 +57,7 @@ def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
         -1,
         20,
     )
-    assert 0 <= call.seconds < 100
+    assert 0 <= call.seconds < 1000
     # What began before the groups were formed is over.
     assert results[0]["later"] == results[1]["later"] == (0, {"0": 0})
     # And the graph of waits takes it: rank 1 has ended the cell, so nobody will come.
@@ -113,8 +113,8 @@ def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, 
     exec(compile(f"def {name}():\n    begin()\n    wait()", file, "exec"), names)
     thread = threading.Thread(target=names[name])
     thread.start()
-    assert begun.wait(10)
-    end = time.monotonic() + 10
+    assert begun.wait(60)
+    end = time.monotonic() + 60
     while (found := _innermost(thread)) is None or (found.f_code.co_name != name and time.monotonic() < end):
         pass
     assert synchronizes(found) is expected

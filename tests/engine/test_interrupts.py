@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from tests.cluster.lines import by_rank
 from tests.kernel.driver import Kernel
 
-LIMIT = 8.0
+LIMIT = 60.0
 """Seconds within which an interrupted cell must be over."""
 
 CELLS = {
@@ -41,17 +42,17 @@ def test_an_interrupt_at_any_moment_ends_the_cell(own_kernel: Kernel, what: str)
             reply = own_kernel.collect(request)
         assert reply.ename in ("CellInterrupt", "KeyboardInterrupt", "CancelledError"), (delay, reply.traceback)
         assert "still busy" not in reply.traceback + reply.stdout
-        after = own_kernel.run("%%distributed\nrank", timeout=30)
+        after = own_kernel.run("%%distributed\nrank", timeout=120)
         assert after.ok, f"after an interrupt at {delay * 1000:.0f} ms: {after.traceback}"
-        assert sorted(after.lines()) == ["[rank 0] 0", "[rank 1] 1"]
+        assert by_rank(after.stdout) == {0: ["0"], 1: ["1"]}
     assert lost == []
 
 
 def _wait_until_the_kernel_has_it(kernel: Kernel, request: str) -> None:
     """An idle kernel drops interrupts, as it should: the earliest that counts comes after the cell has begun."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while time.monotonic() < end:
-        message = kernel.client.get_iopub_msg(timeout=20)
+        message = kernel.client.get_iopub_msg(timeout=90)
         if message["msg_type"] == "execute_input" and message["parent_header"].get("msg_id") == request:
             return
     raise TimeoutError("the kernel has not begun the cell")

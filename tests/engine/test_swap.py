@@ -19,7 +19,8 @@ from axon_nb.engine.groups import nccl, recovery, swap
 from axon_nb.engine.groups.abort import ABORT, Aborted, GroupBroken, raise_if_aborted
 from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
-from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained
+from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
+from tests.kernel.processes import until
 
 STOPS = ["", "in forward", "in backward", "step", "in backward", ""]
 
@@ -54,7 +55,8 @@ def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float],
     error = ""
     if rank == 0:
         work = dist.all_reduce(tensor, group=own, async_op=True)  # rank 1 never comes
-        threading.Timer(0.2, lambda: groups.abort(limit_s=20)).start()
+        wait_for_threads()
+        threading.Timer(0.2, lambda: groups.abort(limit_s=60)).start()
         try:
             work.wait()
         except RuntimeError as raised:
@@ -86,12 +88,13 @@ def _is_replaced(rank: int, store: Any) -> Any:
         folder = str(Path(store.path).parent)
         code = "import sys; from tests.engine.swap_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"
         command = [sys.executable, "-c", code, folder, repr(registry), "7"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
         assert done.returncode == 0, done.stderr
         answer = done.stdout
         store.set("newcomer", answer)
         groups.reform(8)  # for the barrier at the end of the test's processes
         return registry, ast.literal_eval(answer)
+    store.wait(["the newcomer is up"])
     done = recovery.recover(7, replaced=True)
     found = sums(rank)
     store.wait(["newcomer"])
@@ -143,7 +146,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
 
     def stuck(backend: Any) -> None:
         asked.append(backend)
-        never.wait(60)
+        never.wait()
 
     kind = Kind(
         owns=lambda backend: isinstance(backend, ProcessGroupGloo),
@@ -154,7 +157,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
     groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT)
     dist.new_group([0])
     assert sorted(groups.abort(limit_s=0.1)) == sorted(group.group_name for group in groups.all())
-    assert len(asked) == 2
+    assert until(lambda: len(asked) == 2)
     # Each backend is aborted once, however often it is asked for.
     assert groups.abort(limit_s=0.1) == []
     assert len(asked) == 2
@@ -184,13 +187,13 @@ def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
     threading.Timer(0.2, ABORT.set).start()
 
     def build() -> str:
-        go_on.wait(60)
+        go_on.wait()
         return "backend"
 
     with pytest.raises(Aborted):
         connect_in_helper(build, give_up=raise_if_aborted, limit_s=60, dispose=lambda backend: disposed.set())
     go_on.set()
-    assert disposed.wait(10)  # what comes too late is not kept
+    assert disposed.wait(60)  # what comes too late is not kept
 
 
 def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
@@ -198,10 +201,10 @@ def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> No
         meet(alone, 0, 3, give_up=lambda: None, limit_s=0.1)
     stop = threading.Event()
     with pytest.raises(RuntimeError, match=r"connecting took longer than 0.1 s"):
-        connect_in_helper(lambda: stop.wait(30), give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
+        connect_in_helper(stop.wait, give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
     stop.set()
     with pytest.raises(ZeroDivisionError):
-        connect_in_helper(lambda: 1 // 0, give_up=lambda: None, limit_s=10, dispose=lambda backend: None)
+        connect_in_helper(lambda: 1 // 0, give_up=lambda: None, limit_s=60, dispose=lambda backend: None)
 
 
 def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:

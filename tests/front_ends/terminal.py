@@ -18,7 +18,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.cluster.script import family, script_environment
+from tests.cluster.script import command_lines, family, script_environment
 
 __all__ = ["Terminal"]
 
@@ -30,7 +30,7 @@ os.execv(sys.executable, [sys.executable, "-m", "IPython", *sys.argv[1:]])
 """Makes the pseudo-terminal the one that Ctrl-C is typed on, then becomes IPython."""
 _OPTIONS = ("--no-banner", "--simple-prompt", "--no-confirm-exit", "--colors=nocolor")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()=>][0-9A-Za-z]?|\r")
-_LIMIT_S = 90.0
+_LIMIT_S = 150.0
 
 
 class Terminal:
@@ -101,7 +101,7 @@ class Terminal:
 
     def left(self) -> list[str]:
         """Command lines of what it has left running."""
-        return [" ".join(process.cmdline()) for process in family(self._mark)]
+        return command_lines(family(self._mark))
 
     def _prompt(self, since: int) -> int:
         return self.wait_for(f"In [{self._number}]: ", since=since)
@@ -127,7 +127,7 @@ class Terminal:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

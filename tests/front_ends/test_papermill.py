@@ -46,7 +46,7 @@ def test_parameters_reach_the_ranks_and_a_failure_fails_the_run(tmp_path: Path) 
     assert "ZeroDivisionError" in done.stderr
     saved = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     text = "".join(out.text for cell in saved.cells for out in cell.get("outputs", []) if out.output_type == "stream")
-    assert [line for line in text.splitlines() if "of 3 has" in line] == [
+    assert sorted(line for line in text.splitlines() if "of 3 has" in line) == [
         f"[rank {rank}] rank {rank} of 3 has {0.5 * (rank + 1)}" for rank in range(3)
     ]
     assert "not reached" not in text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.lines import by_rank
 from tests.kernel.driver import Kernel, Reply
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -63,7 +64,7 @@ def test_cells_go_on_below_panels_that_nobody_draws(plain: Kernel) -> None:
     plain.ok("%watch")
     reply = plain.ok(STEP.format(options=""))
     assert reply.stderr == ""
-    assert plain.ok("%%distributed\n'alive'").lines() == ["[ranks 0-1] 'alive'"]
+    assert by_rank(plain.ok("%%distributed\n'alive'").stdout) == {0: ["'alive'"], 1: ["'alive'"]}
 
 
 def test_messages_of_widgets_that_are_gone_do_no_harm(plain: Kernel) -> None:
@@ -72,4 +73,4 @@ def test_messages_of_widgets_that_are_gone_do_no_harm(plain: Kernel) -> None:
     plain.client.shell_channel.send(message)
     info = plain.client.session.msg("comm_info_request", {"target_name": "jupyter.widget"})
     plain.client.shell_channel.send(info)
-    assert plain.ok("%%distributed\n'alive'").lines() == ["[ranks 0-1] 'alive'"]
+    assert by_rank(plain.ok("%%distributed\n'alive'").stdout) == {0: ["'alive'"], 1: ["'alive'"]}

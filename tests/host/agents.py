@@ -48,10 +48,10 @@ class Served:
         """The next event that has these items; earlier ones are dropped.
 
         Raises:
-            queue.Empty: none came in 20 seconds.
+            queue.Empty: none came in 60 seconds.
         """
         while True:
-            event = self.events.get(timeout=20.0)
+            event = self.events.get(timeout=60.0)
             if expected.items() <= event.items():
                 return event
 
@@ -67,8 +67,8 @@ class Served:
     def end(self) -> None:
         """Stop it; it must leave nothing, unless a test killed it."""
         if not dead(self.process):
-            self.client.stop()
-            assert until(self.gone, timeout=10), "the agent is still there"
+            self.client.stop(60.0)
+            assert until(self.gone), "the agent is still there"
         self.client.close()
         self.run_dir.remove()
 
@@ -125,7 +125,7 @@ class RawPeer:
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(20.0)
+        self.sock.settimeout(60.0)
         self.sock.connect(str(path))
         self._lines = self._read_lines()
 

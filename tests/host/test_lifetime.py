@@ -22,24 +22,31 @@ from tests.kernel.processes import until
 STARTER = (
     "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.rundir import RunDir\n"
     "run_dir = RunDir.create()\npid = spawn_agent(run_dir, controller=sys.argv[1:], entry='')\n"
-    "end = time.monotonic() + 20\n"
+    "end = time.monotonic() + 60\n"
     "while not (run_dir.path / 'agent.json').exists() and time.monotonic() < end: time.sleep(0.01)\n"
     "print(run_dir.path, pid, flush=True)\n"
 )
 
 
-def start_and_leave(then: str = "", controller: list[str] | None = None) -> tuple[RunDir, psutil.Process]:
-    """Have another process start an agent, and end without ever connecting to it."""
+def start_and_leave(then: str = "", controller: list[str] | None = None) -> tuple[RunDir, int]:
+    """Have another process start an agent, and end without ever connecting to it; the agent's folder and pid."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", STARTER + then, *(controller or [])]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     path, pid = done.stdout.split()
-    return RunDir(Path(path)), psutil.Process(int(pid))
+    return RunDir(Path(path)), int(pid)
 
 
-def ended(run_dir: RunDir, process: psutil.Process, *, timeout: float) -> bool:
-    """Whether process and folder are gone within `timeout` seconds."""
-    return until(lambda: not run_dir.path.exists() and dead(process), timeout=timeout)
+def ended(run_dir: RunDir, pid: int) -> bool:
+    """Whether process and folder go; they may be gone already."""
+    return until(lambda: not run_dir.path.exists() and not _runs(run_dir, pid), timeout=90)
+
+
+def _runs(run_dir: RunDir, pid: int) -> bool:
+    try:
+        return f"--run-dir={run_dir.path}" in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:  # it is gone, or a zombie
+        return False
 
 
 def stays(served: Served, seconds: float) -> bool:
@@ -56,22 +63,22 @@ def stays(served: Served, seconds: float) -> bool:
 
 
 def test_an_agent_ends_when_its_starter_does_before_anyone_came() -> None:
-    assert ended(*start_and_leave(), timeout=10)
+    assert ended(*start_and_leave())
 
 
 def test_a_killed_starter_counts_the_same() -> None:
-    assert ended(*start_and_leave("import os; os.kill(os.getpid(), 9)"), timeout=10)
+    assert ended(*start_and_leave("import os; os.kill(os.getpid(), 9)"))
 
 
 def test_who_only_looks_does_not_keep_it() -> None:
-    run_dir, process = start_and_leave()
+    run_dir, pid = start_and_leave()
     try:
         looker = AgentClient(run_dir, owner="")
     except (StartError, ClusterGone):  # it was quicker
         looker = None
-    assert ended(run_dir, process, timeout=10)
+    assert ended(run_dir, pid)
     if looker is not None:
-        assert looker.closed.wait(5)
+        assert looker.closed.wait(60)
         looker.close()
 
 
@@ -86,13 +93,13 @@ def test_an_owner_keeps_it_though_its_starter_is_gone() -> None:
         client = AgentClient(RunDir(Path(path)), owner="the tests")
     assert client.closed.wait(1.5) is False
     assert client.call("get_info")["pid"] == int(pid)
-    assert client.stop()
+    assert client.stop(60.0)
 
 
 def test_a_warm_agent_ends_at_once_when_its_owner_leaves(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.client.close()
-    assert until(served.gone, timeout=5)
+    assert until(served.gone)
 
 
 def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAgent) -> None:
@@ -100,19 +107,25 @@ def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAge
     served.client.call("set_info", info={"world_size": 1, "keep_alive_s": 0.8})
     left = time.monotonic()
     served.client.close()
-    assert until(served.gone, timeout=10)
+    assert until(served.gone)
     assert time.monotonic() - left > 0.75
 
 
 def test_who_takes_it_up_in_time_keeps_it(make_agent: MakeAgent) -> None:
-    served = make_agent()
-    served.client.call("set_info", info={"world_size": 1, "keep_alive_s": 0.5})
-    served.client.close()
-    later = AgentClient(served.run_dir, owner="the same notebook")
+    later, keep_alive = None, 0.5
+    while later is None:
+        served = make_agent()
+        served.client.call("set_info", info={"world_size": 1, "keep_alive_s": keep_alive})
+        served.client.close()
+        try:
+            later = AgentClient(served.run_dir, owner="the same notebook")
+        except (StartError, ClusterGone):  # on a busy machine that was too late
+            assert keep_alive < 30
+            keep_alive *= 4
     assert later.greeting["info"]["world_size"] == 1
     assert later.greeting["info"]["owner"] == "the same notebook"
-    assert later.closed.wait(1.0) is False
-    assert later.stop()
+    assert later.closed.wait(2 * keep_alive) is False
+    assert later.stop(60.0)
 
 
 def test_it_stays_as_long_as_one_of_its_owners(make_agent: MakeAgent) -> None:
@@ -121,7 +134,7 @@ def test_it_stays_as_long_as_one_of_its_owners(make_agent: MakeAgent) -> None:
     served.client.close()
     assert other.closed.wait(0.5) is False
     other.close()
-    assert until(served.gone, timeout=5)
+    assert until(served.gone)
 
 
 def test_a_looker_that_leaves_changes_nothing(make_agent: MakeAgent) -> None:
@@ -136,14 +149,14 @@ def test_a_long_keep_alive_is_kept(make_agent: MakeAgent, keep_alive: float) -> 
     served.client.call("set_info", info={"world_size": 1, "keep_alive_s": keep_alive})
     served.client.close()
     assert stays(served, 0.5)
-    AgentClient(served.run_dir, owner="the tests").stop()
-    assert until(served.gone, timeout=5)
+    AgentClient(served.run_dir, owner="the tests").stop(60.0)
+    assert until(served.gone)
 
 
 def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
-    assert served.client.stop()
-    assert until(served.gone, timeout=5)
+    assert served.client.stop(60.0)
+    assert until(served.gone)
     with pytest.raises(ClusterGone):
         served.client.call("get_info")
     with pytest.raises(StartError, match="did not come up"):
@@ -153,7 +166,7 @@ def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
 def test_a_polite_kill_leaves_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.process.terminate()
-    assert until(served.gone, timeout=5)
+    assert until(served.gone)
 
 
 def test_signals_of_a_terminal_are_none_of_its_business(make_agent: MakeAgent) -> None:
@@ -167,7 +180,6 @@ def test_it_has_a_session_of_its_own(agent: Served) -> None:
     assert os.getsid(agent.process.pid) == agent.process.pid != os.getsid(0)
 
 
-BROKEN = [sys.executable, "-c", "raise SystemExit(print('no such port') or 4)"]
 CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
 """Any process does: the agent only starts it, watches it and ends it."""
 
@@ -175,8 +187,8 @@ CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
 def test_the_controller_ends_with_a_stopped_agent(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call("get_info")["controller"])
-    served.client.stop()
-    assert until(lambda: dead(controller), timeout=5)
+    served.client.stop(60.0)
+    assert until(lambda: dead(controller))
 
 
 def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
@@ -184,7 +196,7 @@ def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
     controller = psutil.Process(served.client.call("get_info")["controller"])
     assert until(lambda: "signal.pause" in " ".join(controller.cmdline()))
     served.process.kill()
-    assert until(lambda: dead(controller), timeout=5)
+    assert until(lambda: dead(controller))
 
 
 def test_without_its_controller_a_cluster_is_no_use_and_ends(make_agent: MakeAgent) -> None:
@@ -192,20 +204,42 @@ def test_without_its_controller_a_cluster_is_no_use_and_ends(make_agent: MakeAge
     psutil.Process(served.client.call("get_info")["controller"]).kill()
     assert served.event(event="controller_exit")["code"] == -signal.SIGKILL
     assert served.client.ending == "The ipyparallel controller was ended by signal 9, and wrote nothing."
-    assert until(served.gone, timeout=5)
+    assert until(served.gone)
 
 
-def test_a_controller_that_cannot_run_is_told(make_agent: MakeAgent, run_dir: RunDir) -> None:
-    pid = spawn_agent(run_dir, controller=BROKEN, entry="")
-    agent = psutil.Process(pid)
-    assert until(lambda: (run_dir.path / "agent.json").exists() and not agent.children())
-    with pytest.raises(StartError, match=r"^The ipyparallel controller ended with exit status 4: no such port$"):
+BROKEN = "raise SystemExit(print('\\nno such port\\n') or 4)"
+TOLD = "The ipyparallel controller ended with exit status 4: no such port"
+
+
+def test_a_controller_that_has_ended_before_the_notebook_comes_is_told(run_dir: RunDir) -> None:
+    pid = spawn_agent(run_dir, controller=[sys.executable, "-c", BROKEN], entry="")
+    log = run_dir.path / "log" / "controller.log"
+    assert until(lambda: log.exists() and log.stat().st_size and not psutil.Process(pid).children())
+    with pytest.raises(StartError) as caught:
         AgentClient(run_dir, owner="the tests", agent_pid=pid)
-    assert until(lambda: not run_dir.path.exists())
+    assert str(caught.value) == TOLD
+    assert ended(run_dir, pid)
+
+
+def test_a_controller_that_ends_while_the_notebook_waits_for_it_is_told(make_agent: MakeAgent, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    code = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n{BROKEN}"
+    served = make_agent(controller=[sys.executable, "-c", code])
+    assert served.client.ending == ""
+    go_on.touch()
+    assert served.client.closed.wait(60)
+    assert served.client.ending == TOLD
+    assert until(served.gone)
+
+
+def test_a_controller_that_is_ended_by_a_stop_is_no_reason(make_agent: MakeAgent) -> None:
+    served = make_agent(controller=CONTROLLER)
+    assert served.client.stop(60.0)
+    assert served.client.ending == ""
 
 
 def test_an_agent_with_a_broken_controller_ends_when_nobody_comes() -> None:
-    assert ended(*start_and_leave(controller=BROKEN), timeout=10)
+    assert ended(*start_and_leave(controller=[sys.executable, "-c", BROKEN]))
 
 
 def test_an_agent_that_does_not_come_up_says_why(run_dir: RunDir) -> None:

@@ -159,7 +159,7 @@ def test_another_users_connection_is_closed_at_once(make_agent: MakeAgent) -> No
     _open_for_search(served.run_dir.path.parent.parent)
     script = (
         "import os, socket, sys\nos.setuid(65534)\n"
-        "for path in sys.argv[1:]:\n    sock = socket.socket(socket.AF_UNIX)\n    sock.settimeout(20)\n"
+        "for path in sys.argv[1:]:\n    sock = socket.socket(socket.AF_UNIX)\n    sock.settimeout(60)\n"
         "    sock.connect(path)\n    print(sock.recv(1))"
     )
     done = subprocess.run(

@@ -19,8 +19,8 @@ from tests.host.conftest import MakeAgent
 from tests.kernel.processes import modes, until
 
 OWN = f"axon_nb-{os.getuid()}"
-OTHER_UID = 61_234
-"""A user that no machine has."""
+OTHER_UID = 20_000 + os.getpid() % 40_000
+"""A user that hardly any machine has, and another one in each run: a folder below /tmp is named after it."""
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can take on another user's identity")
 

@@ -25,8 +25,8 @@ def _ends() -> tuple[Seal, Seal]:
     """Both ends of one greeted connection: the rank's and the store's."""
     near, far = socket.socketpair()
     with near, far:
-        near.settimeout(5)
-        far.settimeout(5)
+        near.settimeout(60)
+        far.settimeout(60)
         handshake = Handshake(KEY)
         far.sendall(handshake.challenge)
         rank: list[Seal] = []
@@ -34,7 +34,7 @@ def _ends() -> tuple[Seal, Seal]:
         thread.start()
         proof, store = handshake.check(far.recv(NONCE_SIZE + PROOF_SIZE))
         far.sendall(proof)
-        thread.join(5)
+        thread.join(60)
         return rank[0], store
 
 
@@ -86,8 +86,8 @@ def agent() -> Iterator[tuple[Served, str]]:
 
 def test_a_store_over_tcp_is_the_same_store(agent: tuple[Served, str]) -> None:
     served, address = agent
-    here = AgentStore(str(served.run_dir.store_socket), timedelta(seconds=5))
-    there = AgentStore(address, timedelta(seconds=5), key=KEY)
+    here = AgentStore(str(served.run_dir.store_socket), timedelta(seconds=60))
+    there = AgentStore(address, timedelta(seconds=60), key=KEY)
     here.set("a", "1")
     assert there.get("a") == b"1"
     assert there.add("count", 2) == 2
@@ -110,12 +110,12 @@ def test_who_has_another_key_gets_no_store(agent: tuple[Served, str]) -> None:
 def test_strangers_change_nothing_and_stop_nothing(agent: tuple[Served, str], garbage: bytes) -> None:
     _, address = agent
     ip, port = address.split(":")[1:]
-    with socket.create_connection((ip, int(port)), 5) as sock, contextlib.suppress(ConnectionError):
-        sock.settimeout(5)
+    with socket.create_connection((ip, int(port)), 60) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(60)
         sock.sendall(garbage)
         if len(garbage) >= NONCE_SIZE + PROOF_SIZE:
             while sock.recv(1000):
                 pass
-    store = AgentStore(address, timedelta(seconds=5), key=KEY)
+    store = AgentStore(address, timedelta(seconds=60), key=KEY)
     assert not store.check(["stolen"])
     store._sock.close()

@@ -36,7 +36,7 @@ def node(*arguments: str) -> str:
     command = shutil.which("node")
     if command is None:
         pytest.skip("needs node on the PATH")
-    run = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    run = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, timeout=150)
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     return run.stdout
 

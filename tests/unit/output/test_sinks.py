@@ -35,7 +35,7 @@ def test_a_plain_script_prints(encoding: str, snow: str) -> None:
         [sys.executable, "-W", "error", "-X", "utf8=0", "-c", SCRIPT],
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": encoding, "PATH": ""},
         capture_output=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
