@@ -9,8 +9,8 @@ from axon_nb.cluster.result import RankError
 
 __all__ = ["LiveView", "Part", "Stepped", "where_ended"]
 
-_IDLE_WAIT_S = 0.5
-"""After a rank's reply its last output is waited for at most this long."""
+_IDLE_WAIT_S = 5.0
+"""After a rank's reply its last output is waited for at most this long: on a busy machine it may come far later."""
 
 
 class Stepped(Protocol):
