@@ -15,7 +15,7 @@ import pytest
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
 
-LEFTOVER_LIMIT = 15.0
+LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")

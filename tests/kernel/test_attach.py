@@ -270,6 +270,6 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
     reply = kernel.collect(request)
-    assert reply.lines()[0] == "Cell In[3] still runs on ranks 0-1: its output goes on here."
+    assert reply.lines()[0] == "Cell In[4] still runs on ranks 0-1: its output goes on here."
     (tmp_path / "stop").touch()
     kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
