@@ -161,9 +161,7 @@ class Kernel:
             if message is not None and _belongs(message, request):
                 reply.take(message, ids)
 
-    def wait_for_output(
-        self, request: str, text: str, *, ranks: Iterable[int] = (), timeout: float = _LIMIT_S
-    ) -> None:
+    def wait_for_output(self, request: str, text: str, *, ranks: Iterable[int] = (), timeout: float = _LIMIT_S) -> None:
         """Return when the cell has printed or displayed `text`; what came so far is kept for `collect`.
 
         Args:
