@@ -16,7 +16,8 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["Connection", "open_existing", "open_new"]
 
-_CONTROLLER_S = 30.0
+_CONTROLLER_S = 120.0
+"""A controller that has ended is noticed at once; one that lives may be kept waiting by a busy machine."""
 
 # ipyparallel and tornado log what happens at a stop; the notebook is not their place.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())

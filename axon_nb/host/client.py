@@ -22,8 +22,9 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["AgentClient", "spawn_agent"]
 
-_CONNECT_S = 20.0
-_REPLY_S = 30.0
+_CONNECT_S = 60.0
+_REPLY_S = 120.0
+"""An agent that has ended is noticed at once; one that lives may be kept waiting by a busy machine."""
 
 
 def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
