@@ -184,13 +184,15 @@ def test_two_background_cells_may_meet(ranks: Kernel) -> None:
     assert ranks.value("sum([*first.result().values.values(), *second.values.values()])") == 16.0
 
 
-def test_what_was_begun_in_one_cell_may_be_met_in_the_next(ranks: Kernel) -> None:
+def test_what_was_begun_in_one_cell_may_be_met_in_the_next(ranks: Kernel, tmp_path: Path) -> None:
     ranks.ok("%%distributed --ranks 1-3\nt = torch.ones(1)\nwork = dist.all_reduce(t, async_op=True)")
     assert ranks.ok("%%rank 0\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[rank 0] 4.0"]
     assert ranks.ok("%%distributed --ranks 1-3\nwork.wait()\nt.item()").lines() == ["[ranks 1-3] 4.0"]
-    ranks.ok("%%rank 1\nimport threading\ndef serve():\n    time.sleep(0.3)\n    dist.recv(torch.ones(1), 0)\n"
-             "thread = threading.Thread(target=serve)\nthread.start()")  # fmt: skip
-    ranks.ok("%%rank 0\ndist.send(torch.ones(1), 1)")
+    ranks.ok(
+        f"%%rank 1\nimport threading\ndef serve():\n    {late(tmp_path)}\n    dist.recv(torch.ones(1), 0)\n"
+        "thread = threading.Thread(target=serve)\nthread.start()"
+    )
+    ranks.ok(f"%%rank 0\nopen({str(tmp_path / 'come')!r}, 'w').close()\ndist.send(torch.ones(1), 1)")
     ranks.ok("%%rank 1\nthread.join()")
     still_works(ranks)
 
