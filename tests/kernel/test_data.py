@@ -14,6 +14,13 @@ from tests.kernel.driver import Kernel
 from tests.kernel.processes import footprint, until
 
 
+@pytest.fixture
+def kernel(kernel: Kernel) -> Kernel:
+    """The shared kernel, where no other test has left a variable that `%pull` would overwrite."""
+    kernel.ok("for t_name in [name for name in globals() if name.startswith('t_')]: del globals()[t_name]")
+    return kernel
+
+
 def parcels_of(pid: int) -> list[str]:
     """The parcels that a process holds open or maps."""
     found = []
