@@ -26,8 +26,9 @@ _INSIST_AFTER_S = 1.0
 """An interrupt counts as the second one when so much time has passed since the first."""
 _INSIST_GRACE_S = 0.5
 """Ranks that are still in C code this long after the second interrupt are given up."""
-_SURE_S = 0.06
-"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time."""
+_SURE_S, _SURE_LOOKS = 0.06, 10
+"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time, and so
+many turns of the loop, which take longer where a busy machine delays what follows."""
 _ENDED = ("Aborted",)
 _ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
 _NCCL_ABORTED = "NCCL communicator was aborted"
@@ -56,6 +57,7 @@ class CellRun:
         self.failed_order: list[int] = []
         self.timed_out = False
         self.interrupted_at: float | None = None
+        self._looks = 0
         self.to_replace: list[int] = []
         """Ranks that are in C code and that the user, by a second interrupt, wants to be replaced."""
         self.lost = ""
@@ -217,12 +219,14 @@ class CellRun:
             return self._ending.settled(now) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True
+        self._looks += self.interrupted_at is not None
+        sure = self._looks >= _SURE_LOOKS
         self._ending.step(
             now,
             self.unfinished,
             failed_at=self._first_failure,
             died=any(error.kind == "died" for error in self.errors.values()),
-            interrupted=self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
+            interrupted=sure and self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
             timed_out=self.timed_out,
         )
         return False

@@ -16,7 +16,8 @@ from axon_nb.host.rundir import RunDir
 
 __all__ = ["Connection", "open_existing", "open_new"]
 
-_CONTROLLER_S = 90.0
+_CONTROLLER_S = 120.0
+"""A controller that has ended is noticed at once; one that lives may be kept waiting by a busy machine."""
 _PORT_TAKEN = "Address already in use"
 """ipyparallel looks for free ports and opens them a moment later: another process may have taken one meanwhile."""
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["resume"]
 
-_ANSWER_S = 0.3
+_ANSWER_S = 10.0
+"""A rank that has not answered by then is in C code that keeps Python's lock; all others answer in milliseconds, unless
+the machine is busy, and what they are in would be lost if they were not waited for."""
+_LOOK_S = 0.05
+"""Between two looks whether a rank that is waited for still lives."""
 _ENDED_S = 0.3
 """A cell that has ended already is shown before `attach` returns, if that takes no longer."""
 _LATE_S = 3600.0
@@ -60,7 +64,9 @@ def _ask(cluster: Cluster, left_ns: int) -> dict[int, Mapping[str, Any]]:
     end = time.monotonic() + _ANSWER_S
     answers = {}
     for rank, future in asked.items():
-        if future.wait(max(0.0, end - time.monotonic())) and "cells" in (content := future.result()["content"]):
+        while not future.wait(_LOOK_S) and rank not in cluster.health.dead and time.monotonic() < end:
+            pass
+        if future.done() and "cells" in (content := future.result()["content"]):
             answers[rank] = content
     return answers
 

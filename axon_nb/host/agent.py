@@ -25,7 +25,7 @@ from axon_nb.host.tcp import SealedStorePeer, TcpListener
 
 __all__ = ["Agent", "AgentOptions"]
 
-_FIRST_CONTACT_S = 60.0
+_FIRST_CONTACT_S = 180.0
 _TERM_GRACE_S = 1.0
 _LONGEST_WAIT_S = 3600.0
 """The selector takes no wait of a month."""

@@ -15,7 +15,7 @@ from tests.kernel.processes import until
 
 __all__ = ["completed", "expect_completed", "expect_help", "plain"]
 
-_LIMIT_S = 60.0
+_LIMIT_S = 100.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

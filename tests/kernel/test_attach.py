@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def leave_during(kernel: Kernel, code: str, until_text: str, how: str = "SIGKILL
     kernel.ok("%load_ext axon_nb")
 
 
+def end_meanwhile(kernel: Kernel, request: str, folder: Path, *files: str) -> None:
+    """Let the kernel go away, then the cell go on until it has made `files`, and get a fresh kernel."""
+    kernel.wait_for_output(request, "tick")
+    kernel.kill()
+    (folder / "stop").touch()
+    assert until(lambda: all((folder / name).exists() for name in files))
+    kernel.restart(now=True)
+    kernel.ok("%load_ext axon_nb")
+
+
 def attach(kernel: Kernel, wanted: str) -> Reply:
     """Attach, and collect what appears in that cell until it holds `wanted`, long after its own end if need be."""
     request = kernel.submit("%distributed attach")
@@ -66,7 +77,7 @@ def test_the_running_cell_comes_back_and_ends_in_the_new_kernel(
     )
     leave_during(kernel, counting, "tick 3", how)
     request = kernel.submit("%distributed attach")
-    reply = kernel.collect(request, timeout=10)
+    reply = kernel.collect(request)
     assert reply.lines()[0] == "Cell In[3] still runs on ranks 0-1: its output goes on here."
     assert "CellHandle(running on ranks 0-1)" in reply.result
     kernel.follow(request, reply, until=lambda: max(numbers(reply, "tick"), default=0) > 20)
@@ -78,7 +89,7 @@ def test_the_running_cell_comes_back_and_ends_in_the_new_kernel(
     for rank in "01":
         seen = _ticks_of(reply, rank)
         assert seen == [*range(len(seen))], "nothing is lost, nothing twice"
-    assert kernel.ok(f"{HANDLE}.result(10)").result.startswith("CellResult of ranks 0-1")
+    assert kernel.ok(f"{HANDLE}.result(100)").result.startswith("CellResult of ranks 0-1")
     assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-1] 2.0"]
 
 
@@ -93,11 +104,7 @@ def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKer
     start(kernel)
     code = f"{TICKS}print('last words')\nopen(f'ended{{rank}}', 'w').close()\nx = rank + 5"
     request = kernel.submit(f"%%distributed\n{code}")
-    kernel.wait_for_output(request, "tick")
-    kernel.come_back()
-    (tmp_path / "stop").touch()
-    assert until(lambda: len(list(tmp_path.glob("ended*"))) == 2)
-    kernel.ok("%load_ext axon_nb")
+    end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     reply = attach(kernel, "is done")
     assert reply.lines()[0] == "Cell In[3] has ended on ranks 0-1 while no notebook was connected."
     assert "[ranks 0-1] last words" in reply.lines()
@@ -113,18 +120,17 @@ def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
 ) -> None:
     kernel = new_kernel()
     start(kernel, 3)
-    code = f"{TICKS}if rank == 1:\n    open('failing', 'w').close()\n    raise ValueError('bug')\ndist.barrier()"
+    code = (
+        f"{TICKS}if rank == 1:\n    open('failing', 'w').close()\n    raise ValueError('bug')\n"
+        "open(f'waits{rank}', 'w').close(); dist.barrier()"
+    )
     request = kernel.submit(f"%%distributed\n{code}")
-    kernel.wait_for_output(request, "tick")
-    kernel.come_back()
-    (tmp_path / "stop").touch()
-    assert until((tmp_path / "failing").exists)
-    kernel.ok("%load_ext axon_nb")
+    end_meanwhile(kernel, request, tmp_path, "failing", "waits0", "waits2")
     reply = attach(kernel, "waited in barrier")
     assert "Cell In[3] failed.\n[rank 1]" in told(reply)
     assert "ValueError: bug" in told(reply)
     assert "[ranks 0,2] waited in barrier at line 9" in told(reply)
-    assert kernel.run(f"{HANDLE}.result(10)").ename == "CellError"
+    assert kernel.run(f"{HANDLE}.result(100)").ename == "CellError"
     fresh = "g = dist.new_group([0, 2])\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
     assert kernel.ok(f"%%distributed\n{fresh}").lines() == ["[ranks 0-2] 3.0"]
 
@@ -135,7 +141,7 @@ def test_a_rank_that_died_meanwhile_is_told_and_can_be_replaced(new_kernel: Make
     before = footprint(kernel)
     waiting = "print('go', flush=True)\nif rank != 1: dist.barrier()\nwhile True: pass"
     request = kernel.submit(f"%%distributed\n{waiting}")
-    kernel.wait_for_output(request, "go")
+    kernel.wait_for_output(request, "go", ranks=range(3))
     kernel.come_back()
     os.kill(before.ranks[1], signal.SIGKILL)
     kernel.ok("%load_ext axon_nb")
@@ -155,7 +161,7 @@ def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> No
     assert kernel.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-1."]
     kernel.follow(request, reply, until=lambda: "have stopped" in told(reply))
     assert "[rank 0] waited in barrier at line 3" in told(reply)
-    assert kernel.run(f"{HANDLE}.result(20)").ename == "CellInterrupt"
+    assert kernel.run(f"{HANDLE}.result(100)").ename == "CellInterrupt"
     assert kernel.ok("%distributed cancel").lines() == ["No cell is running."]
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
@@ -176,13 +182,9 @@ def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel
     start(kernel)
     flood = "for i in range(20000): print('line', i)\nopen(f'ended{rank}', 'w').close()"
     request = kernel.submit(f"%%distributed\n{TICKS}{flood}")
-    kernel.wait_for_output(request, "tick")
-    kernel.come_back()
-    (tmp_path / "stop").touch()
-    assert until(lambda: len(list(tmp_path.glob("ended*"))) == 2)
-    kernel.ok("%load_ext axon_nb")
+    end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     attach(kernel, "is done")
-    text = kernel.ok(f"print({HANDLE}.result(10).text[0])").stdout
+    text = kernel.ok(f"print({HANDLE}.result(100).text[0])").stdout
     assert re.match(r"… [\d,]+ lines \([\d.]+ kB\) before the notebook came back not kept on the rank …\nline ", text)
     assert text.rstrip().endswith("line 19999")
     assert 50_000 < len(text) < 70_000
@@ -199,7 +201,7 @@ def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: P
         f"    display(HTML('x' * 100000))\n{TICKS}rank * 7"
     )
     request = kernel.submit(f"%%distributed --out result\n{code}")
-    kernel.wait_for_output(request, "tick")
+    kernel.wait_for_output(request, "tick", ranks=[0])
     kernel.come_back()
     kernel.ok("%load_ext axon_nb")
     request = kernel.submit("%distributed attach")
@@ -208,19 +210,23 @@ def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: P
     kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
     assert any("<b>seen</b>" in display.get("text/html", "") for display in reply.displays)
     assert "1 display (100." in told(reply)
-    assert kernel.value(f"{HANDLE}.result(10).values") == {0: 0, 1: 7}
+    assert kernel.value(f"{HANDLE}.result(100).values") == {0: 0, 1: 7}
 
 
 def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
-    swallow = "for _ in range(4):\n    try:\n        dist.barrier() if rank else time.sleep(600)\n"
-    code = f"import time\nprint('go', flush=True)\n{swallow}    except BaseException: print('no', flush=True)"
+    # Rank 0 ends the kernel itself when it is interrupted: so it is interrupted once.
+    code = (
+        "import os, time\nends_kernel = rank == 0\nfor _ in range(4):\n    try:\n"
+        "        print('go', flush=True)\n        dist.barrier() if rank else time.sleep(600)\n"
+        f"    except BaseException:\n        if ends_kernel: os.kill({kernel.pid}, 9)\n        ends_kernel = False"
+    )
     request = kernel.submit(f"%%distributed\n{code}")
-    kernel.wait_for_output(request, "go")
+    kernel.wait_for_output(request, "go", ranks=[0, 1])
     kernel.interrupt()
-    kernel.wait_for_output(request, "no")
-    kernel.come_back()
+    assert until(lambda: not kernel.manager.is_alive())
+    kernel.restart(now=True)
     kernel.ok("%load_ext axon_nb")
     reply = attach(kernel, "Cell In[3] failed")
     assert "KeyboardInterrupt" in told(reply)
@@ -246,5 +252,24 @@ def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, wha
     kernel.ok(f"cluster = __import__('axon_nb').cluster.current.get()\n{HALF_WAY[what]}")
     kernel.come_back()
     kernel.ok("%load_ext axon_nb\n%distributed attach")
-    reply = kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()", timeout=15)
+    reply = kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()")
     assert reply.lines() == ["[ranks 0-1] 2.0"]
+
+
+def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    start(kernel)
+    ranks = footprint(kernel).ranks
+    leave_during(kernel, TICKS, "tick")
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        request = kernel.submit("%distributed attach")
+        time.sleep(1.0)  # as on a machine that has other things to do
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+    reply = kernel.collect(request)
+    assert reply.lines()[0] == "Cell In[4] still runs on ranks 0-1: its output goes on here."
+    (tmp_path / "stop").touch()
+    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernel.driver import Kernel
+from tests.kernel.processes import until
 
 
 def test_a_cell_runs_on_every_rank_in_one_group(kernel: Kernel) -> None:
@@ -15,8 +16,9 @@ def test_a_cell_runs_on_every_rank_in_one_group(kernel: Kernel) -> None:
 
 
 def test_identical_lines_are_shown_once(kernel: Kernel) -> None:
-    reply = kernel.ok("%%distributed\nprint('hello')\nprint('world', world_size)")
-    assert reply.lines() == ["[ranks 0-3] hello", "[ranks 0-3] world 4"]
+    # Those that come within a fraction of a second of each other, that is: a busy machine takes more than one cell.
+    code = "%%distributed\nprint('hello')\nprint('world', world_size)"
+    assert until(lambda: kernel.ok(code).stdout.splitlines() == ["[ranks 0-3] hello", "[ranks 0-3] world 4"])
 
 
 def test_the_last_expression_is_shown(kernel: Kernel) -> None:
@@ -87,18 +89,20 @@ def test_quiet_shows_nothing(kernel: Kernel) -> None:
     assert (reply.stdout, reply.stderr, reply.displays) == ("", "", [])
 
 
-def test_noblock_returns_a_handle(kernel: Kernel) -> None:
-    reply = kernel.ok("%%distributed --noblock --out t_handle\nimport time\ntime.sleep(1)\nrank")
-    assert reply.seconds < 60
-    assert kernel.value("t_handle.done()") in (True, False)
-    assert kernel.value("dict(t_handle.result(30).values)") == {0: 0, 1: 1, 2: 2, 3: 3}
+def test_noblock_returns_a_handle(kernel: Kernel, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    wait = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)"
+    kernel.ok(f"%%distributed --noblock --out t_handle\n{wait}\nrank")
+    assert kernel.value("t_handle.done()") is False
+    flag.touch()
+    assert kernel.value("dict(t_handle.result(100).values)") == {0: 0, 1: 1, 2: 2, 3: 3}
     assert kernel.value("t_handle.done()") is True
 
 
 def test_noblock_can_be_cancelled(kernel: Kernel) -> None:
     kernel.ok("%%distributed --noblock --out t_handle\nimport time\ntime.sleep(600)")
     kernel.ok("t_handle.cancel()")
-    reply = kernel.run("t_handle.result(60)")
+    reply = kernel.run("t_handle.result(100)")
     assert reply.ename == "CellInterrupt"
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
@@ -106,7 +110,7 @@ def test_noblock_can_be_cancelled(kernel: Kernel) -> None:
 def test_output_of_a_noblock_cell_goes_to_its_own_cell(kernel: Kernel) -> None:
     request = kernel.submit("%%distributed --noblock --out t_handle\nimport time\ntime.sleep(0.5)\nprint('late')")
     first = kernel.collect(request)
-    second = kernel.ok("_ = t_handle.result(30)\nprint('waited')")
+    second = kernel.ok("_ = t_handle.result(100)\nprint('waited')")
     assert "late" not in second.stdout
     assert first.ok
 
@@ -118,16 +122,19 @@ def test_timeout_ends_the_cell(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_an_awaited_cell_leaves_the_event_loop_free(kernel: Kernel) -> None:
+def test_an_awaited_cell_leaves_the_event_loop_free(kernel: Kernel, tmp_path: Path) -> None:
+    begun, flag = tmp_path / "begun", tmp_path / "flag"
+    # The ranks wait for a task of the notebook, and that for the ranks to run: it needs the event loop meanwhile.
     kernel.ok(
-        "import asyncio\nt_ticks = []\nasync def tick():\n"
-        "    while True:\n        t_ticks.append(1)\n        await asyncio.sleep(0.01)"
+        "import asyncio, pathlib\nasync def t_tick():\n"
+        f"    while not pathlib.Path({str(begun)!r}).exists(): await asyncio.sleep(0.01)\n"
+        f"    for _ in range(10): await asyncio.sleep(0.01)\n    pathlib.Path({str(flag)!r}).touch()\n"
+        "t_task = asyncio.ensure_future(t_tick())"
     )
-    kernel.ok("t_task = asyncio.ensure_future(tick())")
-    before = kernel.value("len(t_ticks)")
-    kernel.ok("%%distributed\nimport time\ntime.sleep(1)")
-    assert kernel.value("len(t_ticks)") > before + 10
-    kernel.ok("t_task.cancel();")
+    kernel.ok(
+        f"%%distributed\nimport pathlib, time\npathlib.Path({str(begun)!r}).touch()\n"
+        f"while not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.01)"
+    )
 
 
 def test_run_cell_magic_blocks(kernel: Kernel) -> None:

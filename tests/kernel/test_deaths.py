@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.kernel.processes import ended, until
 
 CGROUP = os.environ.get("AXON_NB_TEST_CGROUP", "")
 """Folder of an empty memory cgroup with a limit, such as 3 GiB, that this user may put processes into."""
@@ -45,7 +45,7 @@ IMPORTS = "%%distributed\nimport asyncio, ctypes, os, signal, time\ndef crash():
 def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) -> None:
     code, told = DEATHS[how]
     mortal.ok(IMPORTS)
-    reply = mortal.run(f"%%distributed\n\nif rank == 1:\n    {code}\n{others}", timeout=30)
+    reply = mortal.run(f"%%distributed\n\nif rank == 1:\n    {code}\n{others}")
     assert reply.ename == "CellError"
     assert told in reply.traceback
     assert "out of memory" not in reply.traceback
@@ -54,7 +54,7 @@ def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) 
 
 def test_the_reason_of_a_crash_in_c_code_is_told(mortal: Kernel) -> None:
     code = "if rank == 1:\n    os.write(2, b'  what():  [enforce fail at pair.cc]\\n')\n    os.abort()\ndist.barrier()"
-    reply = mortal.run(f"%%distributed\nimport os\n{code}", timeout=30)
+    reply = mortal.run(f"%%distributed\nimport os\n{code}")
     assert "rank 1 was killed by SIGABRT at line 5" in reply.traceback
     assert "; last line: what():  [enforce fail at pair.cc]" in reply.traceback
 
@@ -71,7 +71,7 @@ elif rank == 1:
     time.sleep(600)
 else:
     dist.barrier()"""
-    reply = mortal.run(f"%%distributed\n{code}", timeout=60)
+    reply = mortal.run(f"%%distributed\n{code}")
     assert "rank 1 exited with code 7" in reply.traceback
     after = mortal.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert "[ranks 0-2] 3.0" in after.lines()
@@ -79,18 +79,17 @@ else:
 
 def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb, time")
-        code = "axon_nb.cluster.current.get().signal(1, 9)\nend = time.monotonic() + 20\n"
-        waited = "while not axon_nb.cluster.current.get().health.dead and time.monotonic() < end: time.sleep(0.01)"
-        reply = kernel.ok(code + waited + "\ntime.sleep(0.2)")
-        assert "rank 1 was killed by SIGKILL, while it was idle." in reply.stderr
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb")
+        request = kernel.submit("axon_nb.cluster.current.get().signal(1, 9)")
+        reply = kernel.collect(request)
+        kernel.follow(request, reply, until=lambda: "rank 1 was killed by SIGKILL, while it was idle." in reply.stderr)
         assert "rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit('enough')", "exit()", "quit()"])
 def test_exits_of_python_end_the_cell_and_not_the_rank(kernel: Kernel, code: str) -> None:
     pids = kernel.ok("%%distributed\nimport os\nos.getpid()").lines()
-    reply = kernel.run(f"%%distributed\nif rank == 2:\n    {code}\ndist.barrier()", timeout=30)
+    reply = kernel.run(f"%%distributed\nif rank == 2:\n    {code}\ndist.barrier()")
     assert reply.traceback.startswith("[rank 2]\nSystemExit at line 3: sys.exit(")
     assert "the rank lives on with all it has" in reply.traceback
     assert reply.stderr == ""
@@ -117,6 +116,14 @@ def loop():
 """
 
 
+def runs(pid: int) -> bool:
+    """Whether there is a process of this number that has not ended."""
+    try:
+        return not ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("how", ["interrupt", "kill", "another rank's failure"])
 def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(how: str) -> None:
     with Kernel() as kernel:
@@ -128,13 +135,12 @@ def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(how: str) -> None:
         kernel.wait_for_output(request, "[rank 1] workers")
         if how == "interrupt":
             kernel.interrupt()
-        reply = kernel.collect(request, timeout=60)
+        reply = kernel.collect(request)
         pids = [int(pid) for pid in re.findall(r"\d{3,}", " ".join(re.findall(r"workers \[(.*?)\]", reply.stdout)))]
         # A rank that raised itself keeps its traceback, as IPython does; the others and the dead keep nothing.
-        kernel.run("%%distributed\n1", timeout=30)
+        kernel.run("%%distributed\n1")
         assert pids
-        gone = until(lambda: not any(map(psutil.pid_exists, pids)), timeout=20)
-        assert gone, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        assert until(lambda: not any(map(runs, pids))), [pid for pid in pids if runs(pid)]
 
 
 def test_what_c_code_and_child_processes_write_is_shown_in_its_place(kernel: Kernel) -> None:

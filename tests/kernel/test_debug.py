@@ -24,7 +24,7 @@ dist.barrier()
 def _debug(kernel: Kernel, line: str, commands: list[str]) -> Reply:
     request = kernel.submit(line)
     for command in commands:
-        prompt = kernel.client.get_stdin_msg(timeout=60)
+        prompt = kernel.client.get_stdin_msg(timeout=100)
         assert prompt["content"]["prompt"].startswith("ipdb rank ")
         kernel.client.input(command)
     reply = kernel.collect(request)
@@ -70,14 +70,14 @@ def test_expressions_statements_and_mistakes(kernel: Kernel) -> None:
 def test_a_command_that_hangs_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(FAIL)
     request = kernel.submit("%distributed debug")
-    kernel.client.get_stdin_msg(timeout=60)
+    kernel.client.get_stdin_msg(timeout=100)
     flag = tmp_path / "hangs"
     kernel.client.input(f"__import__('pathlib').Path({str(flag)!r}).touch() or __import__('time').sleep(600)")
     assert until(flag.exists)
     kernel.interrupt()
-    kernel.client.get_stdin_msg(timeout=60)
+    kernel.client.get_stdin_msg(timeout=100)
     kernel.client.input("p secret")
-    kernel.client.get_stdin_msg(timeout=60)
+    kernel.client.get_stdin_msg(timeout=100)
     kernel.client.input("q")
     reply = kernel.collect(request)
     assert reply.ok

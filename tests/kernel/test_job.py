@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 
 from tests.kernel.driver import Kernel, Reply
+from tests.kernel.processes import until
 
 ASK = """import dataclasses, json
 from axon_nb.cluster import current
 from axon_nb.cluster.job import ask_job
 from axon_nb.widgets import open_job
 def t_ask(before={}):
-    return ask_job(current.require("test"), before)
+    while True:  # a busy rank may answer late
+        found = ask_job(current.require("test"), before)
+        if len(found.reports) == 4:
+            return found
 def t_until(reached):
     import time
-    end = time.monotonic() + 50
+    end = time.monotonic() + 100
     while time.monotonic() < end:
         found = t_ask()
         if reached(found):
@@ -89,12 +93,10 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
         "    if rank == 1:\n        while not globals().get('t_go'): time.sleep(0.02)\n    dist.barrier()"
     )
     ready.ok(
-        "t_waiting = lambda found: all('waiting in barrier' in found.words[rank] for rank in (0, 2, 3))\n"
+        "t_waiting = lambda found: found.words[1].startswith('running line 6') and all(\n"
+        "    found.words[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
         "t_found = t_until(t_waiting)"
     )
-    words = told(ready, "t_found.words")
-    assert words["0"].startswith("waiting in barrier at line 7 for rank 1, for")
-    assert words["1"].startswith("running line 6")
     bars = told(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
     assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
     # Communication is under way all the time on the ranks that wait.
@@ -102,7 +104,7 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
     assert told(ready, "t_later.reports[0].communication") > 0.9
     ready.ok("t_job.cancel()")
     assert told(ready, "t_until(lambda found: found.cell is None).cell") is None
-    ready.ok("_ = t_job.wait(60)")
+    ready.ok("_ = t_job.wait(100)")
 
 
 def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
@@ -132,8 +134,9 @@ def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
 
 def test_the_card_has_the_mesh(ready: Kernel) -> None:
     ready.ok("%%distributed\nfrom axon_nb.parallel import make_mesh\nmesh = make_mesh(dp=2, tp=2)\nt_tp = mesh['tp']")
-    card = ready.ok("import axon_nb\naxon_nb.current_cluster()")
-    assert card.result.splitlines()[-3:] == ["mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
+    card = "import axon_nb\naxon_nb.current_cluster()"
+    mesh = ["mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
+    assert until(lambda: ready.ok(card).result.splitlines()[-3:] == mesh)
     ready.ok("%%distributed\nmesh = None\ndel t_tp")
 
 
@@ -143,8 +146,9 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
     ready.ok("%%distributed\naxon_nb.log(t_panel=rank + 0.5, step=3)")
     ready.ok("t_panel = open_job._open['watch',]")
-    text = told(ready, "t_panel.view.to_bundle()['text/plain']")
-    assert "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)" in text
+    words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"
+    # It asks after each cell; a busy rank may answer too late.
+    assert until(lambda: words in told(ready, "t_panel.view.to_bundle()['text/plain']"))
     assert "data:image/svg+xml;base64," in told(ready, "t_panel.view.to_bundle()['text/html']")
     # Opened again, it moves: there is one that follows.
     ready.ok("%watch")
@@ -215,10 +219,11 @@ def test_hooks_are_there(ready: Kernel) -> None:
 def test_a_terminal_gets_text(ready: Kernel) -> None:
     ready.ok("t_real, open_job._in_notebook = open_job._in_notebook, lambda: False")
     try:
+        # A busy rank may answer too late.
+        assert until(lambda: "\n  rank 3: idle; " in ready.ok("%watch").stdout)
         watched, memory = ready.ok("%watch"), ready.ok("%memory t_plain")
     finally:
         ready.ok("open_job._in_notebook = t_real")
     assert views(watched) == views(memory) == 0
     assert watched.lines()[0].startswith("4 ranks, no cell is running")
-    assert any(line.startswith("  rank 3: idle; ") for line in watched.lines())
     assert any(line.startswith("  rank 3: ") and "estimate: " in line for line in memory.lines())

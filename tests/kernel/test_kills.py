@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.kernel.driver import Kernel
-from tests.kernel.processes import Footprint, footprint, until
+from tests.kernel.processes import Footprint, below, ended, footprint, until
 
 MakeKernel = Callable[..., Kernel]
 
-LIMIT_S = 10.0
-"""Beyond the keep-alive time nothing of a cluster may be left after this."""
+LIMIT_S = 60.0
+"""Beyond the keep-alive time nothing of a cluster may be left after this: far less on a machine that is not busy."""
 KEEP_ALIVE_S = 1.0
 
 BUSY = "import time\nprint('go', flush=True)\ntime.sleep(600)"
@@ -28,16 +31,33 @@ def start(kernel: Kernel, n: int = 2) -> Footprint:
     return footprint(kernel)
 
 
+def left_in_memory(before: set[str]) -> set[str]:
+    """Names of this user's shared-memory blocks that have come since and belong to no living process.
+
+    torch calls its own `torch_PID_…`, by who made them; others than this test's processes make some, too.
+    """
+    return {name for name in shared_memory() - before if not psutil.pid_exists(_maker(name))}
+
+
+def _maker(name: str) -> int:
+    found = re.match(r"torch_(\d+)_", name)
+    return int(found[1]) if found else -1
+
+
 def shared_memory() -> set[str]:
     """Names of the shared-memory blocks of this user."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if path.lstat().st_uid == os.getuid()} if folder.exists() else set()
+    found = set()
+    for path in Path("/dev/shm").glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid():
+                found.add(path.name)
+    return found
 
 
 def assert_gone(cluster: Footprint) -> None:
     assert until(cluster.gone, timeout=KEEP_ALIVE_S + LIMIT_S), (
         cluster.folder.exists(),
-        [process for process in cluster.processes if process.is_running()],
+        [process for process in cluster.processes if not ended(process)],
     )
 
 
@@ -62,7 +82,7 @@ def test_start_works_after_the_kernel_the_agent_and_both_were_killed(new_kernel:
 
 def assert_gone_or_swept(kernel: Kernel, cluster: Footprint) -> None:
     """A killed agent cannot remove its own folder: the next look at what is running does."""
-    assert until(lambda: not any(process.is_running() for process in cluster.processes), timeout=LIMIT_S + KEEP_ALIVE_S)
+    assert until(cluster.all_ended, timeout=LIMIT_S + KEEP_ALIVE_S)
     kernel.ok("__import__('axon_nb.cluster.kept', fromlist=['x']).running()")
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)
 
@@ -79,7 +99,7 @@ def test_a_kernel_killed_during_a_cell_that_allocates_shared_memory(new_kernel: 
     kernel.wait_for_output(request, "go")
     kernel.kill()
     assert_gone(cluster)
-    assert until(lambda: not shared_memory() - before, timeout=LIMIT_S), shared_memory() - before
+    assert until(lambda: not left_in_memory(before), timeout=LIMIT_S), left_in_memory(before)
 
 
 def test_a_kernel_shut_down_during_a_cell(new_kernel: MakeKernel) -> None:
@@ -103,12 +123,13 @@ def base() -> Iterator[Path]:
 def test_a_kernel_killed_while_it_starts_a_cluster(base: Path, new_kernel: MakeKernel) -> None:
     kernel = new_kernel(AXON_NB_RUNTIME_DIR=str(base), AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
+    kernel.ok("%distributed config keep_alive=5")  # should it have started before it is killed
     for moment in ("agent.sock", "profile/security/ipcontroller-client.json", "profile/log/rank0.log"):
         kernel.submit("%distributed start -n 2")
-        assert until(lambda moment=moment: list(base.glob(f"*/*/{moment}"))), moment
+        assert until(lambda moment=moment: below(base, f"*/*/{moment}")), moment
         kernel.come_back()
-        assert until(lambda: not list(base.glob("*/*")), timeout=30), (moment, list(base.glob("*/*")))
-        kernel.ok("%load_ext axon_nb")
+        assert until(lambda: not below(base, "*/*")), (moment, below(base, "*/*"))
+        kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=5")
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
 
@@ -120,7 +141,7 @@ def test_ranks_killed_one_after_the_other_are_named_and_the_rest_goes_on(new_ker
         request = kernel.submit(f"%%distributed --ranks {rank}-2\n{BUSY}")
         kernel.wait_for_output(request, "go")
         kill(cluster.ranks[rank])
-        reply = kernel.collect(request, timeout=30)
+        reply = kernel.collect(request)
         assert reply.ename == "CellError"
         assert f"rank {rank} was killed by SIGKILL" in reply.traceback
         assert "`%distributed repair`" in reply.traceback
@@ -140,7 +161,7 @@ def test_all_ranks_killed_while_the_kernel_is_away(new_kernel: MakeKernel) -> No
     kernel.come_back()
     for pid in cluster.ranks:
         kill(pid)
-    assert until(lambda: not any(p.is_running() for p in cluster.processes if p.pid in cluster.ranks))
+    assert until(lambda: all(ended(p) for p in cluster.processes if p.pid in cluster.ranks))
     kernel.ok("%load_ext axon_nb")
     reply = kernel.run("%distributed attach")
     assert reply.ename == "StartError"
@@ -155,10 +176,10 @@ def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kerne
     kernel = new_kernel()
     cluster = start(kernel)
     kill(getattr(cluster, who))
-    assert until(lambda: not any(process.is_running() for process in cluster.processes), timeout=LIMIT_S)
-    reply = kernel.run("%distributed status")
-    assert reply.ename in ("NoCluster", "ClusterGone")
-    assert "`%distributed start`" in reply.traceback
+    assert until(cluster.all_ended, timeout=LIMIT_S + KEEP_ALIVE_S)
+    # The notebook may hear of it a little later.
+    assert until(lambda: kernel.run("%distributed status").ename in ("NoCluster", "ClusterGone"))
+    assert "`%distributed start`" in kernel.run("%distributed status").traceback
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)
