@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator
-
     from tests.browser.lab_page import LabPage
 
 __all__ = ["ask_until", "type_at_end"]
 
-_LOOK_MS = 5000
+_LOOK_S = 5.0
 _TIMES = 40
 
 
@@ -23,20 +21,21 @@ def type_at_end(page: LabPage, i: int, text: str) -> None:
     page.page.keyboard.type(text)
 
 
-def ask_until(page: LabPage, i: int, ask: Callable[[], object], answer: Locator) -> None:
+def ask_until(page: LabPage, i: int, ask: Callable[[], object], answer: str) -> None:
     """Ask at the end of the i-th cell until there is an answer: a rank is given a tenth of a second, so some are late.
 
-    Raises:
-        TimeoutError: there was none in minutes.
-    """
-    from playwright.sync_api import TimeoutError as TooLate
+    Args:
+        page: The page.
+        i: Number of the cell.
+        ask: Asks, such as by a key.
+        answer: Selector of what is shown then.
 
+    Raises:
+        TimeoutError: nothing was shown in minutes.
+    """
     for _ in range(_TIMES):
         type_at_end(page, i, "")
         ask()
-        try:
-            answer.first.wait_for(timeout=_LOOK_MS)
-        except TooLate:
-            continue
-        return
+        if page.is_shown(answer, limit=_LOOK_S):
+            return
     raise TimeoutError(f"no answer at the end of {page.cell(i).inner_text()!r}")

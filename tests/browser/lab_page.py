@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import ConsoleMessage, Locator, Page
+from playwright.sync_api import TimeoutError as TooLate
 
 from tests.browser.lab_server import LIMIT, LabServer
 
@@ -123,6 +124,14 @@ class LabPage:
     def wait_text(self, i: int, text: str, *, limit: float = LIMIT) -> None:
         """Wait until a cell's output holds a text, at most `limit` seconds; Lab draws it a moment after the end."""
         self.wait_until(_SHOWS, [i, text], limit=limit)
+
+    def is_shown(self, selector: str, *, limit: float) -> bool:
+        """Whether something is visible within `limit` seconds."""
+        try:
+            self.page.wait_for_selector(selector, timeout=limit * 1000)
+        except TooLate:
+            return False
+        return True
 
     def wait_until(self, condition: str, arg: Any = None, *, limit: float = LIMIT) -> None:
         """Wait until a condition is true in the page, at most `limit` seconds.

@@ -30,11 +30,11 @@ def test_the_ranks_names_are_completed_and_explained(lab: LabServer, page: LabPa
     page.run_and_wait(0)
     page.run_and_wait(1)
     type_at_end(page, 2, "recipe.steps_of")
-    offered = page.page.locator(".jp-Completer").get_by_text("steps_of_training")
+    offered = ".jp-Completer :text('steps_of_training')"
     ask_until(page, 2, lambda: page.page.keyboard.press("Tab"), offered)
     page.page.keyboard.press("Enter")
     page.cell(2).locator(".cm-content").get_by_text("recipe.steps_of_training").wait_for()
     type_at_end(page, 2, "\nRecipe")
-    explained = page.page.locator(".jp-Tooltip").get_by_text("How to train.")
+    explained = ".jp-Tooltip :text('How to train.')"
     ask_until(page, 2, lambda: page.command("tooltip:launch-notebook"), explained)
     page.run_and_wait(3)

@@ -71,7 +71,7 @@ def test_a_session_in_notebook_7(notebook: NotebookPage, notebook_server: Notebo
     notebook.cell(4).locator(".cm-content").click()
     notebook.page.keyboard.press("Control+End")
     notebook.page.keyboard.type("model.in_fea")
-    offered = notebook.page.locator(".jp-Completer").get_by_text("in_features")
+    offered = ".jp-Completer :text('in_features')"
     ask_until(notebook, 4, lambda: notebook.page.keyboard.press("Tab"), offered)
     notebook.page.keyboard.press("Enter")
     notebook.cell(4).locator(".cm-content").get_by_text("model.in_features").wait_for()
