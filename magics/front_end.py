@@ -1,4 +1,4 @@
-"""What the front end asks of the kernel while somebody types: help on names of ranks, and answers during a cell.
+"""What the front end asks of the kernel besides cells: help on names of ranks, and answers during a cell.
 
 Private hooks into ipykernel, all here, each guarded by `missing()`; where one is missing Jupyter's own ways are left:
 help is on the notebook's names, and completions wait for the end of the cell.
@@ -6,6 +6,9 @@ help is on the notebook's names, and completions wait for the end of the cell.
 - `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
 - ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
   through in the same way while the cell is one of ours, which only waits for ranks.
+- So is the list of widgets. A page that is loaded again asks for all states at once, and where these do not come within
+  4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for this list and each state by itself: held back, it
+  would leave the page without its views until the cell is over.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _NEEDED = (
     "set_parent",
     "shell_main",
 )
-_SIDE_REQUESTS = ("complete_request", "inspect_request")
+_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request")
 
 
 def missing(kernel: Any) -> list[str]:

@@ -40,6 +40,10 @@ def execute(source: Path, out: Path, *, cell_timeout: float = 300.0) -> tuple[li
     client = NotebookClient(
         notebook,
         timeout=cell_timeout,
+        startup_timeout=300,
+        # By default outputs that come 4 s after a cell's end are left out without a word, as on a busy machine.
+        iopub_timeout=120,
+        raise_on_iopub_timeout=True,
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(source.parent)}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from axon_nb.records.waits import awaited
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["JobAnswers", "ask_job"]
+__all__ = ["JobAnswers", "ask_job", "running_cell"]
 
 _LIMIT_S = 1.0
 _WAITED_S = 0.25
@@ -29,7 +29,7 @@ class JobAnswers:
     words: Mapping[int, str]
     """What each rank does, in words; all ranks, those that are dead or silent too."""
     cell: int | None
-    """Number of the cell that runs; None: none does."""
+    """Number of the cell that runs; None: none does; 0: one without a number, or whose ranks have not answered."""
 
 
 def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
@@ -41,6 +41,7 @@ def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
     """
     living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
     asked = {rank: _mark(before.get(rank)) for rank in living}
+    busy = set(living).intersection(cluster.busy)
     answers = ask_each(cluster.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
     reports = {rank: read_job(answer) for rank, answer in answers.items()}
     late = awaited({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
@@ -48,8 +49,19 @@ def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
     for rank in cluster.ranks:
         state = reports[rank].state if rank in reports else None
         words[rank] = cluster.health.dead.get(rank) or describe_state(state, late.get(rank, ()))
+    return JobAnswers(reports, words, running_cell(reports, busy))
+
+
+def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int | None:
+    """Number of the cell that runs, as in `JobAnswers`.
+
+    Args:
+        reports: Of the ranks that have answered.
+        busy: The ranks that have been sent a cell and have not ended it: one of them that is silent still runs it.
+    """
     cells = [report.state.cell for report in reports.values() if report.state.cell is not None]
-    return JobAnswers(reports, words, max(cells, default=None))
+    silent = any(rank not in reports for rank in busy)
+    return max(cells, default=0 if silent else None)
 
 
 def _mark(report: JobReport | None) -> dict[str, int]:

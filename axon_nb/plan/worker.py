@@ -20,7 +20,7 @@ __all__ = ["run_apart"]
 
 _LOOK_S = 0.1
 """How often `cancel` is looked at, in seconds."""
-_END_S = 10.0
+_END_S = 60.0
 """How long a process that has closed its pipe is given to end, in seconds."""
 _TAIL = 2000
 """Characters of its output that are shown when it died."""

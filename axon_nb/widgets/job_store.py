@@ -47,7 +47,7 @@ class JobStore:
         self.vitals = {name: Series(name) for name in ("steps/s", "communication", "memory")}
         """What is measured, over the seconds since the first report."""
         self.cell: int | None = None
-        """The cell that runs; None: none does."""
+        """The cell that runs; None: none does; 0: its number is not known."""
         self.lost = 0
         """Calls of `log` that nobody has read in time."""
         self._words: Mapping[int, str] = {}
@@ -60,7 +60,9 @@ class JobStore:
     def take(self, answers: JobAnswers, now: float) -> None:
         """Take in what all ranks say at `now`, in seconds of any clock."""
         self._began = now if self._began is None else self._began
-        self.cell, self._words = answers.cell, answers.words
+        self._words = answers.words
+        # Ranks that are too busy to answer still run the cell of before.
+        self.cell = self.cell or 0 if answers.cell == 0 else answers.cell
         begun = [row.run for report in answers.reports.values() for row in report.rows if not row.is_first]
         if begun and (self._run is None or max(begun) > self._run):
             self._begin_again(max(begun))

@@ -40,11 +40,13 @@ class ShardsPanel:
         self._cell_over = threading.Event()
         self._closed = threading.Event()
         self._saved: DisplayHandle | None = None
+        self._saved_at = 0
         self._shell: InteractiveShell | None = None
 
     def open(self, shell: InteractiveShell) -> None:
         """Show it in the running cell, and follow the cluster from now on."""
         display(self.view)
+        self._saved_at = self.view.updates
         self._saved = display(self._folded(), raw=True, display_id=True)
         self._shell = shell
         shell.events.register("post_run_cell", self._after_cell)
@@ -70,7 +72,10 @@ class ShardsPanel:
             self.close()
             return
         try:
-            if self.update() and self._saved is not None:
+            self.update()
+            # What was shown while the cell ran is news to the picture, too.
+            if self._saved is not None and (updates := self.view.updates) != self._saved_at:
+                self._saved_at = updates
                 self._saved.update(self._folded(), raw=True)
         except Exception:  # a view is never worth a cell
             _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.lab_server import LabServer
+from tests.browser.lab_server import LIMIT, LabServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -47,7 +47,7 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip(f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS, timeout=LIMIT * 1000)
         yield browser
         browser.close()
 

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import ConsoleMessage, Locator, Page
+from playwright.sync_api import TimeoutError as TooLate
 
-from tests.browser.lab_server import LabServer
+from tests.browser.lab_server import LIMIT, LabServer
 
 __all__ = ["LabPage"]
-
-OPEN_LIMIT = 90.0
-"""Seconds until a notebook is shown and its kernel is idle."""
 
 _READY = """async (kernel) => {
     const widget = window.jupyterapp?.shell.currentWidget;
@@ -24,13 +22,20 @@ _READY = """async (kernel) => {
 }"""
 
 _RUN = """(i) => {
-    window.jupyterapp.shell.currentWidget.content.activeCellIndex = i;
+    const { content } = window.jupyterapp.shell.currentWidget;
+    content.activeCellIndex = i;
+    content.widgets[i].model.executionCount = null;  // what it was before is not the number of this run
     window.jupyterapp.commands.execute('notebook:run-cell');
 }"""
 
 _PROMPT_IS_NUMBER = """(i) => {
     const cell = document.querySelectorAll('.jp-Notebook .jp-CodeCell')[i];
     return /\\d/.test(cell?.querySelector('.jp-InputPrompt')?.innerText ?? '');
+}"""
+
+_SHOWS = """([i, text]) => {
+    const cell = document.querySelectorAll('.jp-Notebook .jp-CodeCell')[i];
+    return cell?.querySelector('.jp-Cell-outputArea')?.innerText.includes(text) ?? false;
 }"""
 
 
@@ -41,6 +46,7 @@ class LabPage:
         self.page = page
         self.server = server
         self.errors: list[str] = []
+        page.set_default_timeout(LIMIT * 1000)
         page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.errors.append(f"uncaught: {error}"))
         page.on("dialog", lambda dialog: dialog.accept())
@@ -52,15 +58,15 @@ class LabPage:
     def open_notebook(self, name: str, *, kernel: bool = True) -> None:
         """Show a notebook; without `kernel`, one that names no kernel, and start none."""
         self.page.goto(self.server.address_of(name))
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=OPEN_LIMIT * 1000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         if not kernel:
             self.page.locator(".jp-Dialog").get_by_role("button", name="No Kernel").click()
-        self.page.wait_for_function(_READY, arg=kernel, timeout=OPEN_LIMIT * 1000)
+        self.page.wait_for_function(_READY, arg=kernel)
 
     def reload(self) -> None:
         """Load the page again, as a user does: what is not saved is lost, the kernel goes on."""
         self.page.reload()
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=OPEN_LIMIT * 1000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
 
     def save(self) -> Any:
         """Save the notebook and return it as it is on disk."""
@@ -92,11 +98,11 @@ class LabPage:
         """Whether a cell runs or waits for its turn."""
         return "*" in self.prompt(i)
 
-    def wait_done(self, i: int, *, limit: float = 60.0) -> None:
+    def wait_done(self, i: int, *, limit: float = LIMIT) -> None:
         """Wait until a cell has ended, at most `limit` seconds."""
         self.page.wait_for_function(_PROMPT_IS_NUMBER, arg=i, timeout=limit * 1000)
 
-    def run_and_wait(self, i: int, *, limit: float = 60.0) -> str:
+    def run_and_wait(self, i: int, *, limit: float = LIMIT) -> str:
         """Run a cell to its end and return the text that it shows."""
         self.run_cell(i)
         self.wait_done(i, limit=limit)
@@ -115,9 +121,31 @@ class LabPage:
         """The text that a cell shows, widgets' text included; empty while it shows nothing."""
         return "\n".join(self.output(i).all_inner_texts())
 
-    def wait_text(self, i: int, text: str, *, limit: float = 30.0) -> None:
-        """Wait until a cell's output holds a text, at most `limit` seconds."""
-        self.output(i).get_by_text(text).first.wait_for(timeout=limit * 1000)
+    def wait_text(self, i: int, text: str, *, limit: float = LIMIT) -> None:
+        """Wait until a cell's output holds a text, at most `limit` seconds; Lab draws it a moment after the end."""
+        self.wait_until(_SHOWS, [i, text], limit=limit)
+
+    def is_shown(self, selector: str, *, limit: float) -> bool:
+        """Whether something is visible within `limit` seconds."""
+        try:
+            self.page.wait_for_selector(selector, timeout=limit * 1000)
+        except TooLate:
+            return False
+        return True
+
+    def wait_until(self, condition: str, arg: Any = None, *, limit: float = LIMIT) -> None:
+        """Wait until a condition is true in the page, at most `limit` seconds.
+
+        Args:
+            condition: A function of JavaScript; it may fail as long as what it looks at is not there.
+            arg: What it is called with.
+            limit: In seconds.
+        """
+        self.page.wait_for_function(
+            f"(arg) => {{ try {{ return ({condition})(arg); }} catch {{ return false; }} }}",
+            arg=arg,
+            timeout=limit * 1000,
+        )
 
     def set_theme(self, *, dark: bool) -> None:
         """Switch Lab to its dark or its light theme."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
@@ -17,14 +18,19 @@ from typing import Any
 
 import nbformat
 
-__all__ = ["LabServer"]
+__all__ = ["LIMIT", "LabServer"]
 
-START_LIMIT = 90.0
-"""Seconds that the server has to answer."""
+LIMIT = 240.0
+"""Seconds that anything may take: no test is about speed, and a wait that succeeds early costs nothing."""
+
+ANSWER_LIMIT = 120.0
+"""Seconds that one of its answers may take, such as when a kernel has ended with all that it has started."""
 
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+    # Lab drops completions that come after a second.
+    "@jupyterlab/completer-extension:manager": {"providerTimeout": 120_000},
 }
 
 PYTHON_3 = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
@@ -92,27 +98,34 @@ class LabServer:
         return self._folder / "lab.log"
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
-        runtime = self._folder / "jupyter_runtime_dir"
-        limit = time.monotonic() + START_LIMIT
+        limit = time.monotonic() + LIMIT
         while time.monotonic() < limit:
-            found = list(runtime.glob("jpserver-*.json"))
+            if self._answers():
+                return
             try:
-                if found:
-                    self._url = json.loads(found[0].read_text(encoding="utf-8"))["url"]
-                    self.api("GET", "status")
-                    return
                 process.wait(0.2)
-            except (OSError, ValueError, subprocess.TimeoutExpired):  # the file is half written, the socket not open
+                break
+            except subprocess.TimeoutExpired:
                 continue
-            break
         said = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"{self.module} did not start in {START_LIMIT:.0f} s:\n{said}")
+        raise RuntimeError(f"{self.module} did not start in {LIMIT:.0f} s:\n{said}")
+
+    def _answers(self) -> bool:
+        found = list((self._folder / "jupyter_runtime_dir").glob("jpserver-*.json"))
+        if not found:
+            return False
+        try:
+            self._url = json.loads(found[0].read_text(encoding="utf-8"))["url"]
+            self.api("GET", "status")
+        except (OSError, ValueError, http.client.HTTPException):  # the file is half written, the socket not open
+            return False
+        return True
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -122,7 +135,7 @@ class LabServer:
         request = urllib.request.Request(
             f"{self._url}api/{path}", method=method, headers={"Authorization": f"token {self._token}"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_LIMIT) as answer:
             body = answer.read()
         return json.loads(body) if body else None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.browser.lab_page import OPEN_LIMIT, LabPage
-from tests.browser.lab_server import LabServer
+from tests.browser.lab_page import LabPage
+from tests.browser.lab_server import LIMIT, LabServer
 
 __all__ = ["NotebookPage", "NotebookServer"]
 
@@ -31,10 +31,10 @@ class NotebookPage(LabPage):
     def open_notebook(self, name: str, *, kernel: bool = True) -> None:
         """Show a notebook and wait until its kernel is idle."""
         self.page.goto(self.server.address_of(name))
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=OPEN_LIMIT * 1000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         if kernel:
             idle = ".jp-NotebookKernelStatus-info, .jp-Notebook-ExecutionIndicator[data-status='idle']"
-            self.page.locator(idle).first.wait_for(state="attached", timeout=OPEN_LIMIT * 1000)
+            self.page.locator(idle).first.wait_for(state="attached")
 
     def run_cell(self, i: int) -> None:
         """Start a cell."""
@@ -50,11 +50,14 @@ class NotebookPage(LabPage):
         before = (self.server.notebooks / name).stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
-        for _ in range(600):
+        for _ in range(round(LIMIT * 10)):
             if (self.server.notebooks / name).stat().st_mtime_ns != before:
-                break
+                try:
+                    return self.server.read_notebook(name)
+                except ValueError:  # Jupyter's server writes the file in place: it is half written
+                    pass
             self.page.wait_for_timeout(100)
-        return self.server.read_notebook(name)
+        raise TimeoutError(f"{name} was not saved in {LIMIT:.0f} s")
 
     def real_errors(self) -> list[str]:
         """Errors of the page, without Notebook's own."""

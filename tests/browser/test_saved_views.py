@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from tests.browser.lab_server import LIMIT
 from tests.unit.widgets.saved_views import VIEWS
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tests.browser.lab_page import LabPage
     from tests.browser.lab_server import LabServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -43,9 +44,10 @@ def look_at(output: Locator, view: str) -> None:
     pictures = output.locator("details img")
     pictures.first.wait_for()
     assert pictures.count() > 0, view
-    loaded = "(all) => all.every((image) => image.complete && image.naturalWidth > 0)"
-    assert pictures.evaluate_all(loaded), view
-    assert output.locator("details table").first.is_visible(), view
+    # One that cannot be shown is refused here: `decode` ends when the picture is there, or cannot be.
+    drawn = "(all) => Promise.all(all.map((image) => image.decode().then(() => image.naturalWidth > 0, () => false)))"
+    assert all(pictures.evaluate_all(drawn)), view
+    output.locator("details table").first.wait_for()
     heading = VIEWS[view]()["text/plain"].splitlines()[0]
     assert heading[:20] in output.locator("details").inner_text(), view
 
@@ -68,6 +70,7 @@ def test_a_page_of_saved_views_needs_no_network(chromium: Browser, tmp_path: Pat
     path = tmp_path / "views.html"
     path.write_text(body, encoding="utf-8")
     shown = chromium.new_page(offline=True)
+    shown.set_default_timeout(LIMIT * 1000)
     shown.goto(path.as_uri(), wait_until="domcontentloaded")
     cells = shown.locator(".jp-CodeCell")
     for i, view in enumerate(sorted(VIEWS)):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.browser.lab_page import LabPage
     from tests.browser.lab_server import LabServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 MODEL = """%%distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,12 +28,18 @@ for name in ("block0", "block1"):
 _ = fully_shard(model, mesh=mesh["dp"])"""
 GATHER = """%%distributed
 import time
-print("gathering", flush=True)
+from pathlib import Path
 for block in (model.block0, model.block1):
     block.unshard()
-time.sleep(8)
+while not Path(STOP).exists():
+    time.sleep(0.05)"""
+RESHARD = """%%distributed
 for block in (model.block0, model.block1):
     block.reshard()"""
+WHOLE = (
+    "[...document.querySelectorAll('.axon-shards tbody tr[data-name]')].filter((row) => /whole/.test(row.innerText))"
+)
+PICTURE = "document.querySelectorAll('.jp-Notebook .jp-CodeCell')[2].querySelector('details').textContent"
 
 
 def _rows(page: LabPage, kind: str = "") -> int:
@@ -48,13 +54,15 @@ def _picture(page: LabPage, name: str) -> None:
 
 
 def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage) -> None:
-    cells = ["%load_ext axon_nb\n%distributed start -n 4", MODEL, "%shards model", GATHER, "%distributed stop"]
-    lab.write_notebook("shards.ipynb", cells)
+    stop = lab.notebooks / "shards.stop"
+    gather = GATHER.replace("STOP", repr(str(stop)))
+    cells = ["%load_ext axon_nb\n%distributed start -n 4", MODEL, "%shards model", gather, RESHARD]
+    lab.write_notebook("shards.ipynb", [*cells, "%distributed stop"])
     page.open_notebook("shards.ipynb")
     for i in range(3):
         page.run_and_wait(i)
     page.page.wait_for_selector(".axon-shards tbody tr[data-name]")
-    assert "on 4 ranks" in page.page.locator(".axon-shards-heading").inner_text()
+    page.page.locator(".axon-shards-heading", has_text="on 4 ranks").wait_for()
     every = _rows(page)
     assert every == _rows(page, "sharded") > 20
     up = page.page.locator('.axon-shards tr[data-name="block0.up.weight"]')
@@ -72,24 +80,29 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     _picture(page, "shards-map")
     page.page.get_by_role("button", name="list", exact=True).click()
     page.run_cell(3)
-    # Live: while the cell runs two blocks are whole for the moment.
-    page.page.wait_for_function("() => document.querySelectorAll('.axon-shards tr.axon-shards-fresh').length > 20")
+    # Live: while the cell runs two blocks are whole for the moment; they may become so one after the other.
+    page.wait_until(
+        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-fresh') !== null"
+    )
     assert page.is_running(3)
     assert "whole for now, sharded at rest" in up.inner_text()
     _picture(page, "shards-gathered")
+    stop.touch()
     page.wait_done(3)
-    page.page.wait_for_function(
-        "() => !document.querySelector('.axon-shards tr[data-name=\"block0.up.weight\"]').innerText.includes('whole')"
-    )
-    page.save()
-    page.run_cell(3)
-    page.wait_text(3, "gathering")
-    page.reload()
-    page.page.wait_for_selector(".axon-shards tbody tr[data-name]", timeout=60_000)
-    assert _rows(page) == every
+    # What was shown while the cell ran is what the picture shows afterwards.
+    page.wait_until(f"() => {PICTURE}.includes('whole for now')")
     page.run_and_wait(4)
+    page.wait_until(f"() => {WHOLE}.length === 0 && !{PICTURE}.includes('whole for now')")
     page.save()
-    saved = lab.read_notebook("shards.ipynb")
+    stop.unlink()
+    page.run_cell(3)
+    page.wait_until(f"() => {WHOLE}.length > 20")
+    page.reload()
+    page.wait_until("(n) => document.querySelectorAll('.axon-shards tbody tr[data-name]').length === n", every)
+    stop.touch()
+    page.run_and_wait(4)
+    page.run_and_wait(5)
+    saved = page.save()
     bundles = [output["data"] for output in saved.cells[2].outputs if output.output_type == "display_data"]
     html = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
     assert "data:image/svg+xml;base64," in html

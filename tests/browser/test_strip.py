@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,13 @@ if TYPE_CHECKING:
     from tests.browser.lab_page import LabPage
     from tests.browser.lab_server import LabServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 STRIP = ".axon-strip"
 CANVAS = ".axon-strip-canvas"
 STATES = ".axon-strip-states [role=listitem]"
 PICTURE = "figure img[src^='data:image/svg+xml']"
+FAILED = "rank 3: failed after 2.0 s"
 
 FEED = '''
 import asyncio, threading, time
@@ -27,18 +27,20 @@ from pathlib import Path
 from axon_nb.records.state import Activity, RankState
 from axon_nb.widgets.strip import RankStrip
 
-def state(rank, activity, since, **more):
-    return RankState(rank, activity, time.monotonic_ns(), cell=1, since_ns=since, **more)
-
-def feed(strip, over):
-    """Four ranks: 0 and 1 compute and meet, 2 is late for every meeting, 3 fails after two seconds."""
-    began = time.monotonic_ns()
+def feed(strip, over, began):
+    """Four ranks: 0 and 1 compute and meet, 2 is late for every meeting, 3 fails after two seconds of the strip."""
+    first = min(time.monotonic_ns(), began + 10**9)
+    strip.add([RankState(rank, Activity.RUNNING, first, cell=1, since_ns=began, line=2) for rank in range(4)])
     while not over.wait(0.1):
         now = time.monotonic_ns()
         phase = (now - began) / 1e9 % 1.5
         since = now - int(phase * 1e9)
+
+        def state(rank, activity, since, **more):
+            return RankState(rank, activity, now, cell=1, since_ns=since, **more)
+
         for rank in range(4):
-            if rank == 3 and now - began > 2e9:
+            if rank == 3 and now - began >= 2 * 10**9:
                 strip.add([state(rank, Activity.FAILED, began + 2 * 10**9)])
             elif rank < 2 and phase > 0.6:
                 meeting = since + 600_000_000
@@ -50,11 +52,11 @@ def feed(strip, over):
 async def watch(stop, title="In [1]"):
     over, strip = threading.Event(), RankStrip(range(4), title=title)
     strip.start()
-    thread = threading.Thread(target=feed, args=(strip, over))
+    strip._start_ns = began = time.monotonic_ns()  # what it took to show it does not count
+    thread = threading.Thread(target=feed, args=(strip, over, began), daemon=True)
     thread.start()
-    limit = time.monotonic() + 60
     try:
-        while not Path(stop).exists() and time.monotonic() < limit:
+        while not Path(stop).exists():
             await asyncio.sleep(0.1)
             strip.flush()
     finally:
@@ -73,13 +75,12 @@ def watched(lab: LabServer, name: str) -> Path:
 
 def wait_until_later(page: LabPage, seconds: float) -> None:
     """Wait until the strip's clock is past so many seconds."""
-    condition = f"() => Number(document.querySelector('{CANVAS}')?.dataset.now) > {seconds}"
-    page.page.wait_for_function(condition, timeout=30_000)
+    page.wait_until(f"(seconds) => Number(document.querySelector('{CANVAS}').dataset.now) > seconds", seconds)
 
 
-def states(page: LabPage) -> list[str]:
-    """What the strip says of each rank."""
-    return page.page.locator(STATES).all_text_contents()
+def wait_until_failed(page: LabPage) -> None:
+    """Wait until the strip says of rank 3 what it says of it to the end."""
+    page.wait_until(f"(text) => document.querySelectorAll('{STATES}')[3].textContent === text", FAILED)
 
 
 def num_colored(page: LabPage) -> int:
@@ -98,70 +99,72 @@ def running(page: LabPage, lab: LabServer, request: pytest.FixtureRequest) -> Pa
     page.open_notebook(f"{name}.ipynb")
     page.run_and_wait(0)
     page.run_cell(1)
-    page.page.wait_for_selector(CANVAS, timeout=30_000)
+    page.page.wait_for_selector(CANVAS)
     return stop
 
 
 def test_strip_moves_while_the_cell_runs(page: LabPage, running: Path) -> None:
-    segments = []
+    segments = 0
     for second in (1, 2.5, 4):
         wait_until_later(page, second)
+        page.wait_until(f"(count) => Number(document.querySelector('{CANVAS}').dataset.segments) > count", segments)
         assert page.is_running(1)
-        segments.append(int(page.page.locator(CANVAS).get_attribute("data-segments") or 0))
+        segments = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
         assert num_colored(page) > 1000
-    assert segments == sorted(set(segments))
-    assert states(page)[3] == "rank 3: failed after 2.0 s"
-    waits = page.page.locator(STATES, has_text=re.compile(r"waiting in all_reduce, line 4, \d\.\d+ s"))
-    waits.first.wait_for()
-    assert page.page.locator(".axon-strip-key:visible").all_inner_texts() == [
-        "running",
-        "in a collective",
-        "waiting",
-        "failed",
-    ]
-    assert page.page.locator(f"{STRIP} [aria-live=polite]").inner_text() != ""
+    wait_until_failed(page)
+    waits = r"/waiting in all_reduce, line 4, \d\.\d+ s/"
+    page.wait_until(f"() => [...document.querySelectorAll('{STATES}')].some((one) => {waits}.test(one.textContent))")
+    keys = "[...document.querySelectorAll('.axon-strip-key')].filter((key) => !key.hidden).map((key) => key.innerText)"
+    page.wait_until(f"(all) => {keys}.join() === all", "running,in a collective,waiting,failed")
+    page.wait_until(f"() => document.querySelector('{STRIP} [aria-live=polite]').textContent !== ''")
     running.touch()
     page.wait_done(1)
 
 
 def test_finished_strip_is_a_picture_that_is_saved(page: LabPage, running: Path, lab: LabServer) -> None:
-    wait_until_later(page, 2.5)
+    wait_until_failed(page)
     running.touch()
     page.wait_done(1)
     page.output(1).locator(PICTURE).first.wait_for()
-    assert page.page.locator(STRIP).count() == 0
+    page.wait_until(f"() => document.querySelector('{STRIP}') === null")
     saved = page.save()
     (output,) = saved.cells[1].outputs
     assert set(output.data) == {"text/html", "text/plain"}
     assert "data:image/svg+xml;base64," in output.data["text/html"]
     assert output.data["text/plain"].startswith("In [1]: 4 ranks, ")
-    assert "rank 3: failed after 2.0 s" in output.data["text/plain"]
+    assert FAILED in output.data["text/plain"]
 
     # Opened by somebody else: without a kernel, and not trusted.
     saved.metadata.clear()
     nbformat.write(saved, lab.notebooks / "reopened.ipynb")
+    page.page.goto("about:blank")  # a page whose kernel is ended from outside says so in its console
     lab.end_kernels()
     page.open_notebook("reopened.ipynb", kernel=False)
-    pictures = page.output(1).locator(PICTURE)
-    pictures.first.wait_for()
-    assert all(
-        pictures.nth(i).evaluate("(image) => image.complete && image.naturalWidth > 0") for i in range(pictures.count())
-    )
-    assert "failed after 2.0 s" in page.output_text(1)
+    page.output(1).locator(PICTURE).first.wait_for()
+    loaded = "(all) => all.every((image) => image.complete && image.naturalWidth > 0)"
+    page.wait_until(f"(pictures) => ({loaded})([...document.querySelectorAll(pictures)])", PICTURE)
+    page.wait_text(1, "failed after 2.0 s")
 
 
 def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running: Path) -> None:
     wait_until_later(page, 3)
     page.save()
     before = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
-    page.reload()
-    page.page.wait_for_selector(CANVAS, timeout=60_000)
-    page.page.wait_for_function(
-        f"() => Number(document.querySelector('{CANVAS}').dataset.segments) > {before}", timeout=30_000
-    )
+    reload_until_shown(page)
+    page.wait_until(f"(count) => Number(document.querySelector('{CANVAS}').dataset.segments) > count", before)
     running.touch()
-    page.page.locator(".axon-strip-elapsed", has_text="ended after").wait_for(timeout=30_000)
-    assert states(page)[3] == "rank 3: failed after 2.0 s"
+    page.page.locator(".axon-strip-elapsed", has_text="ended after").wait_for()
+    wait_until_failed(page)
+
+
+def reload_until_shown(page: LabPage) -> None:
+    """Load the page again; once more where the kernel was late: within 4 s ipywidgets gives up until the cell is over.
+
+    In cells for ranks that is no matter, see `axon_nb.magics.front_end`; this one is of Python alone.
+    """
+    page.reload()
+    while not page.is_shown(CANVAS, limit=30):
+        page.reload()
 
 
 def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
@@ -173,15 +176,17 @@ def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
         return float(first), float(last)
 
     def wait_view(condition: str) -> None:
-        page.page.wait_for_function(
+        page.wait_until(
             f"() => {{ const {{ view, now }} = document.querySelector('{CANVAS}').dataset;"
-            f" const [from, to] = view.split(',').map(Number); return {condition}; }}"
+            " const [from, to] = view.split(',').map(Number);"
+            f" const all = Math.max(Number(now), 5); return {condition}; }}"
         )
 
     canvas.focus()
-    page.page.keyboard.press("+")
-    page.page.keyboard.press("+")
-    wait_view("from > 0 && to - from < 1.5 && Math.abs(now - to) < 0.02")
+    while (before := view()[1] - view()[0]) >= 1.5:
+        page.page.keyboard.press("+")
+        wait_view(f"to - from < 0.75 * Math.max({before}, all)")
+    wait_view("from > 0 && Math.abs(now - to) < 0.02")
     page.page.keyboard.press("ArrowLeft")
     wait_view("from > 0 && to < now - 0.1")
     held = view()
@@ -189,7 +194,7 @@ def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
     assert view() == held, "a view that was moved away from the end stays"
     page.page.keyboard.press("Home")
     wait_view("from === 0 && to >= 5")
-    canvas.hover(position={"x": 8, "y": 8})
+    canvas.hover(position={"x": 2, "y": 8})
     tip = page.page.locator(".axon-strip-tip")
     tip.wait_for()
     assert tip.inner_text().startswith("rank 0 · running, line")
@@ -198,7 +203,7 @@ def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
     page.page.mouse.down()
     page.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 8)
     page.page.mouse.up()
-    wait_view("from < 0.2 && to - from < 3")
+    wait_view("from < 0.05 * all && to - from < 0.4 * all")
     page.page.get_by_role("button", name="Show everything").click()
     wait_view("from === 0 && to >= 5")
     running.touch()
@@ -211,10 +216,10 @@ def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> 
     page.set_theme(dark=False)
     light = page.page.locator(CANVAS).evaluate(grid)
     page.set_theme(dark=True)
-    assert page.page.locator(CANVAS).evaluate(grid) != light
+    page.wait_until(f"(light) => ({grid})(document.querySelector('{CANVAS}')) !== light", light)
     wide = page.page.locator(CANVAS).evaluate("(c) => c.width")
     page.page.set_viewport_size({"width": 900, "height": 700})
-    page.page.wait_for_function(f"() => document.querySelector('{CANVAS}').width < {wide}")
+    page.wait_until(f"(wide) => document.querySelector('{CANVAS}').width < wide", wide)
     running.touch()
     page.wait_done(1)
 
@@ -222,4 +227,4 @@ def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> 
 def test_strip_of_a_lost_kernel_stops_and_says_so(page: LabPage, running: Path) -> None:
     wait_until_later(page, 1)
     page.restart_kernel()
-    page.page.locator(".axon-strip-elapsed", has_text="no news from the kernel since").wait_for(timeout=30_000)
+    page.page.locator(".axon-strip-elapsed", has_text="no news from the kernel since").wait_for()

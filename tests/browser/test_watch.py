@@ -11,35 +11,42 @@ if TYPE_CHECKING:
     from tests.browser.lab_page import LabPage
     from tests.browser.lab_server import LabServer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 CANVAS = ".axon-strip-canvas"
 TRAIN = """%%distributed --watch
 import time
-for step in range(12):
-    time.sleep(0.1 * (rank + 1))
-    dist.all_reduce(torch.ones(1))
-print("finished")"""
+from pathlib import Path
+going = torch.ones(1)
+while going:
+    time.sleep(0.1 + rank // 3)
+    going = torch.tensor([float(not Path(STOP).exists())])
+    dist.all_reduce(going, op=dist.ReduceOp.MIN)
+print(f"rank {rank} has finished")"""
+"""The last rank is late each time; all go on until a file is there."""
 
 
 def test_the_strip_moves_while_the_cell_runs_and_stays_as_a_picture(lab: LabServer, page: LabPage) -> None:
-    lab.write_notebook("watched.ipynb", ["%load_ext axon_nb", "%distributed start -n 4", TRAIN, "%distributed stop"])
+    stop = lab.notebooks / "watched.stop"
+    train = TRAIN.replace("STOP", repr(str(stop)))
+    lab.write_notebook("watched.ipynb", ["%load_ext axon_nb", "%distributed start -n 4", train, "%distributed stop"])
     page.open_notebook("watched.ipynb")
     page.run_and_wait(0)
     page.run_and_wait(1)
-    assert "4 ranks" in page.output_text(1)
+    page.wait_text(1, "4 ranks")
     page.run_cell(2)
-    clocks = []
+    clock = 0.0
     for _ in range(4):
-        last = clocks[-1] if clocks else 0.0
-        page.page.wait_for_function(f"() => Number(document.querySelector('{CANVAS}')?.dataset.now) > {last} + 0.3")
-        clocks.append(float(page.page.evaluate(f"document.querySelector('{CANVAS}').dataset.now")))
+        page.wait_until(f"(last) => Number(document.querySelector('{CANVAS}').dataset.now) > last + 0.3", clock)
+        clock = float(page.page.evaluate(f"document.querySelector('{CANVAS}').dataset.now"))
         assert page.is_running(2)
+    page.page.locator(".axon-strip-states", has_text="waiting in all_reduce").wait_for()
+    stop.touch()
     page.wait_done(2)
-    assert "[ranks 0-3] finished" in page.output_text(2)
+    for rank in range(4):
+        page.wait_text(2, f"rank {rank} has finished")
     page.run_and_wait(3)
-    page.save()
-    saved = lab.read_notebook("watched.ipynb")
+    saved = page.save()
     bundles = [output["data"] for output in saved.cells[2].outputs if output.output_type == "display_data"]
     assert "data:image/svg+xml;base64," in bundles[0]["text/html"]
     assert "all_reduce" in bundles[0]["text/html"]
@@ -58,7 +65,7 @@ def test_the_stop_button_ends_the_cell_and_keeps_the_ranks(lab: LabServer, page:
     page.wait_text(1, "running")
     page.interrupt()
     page.wait_done(1)
-    assert "ranks 0-1 have stopped" in page.output_text(1)
+    page.wait_text(1, "ranks 0-1 have stopped")
     page.run_and_wait(2)
-    assert "[rank 1] ('kept', 1)" in page.output_text(2)
+    page.wait_text(2, "[rank 1] ('kept', 1)")
     page.run_and_wait(3)

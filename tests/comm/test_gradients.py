@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb import comm
@@ -27,7 +27,7 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=8)
 
 
 @given(sizes=SIZES, capacity=st.integers(1, 10))
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_bucket_gives_back_what_was_added(sizes: list[int], capacity: int) -> None:
     group = ProcessGroup.mock()
     gradients = [torch.arange(float(size)).view(-1, 1) for size in sizes]

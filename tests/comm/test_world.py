@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from axon_nb.comm.launch_env import torchrun_environment
+
+pytestmark = pytest.mark.timeout(900)
+LIMIT_S = 400
 
 SCRIPT = """
 import sys
@@ -41,7 +45,7 @@ def _run(command: list[str], tmp_path: Path, **changes: str) -> list[str]:
         env={**env, "OMP_NUM_THREADS": "1", **changes},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -65,8 +69,17 @@ def test_a_world_that_torch_itself_destroys_ends_quietly(tmp_path: Path) -> None
         "comm.all_reduce_sum(torch.ones(1))\ndist.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, str(tmp_path / "destroys.py")], capture_output=True, timeout=120, check=False)
+    done = subprocess.run([*command, str(tmp_path / "destroys.py")], capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def free_port() -> int:
+    """A port that nobody has; Linux gives out those below 32768 only to who names them."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no port is free")
 
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs mpiexec, such as Open MPI's")
@@ -75,7 +88,7 @@ def test_under_mpiexec(tmp_path: Path) -> None:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "MASTER_PORT": "29517",
+        "MASTER_PORT": str(free_port()),
     }
     assert _run(["mpiexec", "-n", "2", sys.executable], tmp_path, **changes) == [CLOSED, CLOSED, *RANKS]
 
@@ -85,7 +98,7 @@ def test_without_a_launcher_the_error_says_what_there_is(tmp_path: Path) -> None
     script.write_text("from axon_nb.comm import World\nWorld.init()")
     env = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
     done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 1
     assert "run this in a `%%distributed` cell or under torchrun, mpirun or srun" in done.stderr

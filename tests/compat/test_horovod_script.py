@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/compat/horovod_digits.py"
-LIMIT_S = 150
+LIMIT_S = 400
+
+pytestmark = pytest.mark.timeout(600)
 
 FAILING = """
 import torch

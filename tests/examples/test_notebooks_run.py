@@ -14,6 +14,8 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("[0-9]*.py"))
 ON_RANKS = [name for name in EXAMPLES if "\n# %%distributed" in (ROOT / "examples" / f"{name}.py").read_text()]
@@ -80,7 +82,6 @@ def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
     return execute(QUICKSTART)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in (QUICKSTART, TO_SCRIPT) else pytest.mark.slow) for name in EXAMPLES]
 )
@@ -119,7 +120,6 @@ def test_quickstart_saves_its_plot(quickstart: NotebookNode) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute("04_fsdp_zero")
     found = re.search(r"the loss went from ([0-9.]+) to ([0-9.]+)", streams(notebook))
@@ -133,7 +133,6 @@ def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_guide_finds_what_it_claims(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute(GUIDE)
     told = streams(notebook)
@@ -185,7 +184,6 @@ def run_exported(notebook: NotebookNode, folder: Path, *, more: str = "") -> str
     return run.stdout
 
 
-@pytest.mark.timeout(900)
 def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: NotebookNode, tmp_path: Path) -> None:
     (pulled,) = [cell for cell in quickstart.cells if cell.source.startswith("%pull losses")]
     losses = pulled.outputs[-1]["data"]["text/plain"]
@@ -197,7 +195,6 @@ def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT, GUIDE)])
 def test_exported_example_prints_the_same_losses(
     name: str, execute: Callable[[str], NotebookNode], tmp_path: Path
@@ -214,7 +211,6 @@ def test_exported_example_prints_the_same_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_plans_are_shown_without_ranks(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute("08_will_it_fit")
     shown = {
@@ -241,7 +237,6 @@ def test_plans_are_shown_without_ranks(execute: Callable[[str], NotebookNode]) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_dashboards_are_saved_as_pictures(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute("09_dashboards")
     pages = [

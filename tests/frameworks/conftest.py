@@ -5,10 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.kernel.driver import Kernel, Reply
+
+LIMIT_S = 500.0
+"""Seconds that a cell may take: it may import a framework, or build what one needs; no test is about speed."""
+TEST_LIMIT_S = 1200
+
+
+class PatientKernel(Kernel):
+    """As `Kernel`, and waits longer for its cells."""
+
+    def run(self, code: str, *, timeout: float = LIMIT_S) -> Reply:
+        """Run a cell to its end, whatever becomes of it."""
+        return super().run(code, timeout=timeout)
+
+    def ok(self, code: str, *, timeout: float = LIMIT_S) -> Reply:
+        """Run a cell that must succeed."""
+        return super().ok(code, timeout=timeout)
+
 
 SETUP = """%%distributed
 import copy, os
@@ -55,7 +73,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         # DeepSpeed's build takes a minute: who runs these tests often names a folder that stays.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions")),
     }
-    with Kernel(cwd=folder, env=env) as kernel:
+    with PatientKernel(cwd=folder, env=env) as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --name frameworks")
         kernel.ok(SETUP)
         yield kernel
@@ -71,8 +89,10 @@ def two(two_ranks: Kernel) -> Kernel:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of frameworks that are not here, and say which."""
+    """Skip the tests of frameworks that are not here, and say which; the others have time."""
     for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_LIMIT_S))
         for marker in item.iter_markers("needs"):
             absent = [name for name in marker.args if find_spec(name) is None]
             if absent:

@@ -89,6 +89,8 @@ def _rank(rank: int, folder: str, store: str, *, touch: int, told: int, answer: 
     first = resumed.step if resumed else -1
     bad = _wrong(model, optimizer, first, resumed.extra) if resumed else ""
     os.write(answer, json.dumps([first, bad]).encode())
+    # Both have said what they resumed from before one is killed: its end takes the other one along.
+    dist.barrier()
     if touch:
         _kill_at(touch, folder, told)
     for step in range(first + 1, first + 1 + _SAVES):

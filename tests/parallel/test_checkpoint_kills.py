@@ -23,7 +23,8 @@ def kill(folder: Path, rounds: int, seed: int) -> list[Round]:
     return [Round(**json.loads(line)) for line in found.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_while_saving_never_resumes_from_a_bad_one(tmp_path: Path, rounds: int) -> None:
     told = kill(tmp_path / "run", rounds, seed=rounds)
     assert len(told) == rounds + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,7 +17,7 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.pipeline.split import balanced, costs_of
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
 def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
     if parts > len(costs):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -42,7 +42,7 @@ def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64])), min_size=1, max_size=30),
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
     made = [torch.empty(count, dtype=dtype) for count, dtype in tensors]
     ours = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in made], limits)

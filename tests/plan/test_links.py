@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb import plan
@@ -16,6 +16,7 @@ from axon_nb.plan.links import OPERATIONS, rounds_and_volume
 from axon_nb.plan.links_presets import links_of
 
 RANKS = st.integers(2, 1024)
+PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def by_simulated_ring(ranks: int) -> tuple[int, float]:
@@ -44,6 +45,7 @@ def test_ring_all_reduce_is_what_a_ring_does(ranks: int) -> None:
 
 
 @given(RANKS)
+@PROPERTY
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None:
     parts = [rounds_and_volume(name, ranks) for name in ("reduce_scatter", "all_gather")]
     whole = rounds_and_volume("all_reduce", ranks)
@@ -52,6 +54,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None
 
 
 @given(RANKS, st.sampled_from(OPERATIONS), st.floats(0, 1e9), st.floats(0, 1e9))
+@PROPERTY
 def test_more_bytes_take_no_less_time(ranks: int, operation: str, first: float, second: float) -> None:
     link = plan.Link("some", 1e-6, 1e9)
     low, high = sorted((first, second))
@@ -59,6 +62,7 @@ def test_more_bytes_take_no_less_time(ranks: int, operation: str, first: float, 
 
 
 @given(RANKS, st.floats(1, 1e9))
+@PROPERTY
 def test_auto_is_the_shorter_of_both(ranks: int, size: float) -> None:
     for operation in OPERATIONS:
         ways = [plan.Link("x", 1e-5, 1e9, algorithm=name).seconds(operation, size, ranks) for name in ("ring", "tree")]
@@ -109,6 +113,7 @@ def test_a_share_of_the_bandwidth() -> None:
 
 
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, unique=True))
+@PROPERTY
 def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> None:
     points = [(float(size), start + slope * size) for size in sizes]
     found = line_through(points)
@@ -117,6 +122,7 @@ def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> 
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 1)), min_size=1, max_size=8))
+@PROPERTY
 def test_a_line_never_falls_nor_begins_below_0(points: list[tuple[float, float]]) -> None:
     start, slope = line_through(points)
     assert start >= 0

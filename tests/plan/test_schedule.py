@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb import plan
@@ -124,7 +124,7 @@ def cases(draw: Any) -> dict[str, Any]:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
     found = plan.schedule(**case)
     stages, count = case["stages"], case["microbatches"]
@@ -160,7 +160,7 @@ def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6), st.integers(1, 8), st.floats(0, 0.01))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], microbatches: int, latency: float) -> None:
     """Equal jobs through machines in a row take the sum of one job's times and M - 1 times the longest.
 
@@ -173,7 +173,7 @@ def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], microbatches:
 
 
 @given(st.sampled_from(ALL), st.floats(0, 0.01), st.floats(0, 0.01))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_longer_messages_never_help(name: str, first: float, second: float) -> None:
     low, high = sorted((first, second))
     assert plan.schedule(name, 4, 8, latency_s=low).step_s <= plan.schedule(name, 4, 8, latency_s=high).step_s + 1e-12

@@ -190,7 +190,7 @@ def test_factors_make_the_measured_model_exact() -> None:
 
 
 TINY = GPTConfig(vocab=8, context=4, hidden=8, heads=2, blocks=1)
-SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1}
+SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1, "budget_s": 600.0}
 
 
 def _load(_: Any) -> None:
