@@ -14,6 +14,8 @@ from axon_nb.records.history import SessionFacts
 __all__ = ["Arguments", "data_file", "set_up"]
 
 _FROM_ENVIRONMENT = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+_ACCELERATED = {"accelerate", "transformers"}
+"""Packages whose processes train together on CPUs only where Accelerate is told to use these."""
 
 
 class Arguments:
@@ -81,6 +83,7 @@ def set_up(
     imports: Imports,
     arguments: Arguments,
     *,
+    packages: Collection[str],
     file_name: str,
 ) -> str:
     """The code before the first cell.
@@ -91,6 +94,7 @@ def set_up(
         bound: Names that its cells bind themselves.
         imports: Gets what this code needs.
         arguments: The command line.
+        packages: What its cells import.
         file_name: Name of the script's own file.
     """
     for line in ("import os", "import torch", "import torch.distributed as dist"):
@@ -106,7 +110,7 @@ def set_up(
     for name, variable in _FROM_ENVIRONMENT.items():
         if name in wanted:
             text += f'{name} = int(os.environ["{variable}"])\n'
-    text += _threads(facts) + _device(facts, used) + _group(facts)
+    text += _threads(facts) + _device(facts, used) + _frameworks(facts, packages) + _group(facts)
     if facts.seed is not None:
         text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
     if "world" in used:
@@ -134,6 +138,13 @@ def _device(facts: SessionFacts, used: Collection[str]) -> str:
     if not facts.on_gpus:
         return 'device = torch.device("cpu")\n' if "device" in used else ""
     return 'device = torch.device("cuda", local_rank % torch.cuda.device_count())\ntorch.cuda.set_device(device)\n'
+
+
+def _frameworks(facts: SessionFacts, packages: Collection[str]) -> str:
+    if facts.on_gpus or not _ACCELERATED & set(packages):
+        return ""
+    reason = "as on the notebook's ranks; else Accelerate trains each process by itself"
+    return f'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # {reason}\n'
 
 
 def _group(facts: SessionFacts) -> str:
