@@ -110,7 +110,8 @@ def set_up(
     for name, variable in _FROM_ENVIRONMENT.items():
         if name in wanted:
             text += f'{name} = int(os.environ["{variable}"])\n'
-    text += _threads(facts) + _device(facts, used) + _frameworks(facts, packages) + _group(facts)
+    text += _threads(facts) + _device(facts, used)
+    text += (_accelerate(packages) + _deepspeed(packages, imports)) * (not facts.on_gpus) + _group(facts)
     if facts.seed is not None:
         text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
     if "world" in used:
@@ -140,11 +141,21 @@ def _device(facts: SessionFacts, used: Collection[str]) -> str:
     return 'device = torch.device("cuda", local_rank % torch.cuda.device_count())\ntorch.cuda.set_device(device)\n'
 
 
-def _frameworks(facts: SessionFacts, packages: Collection[str]) -> str:
-    if facts.on_gpus or not _ACCELERATED & set(packages):
+def _accelerate(packages: Collection[str]) -> str:
+    if not _ACCELERATED & set(packages):
         return ""
-    reason = "as on the notebook's ranks; else Accelerate trains each process by itself"
-    return f'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # {reason}\n'
+    return 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or Accelerate trains each process by itself\n'
+
+
+def _deepspeed(packages: Collection[str], imports: Imports) -> str:
+    """On ranks it does not build what it has for inference on CPUs, either: that takes a compiler and half a minute."""
+    if "deepspeed" not in packages:
+        return ""
+    imports.add("from importlib.util import find_spec")
+    return (
+        'if find_spec("deepspeed"):\n    import deepspeed.comm.torch\n\n'
+        "    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled C++ that only inference uses\n"
+    )
 
 
 def _group(facts: SessionFacts) -> str:

@@ -255,6 +255,13 @@ def test_accelerate_is_told_to_train_together_on_cpus() -> None:
     assert told not in script(training, facts=SessionFacts(2, "nccl", 1, on_gpus=True))
 
 
+def test_deepspeed_builds_as_little_as_on_ranks() -> None:
+    cells = [cell("def find_spec(name):\n    return name\n"), cell("import deepspeed\nprint(deepspeed)\n", number=2)]
+    head = script(*cells).partition("dist.init_process_group")[0]
+    assert "    deepspeed.comm.torch.build_shm_op = lambda: None  #" in head
+    assert "build_shm_op" not in script(*cells, facts=SessionFacts(2, "nccl", 1, on_gpus=True))
+
+
 def test_redefined_functions_and_ugly_style_pass_ruff() -> None:
     script(
         cell("def f(): return 1\n"),
