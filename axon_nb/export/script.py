@@ -113,6 +113,8 @@ def _strip_dead(cells: list[CellStep], wanted: dict[int, list[str]]) -> list[Cel
 def _without_unused(steps: list[Step]) -> list[Step]:
     """The steps without values and failed cells' rests that no later cell uses."""
     needed: set[str] = set()
+    replaced: set[str] = set()
+    """Names that every rank is given anew before a cell uses them."""
     kept: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, CellStep):
@@ -121,9 +123,11 @@ def _without_unused(steps: list[Step]) -> list[Step]:
                 step.left_out = _all_left_out(step)
                 step.code, step.tree, own = "", parse(""), effects([])
             needed |= own.uses | own.changes
+            replaced -= own.uses | own.changes
         elif isinstance(step, ValueStep):
-            if step.name not in needed:
+            if step.name not in needed or (step.name in replaced and step.way in ("file", "path")):
                 continue
+            replaced |= {step.name} if step.ranks is None else set()
             needed |= effects(parse(step.text).body).uses if step.way == "code" else set()
         kept.append(step)
     return kept[::-1]
@@ -245,7 +249,7 @@ class _Writer:
         head = f'"""Exported from {title}. Run it with\n\n'
         head += f"    torchrun --nproc-per-node {self._facts.num_ranks} {file_name}\n"
         head += f'"""\n\n{self._imports.future}'
-        helpers = [f"{text}\n" for text in self._helpers.values()]
+        helpers = ["\n".join(self._helpers.values()) + "\n"] if self._helpers else []
         pieces = [head + self._imports.render(used), *helpers, setup, body]
         return "\n".join(pieces).rstrip() + f"\n\n{end}"
 
