@@ -224,55 +224,6 @@ def test_dead_cells_are_left_out_on_request() -> None:
     assert "import math" in made.text
 
 
-def test_cells_that_form_the_group_themselves_find_the_scripts() -> None:
-    text = script(
-        cell(
-            "def setup():\n    dist.init_process_group(\n        backend='gloo',\n    )\n\n\n"
-            "def cleanup(group=None):\n    if dist.is_initialized(): dist.destroy_process_group()\n"
-            "    dist.destroy_process_group(group)\n\n\n"
-            "setup(); cleanup()\n"
-        ),
-        cell("from torch.distributed import init_process_group\ninit_process_group('gloo')  # again\n", number=2),
-        cell("dist.destroy_process_group(group=dist.group.WORLD)\nprint(1)\n", number=3),
-        cell("class Own:\n    def start(self):\n        self.init_process_group()\n", number=4),
-    )
-    for lines in (
-        "    if not dist.is_initialized():  # this script has formed the group above\n        dist.init_process_group(\n",
-        "        pass  # dist.destroy_process_group(): this script ends the group below\n",
-        "    dist.destroy_process_group(group)\n",
-        "\nif not dist.is_initialized():  # this script has formed the group above\n    init_process_group(",
-        "\npass  # dist.destroy_process_group(group=dist.group.WORLD): this script ends the group below\nprint(1)\n",
-        "        self.init_process_group()\n",
-    ):
-        assert lines in text, text
-
-
-def test_a_failed_cell_that_formed_the_group_is_cut_where_it_failed() -> None:
-    code = "dist.init_process_group()\na = {}\nb = a[rank]\n"
-    text = script(cell(code, outcome="failed", failed_line=3, error="KeyError"), cell("print(a)\n", number=2))
-    assert "    dist.init_process_group()\na = {}\n# It failed there at line 3" in text
-
-
-def test_a_cell_may_take_the_name_of_torch_distributed() -> None:
-    assert script(cell("dist = torch.ones(2)\nprint(dist)\n")).endswith("\ntorch.distributed.destroy_process_group()\n")
-
-
-def test_accelerate_is_told_to_train_together_on_cpus() -> None:
-    training = cell("def train():\n    from transformers.trainer import Trainer\n    print(Trainer)\n\n\ntrain()\n")
-    told = 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  #'
-    assert told in script(training)
-    assert told in script(cell("import accelerate.utils as utils\nprint(utils)\n"))
-    assert told not in script(cell("import os\nprint(os.name)\n"))
-    assert told not in script(training, facts=SessionFacts(2, "nccl", 1, on_gpus=True))
-
-
-def test_deepspeed_builds_as_little_as_on_ranks() -> None:
-    cells = [cell("def find_spec(name):\n    return name\n"), cell("import deepspeed\nprint(deepspeed)\n", number=2)]
-    head = script(*cells).partition("dist.init_process_group")[0]
-    assert "    deepspeed.comm.torch.build_shm_op = lambda: None  #" in head
-    assert "build_shm_op" not in script(*cells, facts=SessionFacts(2, "nccl", 1, on_gpus=True))
-
-
 def test_redefined_functions_and_ugly_style_pass_ruff() -> None:
     script(
         cell("def f(): return 1\n"),
