@@ -151,10 +151,12 @@ def _deepspeed(packages: Collection[str], imports: Imports) -> str:
     """On ranks it does not build what it has for inference on CPUs, either: that takes a compiler and half a minute."""
     if "deepspeed" not in packages:
         return ""
+    imports.add("from importlib import import_module")
     imports.add("from importlib.util import find_spec")
+    # By its name: the attribute `torch` of `deepspeed.comm` is torch itself.
     return (
-        'if find_spec("deepspeed"):\n    import deepspeed.comm.torch\n\n'
-        "    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled C++ that only inference uses\n"
+        'if find_spec("deepspeed"):  # compiled C++ that only inference uses is not built\n'
+        '    import_module("deepspeed.comm.torch").build_shm_op = lambda: None\n'
     )
 
 

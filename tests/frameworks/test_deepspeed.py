@@ -147,7 +147,7 @@ def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_cpu_optimizer_is_built_and_offloaded(prepared: Kernel, stage: int) -> None:
-    """DeepSpeed compiles its Adam for CPUs at the first use, with a C++ compiler and ninja; minutes on a busy machine."""
+    """DeepSpeed compiles its Adam for CPUs at the first use, with a C++ compiler and ninja: minutes on a busy one."""
     prepared.ok(
         f"""%%distributed
 engine = engine_of({stage}, own=False, offload=True)
