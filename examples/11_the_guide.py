@@ -743,6 +743,9 @@ def train_with_trainer(epochs=5):
         logging_steps=20,
         save_strategy="no",
         report_to="none",
+        dataloader_pin_memory=device.type == "cuda",
+        ddp_find_unused_parameters=False,  # all are used in every step
+        disable_tqdm=rank > 0,  # all ranks would draw the same table
     )
     model, examples = Digits(), [{"pixels": data, "labels": target} for data, target in train_dataset]
     Trainer(model=model, args=arguments, train_dataset=examples).train()
@@ -800,15 +803,19 @@ print(f"loss {loss:.3f}, {right:.1%} right, in step: {together}")
 # ## torch.compile
 #
 # What is compiled is the model in its wrapper, so that gradients are still reduced while the backward runs. Inductor,
-# the default, writes C++ where there is no GPU; without a compiler another backend does.
+# the default, writes C++ where there is no GPU; without a compiler another backend does. (Dynamo's warnings are off: on
+# every rank it would tell that DDP's mark for the profiler is left out.)
 
 # %%
 # %%distributed
+import logging
 import shutil
 
 from torch.nn.parallel import DistributedDataParallel
 
-compiled = torch.compile(DistributedDataParallel(your_model()), backend="inductor" if shutil.which("g++") else "eager")
+logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+backend = "inductor" if shutil.which("g++") else "eager"
+compiled = torch.compile(DistributedDataParallel(your_model()), backend=backend)
 optimizer = torch.optim.Adam(compiled.parameters(), lr=3e-3)
 for _ in range(20):
     optimizer.zero_grad()
@@ -833,8 +840,9 @@ from torch.distributed.fsdp import fully_shard
 sharded = fully_shard(your_model())
 dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=folder / "sharded")
 whole = {"model": {name: torch.zeros_like(value) for name, value in your_model().state_dict().items()}}
-if rank == 0:  # this rank alone, as a script without ranks would
-    dcp.load(whole, checkpoint_id=folder / "sharded", no_dist=True)
+if rank == 0:  # this rank alone, as a script without ranks would, which it then warns of
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(whole, checkpoint_id=folder / "sharded", no_dist=True)
     same = all(torch.equal(value, whole["model"][name]) for name, value in your_model().state_dict().items())
     print(f"four ranks' shards, read by one process: equal: {same}")
 

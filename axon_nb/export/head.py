@@ -14,6 +14,8 @@ from axon_nb.records.history import SessionFacts
 __all__ = ["Arguments", "data_file", "set_up"]
 
 _FROM_ENVIRONMENT = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+_ACCELERATED = {"accelerate", "transformers"}
+"""Packages whose processes train together on CPUs only where Accelerate is told to use these."""
 
 
 class Arguments:
@@ -81,6 +83,7 @@ def set_up(
     imports: Imports,
     arguments: Arguments,
     *,
+    packages: Collection[str],
     file_name: str,
 ) -> str:
     """The code before the first cell.
@@ -91,6 +94,7 @@ def set_up(
         bound: Names that its cells bind themselves.
         imports: Gets what this code needs.
         arguments: The command line.
+        packages: What its cells import.
         file_name: Name of the script's own file.
     """
     for line in ("import os", "import torch", "import torch.distributed as dist"):
@@ -106,7 +110,8 @@ def set_up(
     for name, variable in _FROM_ENVIRONMENT.items():
         if name in wanted:
             text += f'{name} = int(os.environ["{variable}"])\n'
-    text += _threads(facts) + _device(facts, used) + _group(facts)
+    text += _threads(facts) + _device(facts, used)
+    text += (_accelerate(packages) + _deepspeed(packages, imports)) * (not facts.on_gpus) + _group(facts)
     if facts.seed is not None:
         text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
     if "world" in used:
@@ -134,6 +139,25 @@ def _device(facts: SessionFacts, used: Collection[str]) -> str:
     if not facts.on_gpus:
         return 'device = torch.device("cpu")\n' if "device" in used else ""
     return 'device = torch.device("cuda", local_rank % torch.cuda.device_count())\ntorch.cuda.set_device(device)\n'
+
+
+def _accelerate(packages: Collection[str]) -> str:
+    if not _ACCELERATED & set(packages):
+        return ""
+    return 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or Accelerate trains each process by itself\n'
+
+
+def _deepspeed(packages: Collection[str], imports: Imports) -> str:
+    """On ranks it does not build what it has for inference on CPUs, either: that takes a compiler and half a minute."""
+    if "deepspeed" not in packages:
+        return ""
+    imports.add("from importlib import import_module")
+    imports.add("from importlib.util import find_spec")
+    # By its name: the attribute `torch` of `deepspeed.comm` is torch itself.
+    return (
+        'if find_spec("deepspeed"):  # compiled C++ that only inference uses is not built\n'
+        '    import_module("deepspeed.comm.torch").build_shm_op = lambda: None\n'
+    )
 
 
 def _group(facts: SessionFacts) -> str:

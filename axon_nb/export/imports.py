@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from axon_nb.export.flow import effects
 
-__all__ = ["Imports"]
+__all__ = ["Imports", "packages_in"]
 
 _WIDTH = 100
 _SETTINGS = ("os.environ", "sys.path")
@@ -95,6 +95,17 @@ class Imports:
         """The `from __future__` line; empty: none."""
         names = sorted(name for name, _ in self._names.get("__future__", {}))
         return f"from __future__ import {', '.join(names)}\n" if names else ""
+
+
+def packages_in(tree: ast.AST) -> set[str]:
+    """The packages that code imports, within functions too: their names without what is behind a point."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from axon_nb.errors import UsageError
 from axon_nb.export.flow import effects
 from axon_nb.export.head import Arguments, set_up
-from axon_nb.export.imports import Imports
+from axon_nb.export.imports import Imports, packages_in
 from axon_nb.export.liveness import live_cells
 from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, steps_of
 from axon_nb.export.style import indented
@@ -113,6 +113,8 @@ def _strip_dead(cells: list[CellStep], wanted: dict[int, list[str]]) -> list[Cel
 def _without_unused(steps: list[Step]) -> list[Step]:
     """The steps without values and failed cells' rests that no later cell uses."""
     needed: set[str] = set()
+    replaced: set[str] = set()
+    """Names that every rank is given anew before a cell uses them."""
     kept: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, CellStep):
@@ -121,9 +123,11 @@ def _without_unused(steps: list[Step]) -> list[Step]:
                 step.left_out = _all_left_out(step)
                 step.code, step.tree, own = "", parse(""), effects([])
             needed |= own.uses | own.changes
+            replaced -= own.uses | own.changes
         elif isinstance(step, ValueStep):
-            if step.name not in needed:
+            if step.name not in needed or (step.name in replaced and step.way in ("file", "path")):
                 continue
+            replaced |= {step.name} if step.ranks is None else set()
             needed |= effects(parse(step.text).body).uses if step.way == "code" else set()
         kept.append(step)
     return kept[::-1]
@@ -140,6 +144,7 @@ class _Writer:
         self._trees: list[ast.Module] = []
         names = {name for step in steps if isinstance(step, CellStep) for name in effects(step.tree.body).binds}
         self._arguments = Arguments(names)
+        self._packages = {name for step in steps if isinstance(step, CellStep) for name in packages_in(step.tree)}
         self._helpers: dict[str, str] = {}
 
     def write(self, step: Step) -> str:
@@ -236,14 +241,17 @@ class _Writer:
             found = effects(tree.body)
             used |= found.uses | found.changes
         bound = {name for tree in self._trees for name in effects(tree.body).binds}
-        setup = set_up(self._facts, used, bound, self._imports, self._arguments, file_name=file_name)
+        setup = set_up(
+            self._facts, used, bound, self._imports, self._arguments, packages=self._packages, file_name=file_name
+        )
+        end = f"{'torch.distributed' if 'dist' in bound else 'dist'}.destroy_process_group()\n"
         used |= effects(ast.parse(setup).body).uses | {"dist", "asyncio"}
         head = f'"""Exported from {title}. Run it with\n\n'
         head += f"    torchrun --nproc-per-node {self._facts.num_ranks} {file_name}\n"
         head += f'"""\n\n{self._imports.future}'
-        helpers = [f"{text}\n" for text in self._helpers.values()]
+        helpers = ["\n".join(self._helpers.values()) + "\n"] if self._helpers else []
         pieces = [head + self._imports.render(used), *helpers, setup, body]
-        return "\n".join(pieces).rstrip() + "\n\ndist.destroy_process_group()\n"
+        return "\n".join(pieces).rstrip() + f"\n\n{end}"
 
 
 def _is_shown(value: ast.expr) -> bool:

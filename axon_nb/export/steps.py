@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from axon_nb.errors import UsageError
 from axon_nb.export.flow import effects
 from axon_nb.export.liveness import making_of
+from axon_nb.export.own_group import with_group_kept
 from axon_nb.export.style import commented, one_a_line
 from axon_nb.export.translate import parse, translate
 from axon_nb.records.history import PushedValues, RanCell, SessionFacts
@@ -122,7 +123,7 @@ def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
         return None  # no rank has run it
     if options.help or all(map(_OURS.match, filter(str.strip, cell.code.splitlines()))):
         return None
-    code = one_a_line(python.code, tree)
+    code = with_group_kept(one_a_line(python.code, tree))
     step = CellStep(cell, options.ranks, code, parse(code), python.imports, options.repeat, options.quiet)
     if cell.outcome == "failed":
         # IPython leaves out the empty lines before the first when it translates.

@@ -137,6 +137,17 @@ def test_scattered_values_are_dealt_out() -> None:
     assert "if rank in (1, 3,):\n    y = share(y, [1, 3].index(rank), 2, dim=1)\n" in text
 
 
+def test_a_value_that_is_sent_again_before_it_is_used_is_sent_once() -> None:
+    history = [PushedValues(("rows",)), PushedValues(("rows",), scattered_along=0), cell("print(rows)\nrows\n")]
+    made = make_script(history, FACTS, title="t", file_name="t.py", values=["rows"])
+    assert (made.file_names, made.paths) == (("rows",), ())
+    assert "\n\n\n\n" not in made.text
+    used_before = [history[0], cell("print(rows)\n"), *history[1:]]
+    assert make_script(used_before, FACTS, title="t", file_name="t.py", values=["rows"]).paths == ("rows",)
+    on_one = [history[0], PushedValues(("rows",), ranks=(1,)), history[2]]
+    assert make_script(on_one, FACTS, title="t", file_name="t.py", values=["rows"]).paths == ("rows",)
+
+
 def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
     text = script(
         PushedValues(("x", "__y"), scattered_along=0, literals={"x": "[1, 2, 3]"}),
