@@ -36,6 +36,8 @@ class ReduceOp(enum.Enum):
     torch_op: dist.ReduceOp.RedOpType
     """Torch's operation; an average is a sum that is divided afterwards."""
 
+    __hash__ = object.__hash__  # that of enumerations is Python, and it is in the way of every call
+
 
 ReduceOp.SUM.torch_op = ReduceOp.AVERAGE.torch_op = dist.ReduceOp.SUM
 ReduceOp.PRODUCT.torch_op = dist.ReduceOp.PRODUCT

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm import direct
+from axon_nb.comm import direct, lane
 from axon_nb.comm.arrays import Array, as_tensor, like_given
 from axon_nb.comm.carry import check_device, check_in_place, to_move
 from axon_nb.comm.checks import check_agreement
@@ -37,6 +37,8 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
         InvalidRank: the group has no rank `src`.
         NotInGroup: this rank is no member of the group.
     """
+    if not async_op and (done := lane.broadcast(tensor, src, group)) is not None:
+        return done
     pg = resolve(group)
     given = as_tensor(tensor)
     check_device(given, pg, "broadcast")
@@ -80,6 +82,8 @@ def all_gather(
         TensorError: there is no such dimension; `uneven` with `async_op`.
         NotInGroup: this rank is no member of the group.
     """
+    if not (uneven or async_op) and dim == 0 and (done := lane.all_gather(tensor, group)) is not None:
+        return done
     pg = resolve(group)
     given = as_tensor(tensor)
     check_device(given, pg, "all_gather")
