@@ -36,7 +36,7 @@ class _Lane:
 
     def __init__(self, own: ProcessGroup) -> None:
         torch_group, facts = own.torch_group, own.facts
-        self.group = weakref.ref(torch_group, functools.partial(_lanes.pop, id(torch_group)))
+        self.group: Any = weakref.ref(torch_group, functools.partial(_lanes.pop, id(torch_group)))
         self.size, self.rank, self.name = len(facts.ranks), facts.rank, facts.name
         self.global_rank = facts.ranks[facts.rank]
         self.records = not facts.emits_spans
