@@ -134,7 +134,7 @@ def all_gather(tensor: Any, group: Any) -> Any:
         return None
     rows, *rest = tensor.shape
     start: int = now()
-    whole = tensor.new_empty((rows * lane.size, *rest))
+    whole = tensor.new_empty(rows * lane.size, *rest)
     work = getattr(lane.group(), direct.GATHER)(whole, tensor, _gathering())
     size = tensor.nbytes
     if work is not None:
@@ -151,7 +151,7 @@ def reduce_scatter(tensor: Any, op: Any, group: Any) -> Any:
     if rows % lane.size:
         return None
     start: int = now()
-    part = tensor.new_empty((rows // lane.size, *rest))
+    part = tensor.new_empty(rows // lane.size, *rest)
     work = getattr(lane.group(), direct.SCATTER)(part, tensor, _scattering(op))
     size = tensor.nbytes
     if work is not None:

@@ -37,6 +37,6 @@ class Span(NamedTuple):
     """Running number of the collective in its group, the same on all ranks; of a pipeline's action: when its rank began
     the step that it belongs to, in nanoseconds. 0 where it is not known."""
 
+
 span_of: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
 """A span of all its fields: for who makes one a call, as `Span(…)` takes three times as long."""
-

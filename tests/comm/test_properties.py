@@ -45,8 +45,7 @@ def combined(parts: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[Any,
 
 
 @given(
-    rest=st.lists(st.integers(0, 3), max_size=2).map(tuple),
-    rows=st.integers(0, 3),
+    shape=st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
     ranks=st.sets(st.integers(0, N - 1), min_size=1),
     data=st.data(),
@@ -57,13 +56,14 @@ def combined(parts: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[Any,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 def test_collectives_are_numpys(
-    world: Any, rest: tuple[int, ...], rows: int, dtype: Any, ranks: set[int], data: st.DataObject
+    world: Any, shape: tuple[int, ...], dtype: Any, ranks: set[int], data: st.DataObject
 ) -> None:
     members = sorted(ranks)
     size = len(members)
     op = data.draw(st.sampled_from(ops_for(dtype)))
     root = data.draw(st.integers(0, size - 1))
-    shape, whole = (rows, *rest), (rows * size, *rest)
+    rows, *rest = shape
+    whole = (rows * size, *rest)
 
     def work(world: World) -> Any:
         group = world.new_group(members)

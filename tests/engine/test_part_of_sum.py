@@ -30,9 +30,7 @@ def groups() -> list[RecoverableGroup]:
     store = HashStore()
 
     def make(rank: int) -> None:
-        made[rank] = RecoverableGroup(
-            store, epoch=0, rank=rank, size=SIZE, timeout=LIMIT, name="0", global_rank=rank
-        )
+        made[rank] = RecoverableGroup(store, epoch=0, rank=rank, size=SIZE, timeout=LIMIT, name="0", global_rank=rank)
 
     as_ranks(make)
     for group in made.values():

@@ -72,7 +72,7 @@ _COMPARED = {
     name: (place, _CODES[name] << 56, name in _ADDED, name in _ROOTED)
     for name, place in [*_ADDED.items(), *_COPIED.items(), *((name, _INPUT) for name in _SPLIT)]
 }
-"""By operation: which argument tells it, its number in place, whether elements of a type count, whether it has a root."""
+"""By operation: which argument tells it, its number in place, whether elements of a type count, and whether a root."""
 
 
 def _fact(name: str, args: tuple[Any, ...]) -> int:
