@@ -88,8 +88,8 @@ def all_gather(
     given = as_tensor(tensor)
     check_device(given, pg, "all_gather")
     block = given.reshape(1) if given.ndim == 0 else given
-    if not -block.ndim <= dim < block.ndim:
-        raise TensorError(f"all_gather with dim={dim}: the tensor has {block.ndim} dimensions.")
+    if not hasattr(dim, "__index__") or not -block.ndim <= dim < block.ndim:
+        raise TensorError(f"all_gather with dim={dim!r}: the tensor has {block.ndim} dimensions, counted from 0.")
     if uneven and async_op:
         raise TensorError("all_gather with uneven=True waits for the sizes first: leave async_op out.")
     rows = block.movedim(dim, 0) if dim else block
