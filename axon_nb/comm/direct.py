@@ -11,19 +11,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import has_torch_function
 
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 
 __all__ = [
+    "BACKENDS",
     "GATHER",
     "SCATTER",
+    "TorchWorld",
     "all_gather",
     "all_reduce",
     "broadcast",
+    "is_native",
     "is_plain",
     "missing",
+    "num_modes",
     "options_of",
     "reduce_scatter",
 ]
@@ -38,6 +43,12 @@ GATHER = _first_of("all_gather_single", "_allgather_base")
 """The method that gathers into one tensor."""
 SCATTER = _first_of("reduce_scatter_single", "_reduce_scatter_base")
 """The method that reduces one tensor and scatters it."""
+BACKENDS = ("_allgather_base", "_reduce_scatter_base")
+"""What backends call the two."""
+TorchWorld: Any = getattr(c10d, "_World", None)
+"""The class of what torch keeps its groups in."""
+num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) or (lambda: 1)
+"""How many modes look on at what is dispatched; where that is not known: one."""
 
 
 def missing() -> list[str]:
@@ -49,6 +60,9 @@ def missing() -> list[str]:
         "ProcessGroup.reduce_scatter_single": SCATTER,
         "_world.pg_coalesce_state": getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None,
     }
+    world = getattr(c10d, "_world", None)
+    if type(world) is TorchWorld:  # else within a mock world
+        wanted |= {f"_world.{name}": hasattr(world, name) for name in ("_default_pg", "_pg_coalesce_state")}
     options = ("AllgatherOptions", "AllreduceOptions", "BroadcastOptions", "ReduceScatterOptions")
     gone = [name for name, there in wanted.items() if not there]
     return gone + [name for name in options if not hasattr(c10d, name)]
@@ -62,6 +76,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if _MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
         return False
     return not c10d._world.pg_coalesce_state
+
+
+def is_native(group: Any) -> bool:
+    """Whether it is torch's own group, whose backend can be called."""
+    names = ("allreduce", "broadcast", *BACKENDS)
+    backend = getattr(_distributed_c10d, "Backend", None)
+    return type(group) is dist.ProcessGroup and all(hasattr(backend, name) for name in names)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import has_torch_function
 
 from axon_nb.comm import direct
 from axon_nb.comm.carry import NATIVE
@@ -26,20 +27,27 @@ from axon_nb.records.trace import emit
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
-_Tensor, _STRIDED, _AVERAGE = torch.Tensor, torch.strided, ReduceOp.AVERAGE
+_Tensor, _STRIDED, _AVERAGE, _CPU = torch.Tensor, torch.strided, ReduceOp.AVERAGE, torch.device("cpu")
+_is_compiling, _World = torch.compiler.is_compiling, direct.TorchWorld
 
 
 class _Lane:
     """What the short way has to know of a group. It does not keep the group alive."""
 
-    __slots__ = ("global_rank", "group", "name", "rank", "records", "size")
+    __slots__ = ("gather", "global_rank", "group", "name", "native", "records", "scatter", "size")
 
     def __init__(self, own: ProcessGroup) -> None:
         torch_group, facts = own.torch_group, own.facts
         self.group: Any = weakref.ref(torch_group, functools.partial(_lanes.pop, id(torch_group)))
-        self.size, self.rank, self.name = len(facts.ranks), facts.rank, facts.name
-        self.global_rank = facts.ranks[facts.rank]
+        self.size, self.name, self.global_rank = len(facts.ranks), facts.name, facts.ranks[facts.rank]
         self.records = not facts.emits_spans
+        self.native = direct.is_native(torch_group)
+        """Whether its backend is called: torch's dispatcher, which is between, does nothing more for such a tensor."""
+        self.gather, self.scatter = direct.BACKENDS if self.native else (direct.GATHER, direct.SCATTER)
+
+    def carrier(self) -> Any:
+        """What carries the calls; asked for each time, as it may be exchanged."""
+        return self.group()._get_backend(_CPU) if self.native else self.group()
 
     def over(self, name: str, start_ns: int, size: int) -> None:
         """One call is over."""
@@ -54,18 +62,23 @@ _lanes: dict[int, _Lane] = {}
 def _lane(tensor: Any, group: Any) -> _Lane | None:
     """The lane of a group, when this tensor may take it now."""
     if (
-        type(tensor) is not _Tensor
+        direct._MISSING
+        or type(tensor) is not _Tensor
         or not tensor.is_cpu
         or tensor.dtype not in NATIVE
         or tensor.requires_grad
         or tensor.layout is not _STRIDED
         or not tensor.is_contiguous()
         or is_checking()
-        or not direct.is_plain(tensor)
+        or direct.num_modes()
+        or has_torch_function((tensor,))
+        or _is_compiling()
     ):
         return None
     world: Any = c10d._world
-    torch_group = world.default_pg if group is None else group._torch if type(group) is ProcessGroup else group
+    if type(world) is not _World or world._pg_coalesce_state:
+        return None  # a mock world's, or calls are collected
+    torch_group = world._default_pg if group is None else group._torch if type(group) is ProcessGroup else group
     return _lanes.get(id(torch_group)) or _opened(group)
 
 
@@ -105,7 +118,7 @@ def all_reduce(tensor: Any, op: Any, group: Any) -> Any:
     if (lane := _lane(tensor, group)) is None or not _reduces(tensor, op):
         return None
     start: int = now()
-    work = lane.group().allreduce([tensor], _reducing(op))
+    work = lane.carrier().allreduce([tensor], _reducing(op))
     size = tensor.nbytes  # while it is under way
     if work is not None:  # else the group has waited itself
         work.wait()
@@ -120,7 +133,7 @@ def broadcast(tensor: Any, src: Any, group: Any) -> Any:
     if (lane := _lane(tensor, group)) is None or type(src) is not int or not 0 <= src < lane.size:
         return None
     start: int = now()
-    work = lane.group().broadcast([tensor], _moving(src))
+    work = lane.carrier().broadcast([tensor], _moving(src))
     size = tensor.nbytes
     if work is not None:
         work.wait()
@@ -135,7 +148,7 @@ def all_gather(tensor: Any, group: Any) -> Any:
     rows, *rest = tensor.shape
     start: int = now()
     whole = tensor.new_empty(rows * lane.size, *rest)
-    work = getattr(lane.group(), direct.GATHER)(whole, tensor, _gathering())
+    work = getattr(lane.carrier(), lane.gather)(whole, tensor, _gathering())
     size = tensor.nbytes
     if work is not None:
         work.wait()
@@ -152,7 +165,7 @@ def reduce_scatter(tensor: Any, op: Any, group: Any) -> Any:
         return None
     start: int = now()
     part = tensor.new_empty(rows // lane.size, *rest)
-    work = getattr(lane.group(), direct.SCATTER)(part, tensor, _scattering(op))
+    work = getattr(lane.carrier(), lane.scatter)(part, tensor, _scattering(op))
     size = tensor.nbytes
     if work is not None:
         work.wait()

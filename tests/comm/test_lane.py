@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb import comm
-from axon_nb.comm import ReduceOp, World, WorldClosed, lane
+from axon_nb.comm import ReduceOp, World, WorldClosed, direct, lane
 from axon_nb.records.trace import ring
 
 
@@ -88,6 +89,20 @@ class Looks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class LooksDeeper(TorchDispatchMode):
+    """A mode that does nothing with what is dispatched."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_has_what_makes_the_way_short() -> None:
+    assert direct.is_native(dist.group.WORLD)
+    assert direct.num_modes() == 0
+    assert type(dist.distributed_c10d._world) is direct.TorchWorld
+
+
 @pytest.mark.usefixtures("alone")
 def test_what_is_wrong_or_watched_is_left_to_the_careful_way() -> None:
     ones = torch.ones(4)
@@ -99,6 +114,8 @@ def test_what_is_wrong_or_watched_is_left_to_the_careful_way() -> None:
     assert lane.all_gather(torch.tensor(1.0), None) is None
     assert lane.reduce_scatter(torch.tensor(1.0), ReduceOp.SUM, None) is None
     with Looks():
+        assert lane.all_reduce(ones, ReduceOp.SUM, None) is None
+    with LooksDeeper():
         assert lane.all_reduce(ones, ReduceOp.SUM, None) is None
     with comm.checking():
         assert lane.all_reduce(ones, ReduceOp.SUM, None) is None

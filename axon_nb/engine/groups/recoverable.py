@@ -241,6 +241,8 @@ def _payload(args: tuple[Any, ...]) -> int:
     first = args[0] if args else None
     if type(first) is list and len(first) == 1:
         first = first[0]  # as most calls have it
+    if type(first) is torch.Tensor:
+        return first.nbytes
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
         first = first[0]
     if isinstance(first, (list, tuple)):
