@@ -188,8 +188,8 @@ class DDP(TorchDDP):
         """
         if not isinstance(hook, CommHook):
             raise CommError(
-                f"hook={hook!r}: it is one of axon_nb.parallel's, such as FP16(); `register_comm_hook(state, hook)` takes "
-                "torch's."
+                f"hook={hook!r}: it is one of axon_nb.parallel's, such as FP16(); torch's own are taken by "
+                "`register_comm_hook(state, hook)`."
             )
         if self._strategy is GradSyncStrategy.NO_SYNC:
             raise CommError("hooks take part in automatic averaging: use another strategy than NO_SYNC.")
