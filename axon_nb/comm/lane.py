@@ -43,7 +43,8 @@ class _Lane:
         self.records = not facts.emits_spans
         self.native = direct.is_native(torch_group)
         """Whether its backend is called: torch's dispatcher, which is between, does nothing more for such a tensor."""
-        self.gather, self.scatter = direct.BACKENDS if self.native else (direct.GATHER, direct.SCATTER)
+        self.gather: str = direct.BACKENDS[0] if self.native else direct.GATHER
+        self.scatter: str = direct.BACKENDS[1] if self.native else direct.SCATTER
 
     def carrier(self) -> Any:
         """What carries the calls; asked for each time, as it may be exchanged."""
