@@ -65,7 +65,7 @@ world.run(hello)
 # %%
 from IPython.display import HTML
 
-COLOURS = ["#4c78a8", "#e07b39", "#54a24b", "#b279a2"]
+COLOURS = ["#3b6ea5", "#b8551b", "#3c7f35", "#90598a"]
 TOGETHER = "#6b6b6b"
 
 

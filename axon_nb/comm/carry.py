@@ -13,7 +13,7 @@ from axon_nb.comm.kinds import Backend, ReduceOp
 __all__ = ["Cargo", "check_device", "check_in_place", "to_move", "to_reduce"]
 
 # What both Gloo and NCCL reduce and move (torch 2.11 to 2.13).
-_NATIVE = frozenset(
+NATIVE = frozenset(
     {
         torch.uint8,
         torch.int8,
@@ -101,7 +101,7 @@ def check_in_place(tensor: torch.Tensor, what: str) -> None:
 def to_move(tensor: torch.Tensor) -> Cargo:
     """Cargo that arrives as it is: of a dtype that the backends do not know, its bytes."""
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    if dense.dtype in _NATIVE:
+    if dense.dtype in NATIVE:
         return Cargo(tensor, dense)
     return Cargo(tensor, dense.reshape(-1).view(torch.uint8))
 
@@ -113,7 +113,7 @@ def to_reduce(tensor: torch.Tensor, op: ReduceOp, what: str) -> Cargo:
         TensorError: the operation makes no sense for the dtype, or nobody can carry it out.
     """
     dtype = tensor.dtype
-    if dtype in _NATIVE and (dtype.is_floating_point or op is not ReduceOp.AVERAGE):
+    if dtype in NATIVE and (dtype.is_floating_point or op is not ReduceOp.AVERAGE):
         return Cargo(tensor, tensor if tensor.is_contiguous() else tensor.contiguous(), op)
     what = f"{what} ({op.value})"
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):

@@ -14,7 +14,7 @@ from axon_nb.comm.errors import CallMismatch, TensorMismatch
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend, ReduceOp
 
-__all__ = ["check_agreement", "checking"]
+__all__ = ["check_agreement", "checking", "is_checking"]
 
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _NAMES = (
@@ -31,6 +31,8 @@ _MAX_DIMS = 8
 _asked = contextvars.ContextVar(
     "axon_nb_check", default=os.environ.get("AXON_NB_CHECK", "0").lower() in ("1", "on", "true", "yes")
 )
+is_checking = _asked.get
+"""Whether this thread asks."""
 
 
 @contextlib.contextmanager
@@ -55,7 +57,7 @@ def check_agreement(
         CallMismatch: a rank makes another call.
         TensorMismatch: a rank brings another dtype or shape.
     """
-    if not _asked.get():
+    if not is_checking():
         return
     device = tensor.device if group.backend is Backend.NCCL else torch.device("cpu")
     own = torch.tensor(_signature(name, op, root, tensor), dtype=torch.int64, device=device)

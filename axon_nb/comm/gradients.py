@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from axon_nb.comm.bucket import GradientBucket
+from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike
 from axon_nb.comm.reduce import all_reduce_mean
 
@@ -34,6 +35,9 @@ def sync_gradients(
             out, so every rank must have gradients for the same ones.
         group: The ranks that take part; None: all.
         bucket_elements: Elements of a bucket.
+
+    Raises:
+        TensorError: one is no tensor.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
     begun = []
@@ -41,6 +45,8 @@ def sync_gradients(
         gradient = item.grad if isinstance(item, torch.nn.Parameter) else item
         if gradient is None:
             continue
+        if not isinstance(gradient, torch.Tensor):
+            raise TensorError(f"gradients: {gradient!r} is no tensor and no parameter.")
         kind = (gradient.dtype, gradient.device)
         bucket = open_buckets.setdefault(kind, GradientBucket(bucket_elements))
         if not bucket.fits(gradient) and bucket.num_gradients:

@@ -218,6 +218,8 @@ def checked_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     Raises:
         InvalidRank: one is not in the world or is there twice, or there is none.
     """
+    if not isinstance(ranks, Iterable):
+        raise InvalidRank(f"ranks: {ranks!r} is no list of ranks, such as [0, 1].")
     chosen = [_as_rank(rank, "ranks") for rank in ranks]
     if not chosen:
         raise InvalidRank("A group has at least one rank; got none.")

@@ -36,6 +36,8 @@ class ReduceOp(enum.Enum):
     torch_op: dist.ReduceOp.RedOpType
     """Torch's operation; an average is a sum that is divided afterwards."""
 
+    __hash__ = object.__hash__  # that of enumerations is Python, and it is in the way of every call
+
 
 ReduceOp.SUM.torch_op = ReduceOp.AVERAGE.torch_op = dist.ReduceOp.SUM
 ReduceOp.PRODUCT.torch_op = dist.ReduceOp.PRODUCT
@@ -44,6 +46,7 @@ ReduceOp.MAX.torch_op = dist.ReduceOp.MAX
 
 _OF_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
 _OF_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
+_OTHER_NAMES = {"avg": "average", "mean": "average", "prod": "product"}
 
 
 def as_op(given: object) -> ReduceOp:
@@ -54,8 +57,9 @@ def as_op(given: object) -> ReduceOp:
     """
     if type(given) is ReduceOp:
         return given
+    name = given.lower() if isinstance(given, str) else ""
     for known, op in _OF_TORCH.items():
-        if given == known or (isinstance(given, str) and given.lower() == op.value):
+        if given == known or _OTHER_NAMES.get(name, name) == op.value:
             return op
     raise CommError(f"op={given!r}: it is one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}.")
 

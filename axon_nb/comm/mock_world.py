@@ -47,9 +47,12 @@ class MockWorld:
         decides: the same bits every time.
 
         Raises:
+            CommError: `function` cannot be called.
             BaseException: what the first rank to fail raised; a note says which.
             WorldStuck: no rank can go on.
         """
+        if not callable(function):
+            raise CommError(f"run({function!r}): give it a function of the world, which runs on each rank.")
         if _active:
             raise CommError("A mock world runs already, and its ranks cannot have one of their own.")
         if lost := missing():

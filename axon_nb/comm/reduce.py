@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from axon_nb.comm import direct
+from axon_nb.comm import direct, lane
 from axon_nb.comm.arrays import Array, as_tensor, like_given
 from axon_nb.comm.carry import Cargo, check_device, check_in_place, to_reduce
 from axon_nb.comm.checks import check_agreement
@@ -46,6 +46,8 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
         TensorError: dtype, device or layout do not fit the operation.
         NotInGroup: this rank is no member of the group.
     """
+    if not async_op and (done := lane.all_reduce(tensor, op, group)) is not None:
+        return done
     pg = resolve(group)
     given = as_tensor(tensor)
     op = as_op(op)
@@ -125,6 +127,8 @@ def reduce_scatter(
         TensorError: dim 0 cannot be cut into equal parts; dtype or device do not fit.
         NotInGroup: this rank is no member of the group.
     """
+    if not async_op and (done := lane.reduce_scatter(tensor, op, group)) is not None:
+        return done
     pg = resolve(group)
     given = as_tensor(tensor)
     op = as_op(op)

@@ -13,7 +13,11 @@ __all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "find_function", "is_public_call"]
 
 _CALL_FILES = tuple(
     os.path.join(*place)
-    for place in (("torch", "distributed", "distributed_c10d.py"), ("axon_nb", "comm", "direct.py"))
+    for place in (
+        ("torch", "distributed", "distributed_c10d.py"),
+        ("axon_nb", "comm", "direct.py"),
+        ("axon_nb", "comm", "lane.py"),
+    )
 )
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
 """The functions of torch.distributed by which users know what a rank waits in."""

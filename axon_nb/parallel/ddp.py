@@ -70,8 +70,8 @@ class DDP(TorchDDP):
         buffers: dict[str, Any] = {_BUFFERS: broadcast_buffers}
         own = resolve(group if group is not None else torch_options.pop("process_group", None))
         bucket_size_mb = torch_options.pop("bucket_cap_mb", None) or bucket_size_mb
-        if not bucket_size_mb > 0:
-            raise CommError(f"bucket_size_mb={bucket_size_mb}: it is a number of MiB above 0.")
+        if not isinstance(bucket_size_mb, (int, float)) or not bucket_size_mb > 0:
+            raise CommError(f"bucket_size_mb={bucket_size_mb!r}: it is a number of MiB above 0.")
         strategy = known(GradSyncStrategy, strategy, "strategy")
         check_model(model, own)
         super().__init__(
@@ -186,6 +186,11 @@ class DDP(TorchDDP):
             CommError: it needs all gradients in one bucket; there is one already, or it serves another model; gradients
                 are averaged by `sync_gradients`, which has no hooks.
         """
+        if not isinstance(hook, CommHook):
+            raise CommError(
+                f"hook={hook!r}: it is one of axon_nb.parallel's, such as FP16(); torch's own are taken by "
+                "`register_comm_hook(state, hook)`."
+            )
         if self._strategy is GradSyncStrategy.NO_SYNC:
             raise CommError("hooks take part in automatic averaging: use another strategy than NO_SYNC.")
         if self._comm_hooks:

@@ -52,7 +52,10 @@ def _shared(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.
     return parameters, {name: item for name, item in model.named_buffers() if name not in left_alone}
 
 
-def _problem(model: nn.Module, group: ProcessGroup) -> CommError | None:
+def _problem(model: Any, group: ProcessGroup) -> CommError | None:
+    if not isinstance(model, nn.Module):
+        what = "a class: make a model of it first" if isinstance(model, type) else "no nn.Module"
+        return CommError(f"model={model!r} is {what}.")
     parameters, buffers = _shared(model)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         return CommError(

@@ -42,6 +42,7 @@ CASES: list[Case] = [
     ("rows", lambda w: comm.reduce_scatter_sum(torch.ones(6)), TensorError, "dim 0 must be a multiple of 4"),
     ("no rows", lambda w: comm.reduce_scatter_sum(torch.tensor(1.0)), TensorError, "dim 0 must be a multiple of 4"),
     ("dim", lambda w: comm.all_gather(torch.ones(2), dim=1), TensorError, "the tensor has 1 dimensions"),
+    ("no dim", lambda w: comm.all_gather(torch.ones(2), dim=None), TensorError, "with dim=None: the tensor has 1"),  # type: ignore[arg-type]
     (
         "uneven async",
         lambda w: comm.all_gather(torch.ones(1), uneven=True, async_op=True),
@@ -51,6 +52,8 @@ CASES: list[Case] = [
     ("scatter async", lambda w: comm.scatter_tensor(torch.ones(4), async_op=True), TensorError, "needs `out`"),
     ("recv raw", lambda w: comm.recv((w.rank() + 1) % 4, header=False), TensorMismatch, "give `out=`"),
     ("empty group", lambda w: w.new_group([]), InvalidRank, "at least one rank"),
+    ("no list", lambda w: w.new_group(2), InvalidRank, r"ranks: 2 is no list of ranks, such as \[0, 1\]"),  # type: ignore[arg-type]
+    ("no gradient", lambda w: comm.sync_gradients(["a"]), TensorError, "gradients: 'a' is no tensor"),  # type: ignore[list-item]
     ("far group", lambda w: w.new_group([0, 9]), InvalidRank, "the world has ranks 0 to 3"),
     ("twice", lambda w: w.new_group([1, 1]), InvalidRank, "one is there twice"),
     ("named rank", lambda w: w.new_group(["0"]), InvalidRank, "'0' is no rank; ranks are whole numbers"),
@@ -151,8 +154,8 @@ def test_operations_by_torchs_names(world: Any) -> None:
     """What a reader of torch's documentation passes."""
 
     def work(world: World) -> list[float]:
-        ops: list[Any] = [dist.ReduceOp.MAX, "max", "Sum", dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT]
+        ops: list[Any] = [dist.ReduceOp.MAX, "max", "Sum", dist.ReduceOp.AVG, "mean", dist.ReduceOp.PRODUCT]
         own = float(world.rank() + 1)
         return [comm.all_reduce(torch.tensor(own), op).item() for op in ops]
 
-    assert world.run(work) == [[4.0, 4.0, 10.0, 2.5, 24.0]] * 4
+    assert world.run(work) == [[4.0, 4.0, 10.0, 2.5, 2.5, 24.0]] * 4

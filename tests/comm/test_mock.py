@@ -245,6 +245,11 @@ def test_torch_is_as_before_after_a_run() -> None:
         comm.barrier()
 
 
+def test_what_cannot_run_is_refused() -> None:
+    with pytest.raises(CommError, match=r"run\(5\): give it a function of the world"):
+        World.mock(2).run(5)  # type: ignore[arg-type]
+
+
 def test_a_run_within_a_run_is_refused() -> None:
     with pytest.raises(CommError, match="A mock world runs already"):
         World.mock(2).run(lambda world: World.mock(2).run(lambda inner: None))

@@ -236,6 +236,12 @@ def test_misuse_is_told() -> None:
     with pytest.raises(CommError, match="use another strategy than NO_SYNC"):
         DDP(linear(), group, strategy=NO_SYNC).register_hook(FP16())
     model = DDP(linear(), group)
+    with pytest.raises(CommError, match=r"it is one of axon_nb\.parallel's, such as FP16\(\)"):
+        model.register_hook(lambda bucket: bucket)  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="bucket_size_mb='big': it is a number"):
+        DDP(linear(), group, bucket_size_mb="big")  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="is a class: make a model of it first"):
+        DDP(nn.Linear, group)  # type: ignore[arg-type]
     hook = model.register_hook(FP16())
     with pytest.raises(CommError, match="this model has a hook already"):
         model.register_hook(TopK())

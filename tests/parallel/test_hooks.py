@@ -155,5 +155,7 @@ def test_misuse_is_told() -> None:
         model.register_hook(PowerSGD())
     with pytest.raises(CommError, match="ratio 0: it is the share of elements"):
         TopK(0)
+    with pytest.raises(CommError, match="PowerSGD with rank 0 and start_step 2: at least 1 and 2"):
+        PowerSGD(0)
     assert math.isnan(FP16().stats.error)
     assert FP16().stats.ratio == 0

@@ -255,10 +255,11 @@ class MockGroup(NamedGroup):
     def _check_shapes(self, name: str, parts: Tensors) -> None:
         for rank, part in enumerate(parts):
             if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
+                hint = " `all_gather(…, uneven=True)` joins different lengths." if name == "all_gather" else ""
                 raise TensorMismatch(
                     f"{name}: rank {self._hub.ranks[0]} brings {parts[0].dtype} of shape {tuple(parts[0].shape)}, rank "
                     f"{self._hub.ranks[rank]} {part.dtype} of shape {tuple(part.shape)}; dtype and shape must be the "
-                    "same on all ranks."
+                    f"same on all ranks.{hint}"
                 )
 
     @staticmethod

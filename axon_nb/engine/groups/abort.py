@@ -7,7 +7,7 @@ import threading
 
 from axon_nb.engine.groups.stepping import step_depth
 
-__all__ = ["ABORT", "Aborted", "GroupBroken", "raise_at_cut", "raise_if_aborted", "stand_down", "stop_at"]
+__all__ = ["ABORT", "Aborted", "GroupBroken", "is_to_stop", "raise_at_cut", "raise_if_aborted", "stand_down", "stop_at"]
 
 ABORT = threading.Event()
 """Set by the control thread, cleared when the groups are formed anew."""
@@ -33,6 +33,11 @@ def stand_down(reason: str) -> None:
 def stop_at(sequence: int | None, *, group: str = "") -> None:
     """Stop before the collective after number `sequence` of `group` (empty: of all together); None: do not stop."""
     _stop_at[:] = [] if sequence is None else [(group, sequence)]
+
+
+def is_to_stop() -> bool:
+    """Whether a collective is to be found before which the cell stops."""
+    return bool(_stop_at)
 
 
 def raise_at_cut(sequence: int, total: int, *, group: str, name: str) -> None:

@@ -46,8 +46,8 @@ def begin_cell() -> None:
     _collectives = 0
 
 
-def begin(name: str, group: str, *, sequence: int, peer: int, size: int) -> Call:
-    """A call begins."""
+def begin(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
+    """A call begins; see `Call`."""
     global _started, _collectives
     _collectives += sequence > 0
     call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))

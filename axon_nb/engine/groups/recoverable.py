@@ -18,12 +18,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.named_group import NamedGroup
 from axon_nb.engine.groups import activity, membership
-from axon_nb.engine.groups.abort import Aborted, GroupBroken, raise_at_cut, raise_if_aborted
+from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.arrivals import wait_for_all
 from axon_nb.engine.groups.gloo import connect, leak, poison
+from axon_nb.engine.groups.part_of_sum import PartOfSum, in_sight
 from axon_nb.engine.groups.sizes import Table, open_table
 from axon_nb.engine.groups.work import RecoverableWork
-from axon_nb.records.span import Span
+from axon_nb.records.span import span_of
 from axon_nb.records.trace import emit
 
 __all__ = ["RecoverableGroup", "operations"]
@@ -32,6 +33,7 @@ _BACKEND = "axon_nb"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
+_SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 # Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
 # (send, recv) or ignore it (reduce_scatter).
 _SLICED = frozenset(
@@ -153,17 +155,22 @@ class RecoverableGroup(NamedGroup):
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
-        refusal = membership.refusal(self, name, _peer(name, args)) if membership.is_alone() else ""
-        if name not in _POINT_TO_POINT:
-            raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
-            self.sequence += 1
+        paired = name in _POINT_TO_POINT
+        peer = _peer(name, args) if paired else -1
+        refusal = membership.refusal(self, name, peer) if membership.is_alone() else ""
+        if paired:
+            sequence = 0
             if self._table is not None:
-                self._table.compare(name, args, self.sequence, self._members)
-        elif self._table is not None:
-            self._table.compare_pair(name, args, self._members)
-        sequence = 0 if name in _POINT_TO_POINT else self.sequence
-        call = activity.begin(name, self._name, sequence=sequence, peer=_peer(name, args), size=_payload(args))
-        call.refusal = refusal
+                self._table.compare_pair(name, args, self._members)
+        else:
+            if is_to_stop():
+                raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
+            self.sequence = sequence = self.sequence + 1
+            if self._table is not None:
+                self._table.compare(name, args, sequence, self._members)
+        call = activity.begin(name, self._name, sequence, peer, _payload(args))
+        if refusal:
+            call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:
@@ -171,16 +178,17 @@ class RecoverableGroup(NamedGroup):
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise Aborted(f"peer lost in {name}: {str(error)[-120:]}") from None
             raise
+        sliced = name in _SLICED or type(work) is PartOfSum
+        return RecoverableWork(work, call, sliced=sliced, keep=args, on_end=self._ended, limit=self._timeout)
 
-        def ended() -> None:
-            activity.end(call)
-            kind = "p2p" if name in _POINT_TO_POINT else "collective"
-            rank, end = self._global_rank, time.monotonic_ns()
-            emit(Span(rank, kind, name, call.started_ns, end, self._name, call.bytes, -1, -1, sequence))
-            if call.waited_ns:
-                emit(Span(rank, "wait", name, call.waited_ns, end, self._name, 0, -1, -1, sequence))
-
-        return RecoverableWork(work, call, sliced=name in _SLICED, keep=args, on_end=ended, limit=self._timeout)
+    def _ended(self, call: activity.Call) -> None:
+        activity.end(call)
+        sequence, end = call.sequence, time.monotonic_ns()
+        kind = "collective" if sequence else "p2p"
+        rank, group = self._global_rank, self._name
+        emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence)))
+        if call.waited_ns:
+            emit(span_of((rank, "wait", call.name, call.waited_ns, end, group, 0, -1, -1, sequence)))
 
     def _members(self) -> list[int]:
         return dist.get_process_group_ranks(self)
@@ -231,6 +239,10 @@ def _peer(name: str, args: tuple[Any, ...]) -> int:
 
 def _payload(args: tuple[Any, ...]) -> int:
     first = args[0] if args else None
+    if type(first) is list and len(first) == 1:
+        first = first[0]  # as most calls have it
+    if type(first) is torch.Tensor:
+        return first.nbytes
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
         first = first[0]
     if isinstance(first, (list, tuple)):
@@ -240,6 +252,8 @@ def _payload(args: tuple[Any, ...]) -> int:
 
 def _wrapped(name: str) -> Callable[..., Any]:
     operation = getattr(dist.ProcessGroup, name)
+    if name in _SCATTERING:
+        operation = in_sight(operation)
 
     def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, operation, args, kwargs)

@@ -67,6 +67,12 @@ _COPIED = {
 }
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
 _CODES = {name: code for code, name in enumerate(sorted({*_ADDED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)}
+_SPLIT = ("all_to_all_single", "alltoall_base")
+_COMPARED = {
+    name: (place, _CODES[name] << 56, name in _ADDED, name in _ROOTED)
+    for name, place in [*_ADDED.items(), *_COPIED.items(), *((name, _INPUT) for name in _SPLIT)]
+}
+"""By operation: which argument tells it, its number in place, whether elements of a type count, and whether a root."""
 
 
 def _fact(name: str, args: tuple[Any, ...]) -> int:
@@ -74,24 +80,20 @@ def _fact(name: str, args: tuple[Any, ...]) -> int:
 
     From the highest bit: operation (7 bits), root + 1 (12), type of the elements (7), their number or bytes (37).
     """
-    place = _ADDED.get(name)
-    typed = place is not None
-    if place is None:
-        place = _COPIED.get(name)
-    if place is None:
-        # Equal shares alone: with split sizes each pair of ranks may have its own.
-        if name not in ("all_to_all_single", "alltoall_base") or len(args) < 4 or args[2] or args[3]:
-            return 0
-        place = _INPUT
+    known = _COMPARED.get(name)
+    if known is None or (name in _SPLIT and (len(args) < 4 or args[2] or args[3])):
+        return 0  # with split sizes each pair of ranks may have its own
+    place, code, typed, rooted = known
     value = args[place] if len(args) > place else None
     if isinstance(value, (list, tuple)):
         value = value[0] if len(value) == 1 else None
     if not isinstance(value, torch.Tensor):
         return 0
-    root = 1 + int(getattr(args[-1], "rootRank", -1)) if name in _ROOTED else 0
-    dtype = _DTYPE_CODES.get(value.dtype, 0) if typed else 0
-    size = value.numel() if typed else value.nbytes
-    return (_CODES[name] << 56) | ((root & 0xFFF) << 44) | (dtype << 37) | (size & _SIZES)
+    if rooted:
+        code |= ((1 + int(getattr(args[-1], "rootRank", -1))) & 0xFFF) << 44
+    if typed:
+        return code | (_DTYPE_CODES.get(value.dtype, 0) << 37) | (value.numel() & _SIZES)
+    return code | (value.nbytes & _SIZES)
 
 
 def _entry_in_words(entry: int, ranks: Sequence[int]) -> str:
@@ -172,9 +174,12 @@ class Table:
         """
         if not (entry := _fact(name, args)):
             return
-        place, start = self._place(sequence, self._rank), self._place(sequence, 0)
-        self._write(place, sequence, entry)
-        row = self._words[start : start + self._size * _WORDS].tolist()
+        words, start = self._words, self._place(sequence, 0)
+        place = start + self._rank * _WORDS
+        words[place] = 0  # as `_write`
+        words[place + 1] = entry
+        words[place] = sequence
+        row = words[start : start + self._size * _WORDS].tolist()
         if row[1::_WORDS].count(entry) == self._size:
             return
         for other in range(self._size):

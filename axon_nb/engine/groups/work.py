@@ -35,23 +35,23 @@ class RecoverableWork(Work):
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
         keep: What must live as long as the operation runs.
-        on_end: Called once when the operation has ended.
+        on_end: Called once with `call` when the operation has ended.
         limit: Of the group's operations; Gloo's own for a recv would be the one that the group was connected with.
     """
 
+    _done = False
+    _future: Any = None
+
     def __init__(
-        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[], None], limit: timedelta
+        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[Call], None], limit: timedelta
     ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
-        self._name = call.name
         self._sliced = sliced
         self._keep = keep
         self._on_end = on_end
         self._limit = limit
-        self._done = False
-        self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
@@ -75,15 +75,15 @@ class RecoverableWork(Work):
             if isinstance(error, Aborted):
                 raise
             if ABORT.is_set():
-                raise Aborted(f"aborted while waiting in {self._name}") from None
+                raise Aborted(f"aborted while waiting in {self._call.name}") from None
             if "gloo" in str(error) and "timed out" not in str(error).lower():
-                raise Aborted(f"peer lost while waiting in {self._name}: {str(error)[-120:]}") from None
+                raise Aborted(f"peer lost while waiting in {self._call.name}: {str(error)[-120:]}") from None
             raise
         finally:
             self._call.waited_by = 0
         if not self._done:
             self._done = True
-            self._on_end()
+            self._on_end(self._call)
         return True
 
     def _wait_sliced(self, end: float | None) -> None:
@@ -120,9 +120,9 @@ class RecoverableWork(Work):
 
     def _check(self, end: float | None) -> None:
         if ABORT.is_set():
-            raise Aborted(f"aborted while waiting in {self._name}")
+            raise Aborted(f"aborted while waiting in {self._call.name}")
         if end is not None and time.monotonic() > end:
-            raise RuntimeError(f"{self._name} timed out")
+            raise RuntimeError(f"{self._call.name} timed out")
 
     def get_future(self) -> Any:
         """A future that an abort can fail.
@@ -138,7 +138,7 @@ class RecoverableWork(Work):
 
             def unwrap(_: Any) -> Any:
                 if self._failed:
-                    raise Aborted(f"aborted while waiting in {self._name}")
+                    raise Aborted(f"aborted while waiting in {self._call.name}")
                 return inner.value()
 
             self._future = self._base.then(unwrap)
@@ -153,7 +153,7 @@ class RecoverableWork(Work):
             self._fired, self._failed = True, failed
         if not failed and not self._done:
             self._done = True
-            self._on_end()
+            self._on_end(self._call)
         self._base.set_result(None)
 
     def fail(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from axon_nb.comm.errors import CommError
 from axon_nb.parallel.hooks.base import CommHook
 
 __all__ = ["PowerSGD"]
@@ -25,6 +26,9 @@ class PowerSGD(CommHook):
             DDP cuts its buckets anew after the first.
         min_compression: Matrices that would shrink by less than this factor travel as they are.
         measure: See `CommHook`.
+
+    Raises:
+        CommError: rank is below 1, start_step below 2.
     """
 
     one_bucket = True  # with several, their chains of collectives get in each other's way
@@ -33,6 +37,8 @@ class PowerSGD(CommHook):
         self, rank: int = 2, *, start_step: int = 2, min_compression: float = 2.0, measure: bool = False
     ) -> None:
         super().__init__(measure=measure)
+        if rank < 1 or start_step < 2:
+            raise CommError(f"PowerSGD with rank {rank} and start_step {start_step}: at least 1 and 2.")
         self.rank = rank
         self.start_step = start_step
         self.min_compression = min_compression
