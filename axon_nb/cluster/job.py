@@ -30,6 +30,8 @@ class JobAnswers:
     """What each rank does, in words; all ranks, those that are dead or silent too."""
     cell: int | None
     """Number of the cell that runs; None: none does."""
+    spent_s: float = 0.0
+    """What the answer has cost the rank for which it was most."""
 
 
 def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
@@ -49,7 +51,8 @@ def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
         state = reports[rank].state if rank in reports else None
         words[rank] = cluster.health.dead.get(rank) or describe_state(state, late.get(rank, ()))
     cells = [report.state.cell for report in reports.values() if report.state.cell is not None]
-    return JobAnswers(reports, words, max(cells, default=None))
+    spent_s = max((float(answer.get("spent_s", 0.0)) for answer in answers.values()), default=0.0)
+    return JobAnswers(reports, words, max(cells, default=None), spent_s)
 
 
 def _mark(report: JobReport | None) -> dict[str, int]:

@@ -47,6 +47,9 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "batch": setup.batch,
         "checkpointing": recomputed if setup.checkpointing else None,
         "wrap": None if facts["units"] is None else OfClasses(tuple(facts["units"])),
+        "microbatches": setup.microbatches if setup.pp > 1 else None,
+        "schedule": facts["schedule"],
+        "tp_plan": facts["tp_plan"],
         "device": facts["device"],
         "ranks": "all" if setup.world <= _ALL_RANKS else "worst",
     }

@@ -78,14 +78,15 @@ def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextM
 
 
 def _quieten(kernel: Any) -> None:
-    # The notebook knows the code it sent, and only asks when a rank is idle again: two of three messages saved.
+    # The notebook knows the code it sent, and only asks when a rank is idle again: two of three messages saved. Of a
+    # request on the control channel nobody asks: its reply is all.
     kernel._publish_execute_input = lambda *args, **kwargs: None
     publish = getattr(kernel, "_publish_status", None)
     if publish is not None:
 
-        def publish_idle(status: str, *args: Any, **kwargs: Any) -> None:
-            if status != "busy":
-                publish(status, *args, **kwargs)
+        def publish_idle(status: str, channel: str = "", *args: Any, **kwargs: Any) -> None:
+            if status != "busy" and channel != "control":
+                publish(status, channel, *args, **kwargs)
 
         kernel._publish_status = publish_idle
 
