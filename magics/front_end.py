@@ -37,8 +37,8 @@ _NEEDED = (
     "shell_main",
 )
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
-"""Of a page that was loaded anew JupyterLab holds back all else, such as that for its widgets, until the kernel has told
-what it is, or for 3 s."""
+"""JupyterLab that was loaded anew holds back all else, such as what is for its widgets, until the kernel has told what
+it is, or for 3 s."""
 
 
 def missing(kernel: Any) -> list[str]:
