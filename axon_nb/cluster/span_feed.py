@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
 _TICK_S, _SLOW_TICK_S = 0.08, 0.2
-"""Views get what is new so often: where much comes 12 times a second, or 10 where each time takes 20 ms; else 5 times."""
+"""Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else 5 times."""
 _BUSY_S, _SELDOM_S = 0.2, 0.5
-"""How often a rank is asked while a cell runs: where much comes at most, and else, as long as `_MOST_PER_S` allows."""
+"""How often a rank is asked while a cell runs: where much comes, at most; and else, as far as `_MOST_PER_S` goes."""
 _MUCH_PER_S = 500
 """Spans of a rank: if they were fetched seldom, each message to a page would be a large one."""
 _PER_S, _MOST_PER_S = 12, 40

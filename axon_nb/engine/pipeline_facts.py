@@ -31,8 +31,10 @@ _CUT_ANEW = "Stages are cut anew, by the number of parameters."
 
 def held_stages(module: Any) -> Any:
     """The `Pipeline` that a module is, or has within it; None: it has none."""
-    own = module.pipeline if isinstance(module, loaded(*_THREE_D)) else module
-    return own if isinstance(own, loaded(*_PIPELINE)) else None
+    own: Any = module
+    if issubclass(type(own), loaded(*_THREE_D)):
+        own = own.pipeline
+    return own if issubclass(type(own), loaded(*_PIPELINE)) else None
 
 
 def first_stage(module: Any) -> nn.Module | None:
@@ -106,7 +108,8 @@ def stages_sent(module: Any) -> dict[str, str]:
     pipeline = held_stages(module)
     found = {}
     for index, stage in pipeline._computing.items():
-        own = stage.module if isinstance(stage, DistributedDataParallel) else stage
-        children = own.named_children() if isinstance(own, loaded(*_SECTION)) else [(str(index), own)]
+        own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
+        is_section = issubclass(type(own), loaded(*_SECTION))
+        children = own.named_children() if is_section else [(str(index), own)]
         found[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
     return found
