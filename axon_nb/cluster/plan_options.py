@@ -37,7 +37,8 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "mesh": setup.mesh,
         "strategy": setup.strategy,
         "inputs": tuple(inputs),
-        "target": inputs[0] if tokens else None,
+        # Torch's schedules cut a target into microbatches, whatever the loss makes of it.
+        "target": inputs[0] if tokens or setup.pp > 1 else None,
         "loss": Imported("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
         "optimizer": optimizer,
         "optimizer_options": options,
