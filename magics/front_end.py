@@ -4,8 +4,8 @@ Private hooks into ipykernel, all here, each guarded by `missing()`; where one i
 help is on the notebook's names, and completions wait for the end of the cell.
 
 - `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
-- ipykernel holds requests back while an async cell runs, but for widgets' messages: completions, help and what a page
-  asks that was loaded anew are let through in the same way while the cell is one of ours, which only waits for ranks.
+- ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
+  through in the same way while the cell is one of ours, which only waits for ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _NEEDED = (
     "set_parent",
     "shell_main",
 )
-_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
-"""JupyterLab that was loaded anew holds back all else, such as what is for its widgets, until the kernel has told what
-it is, or for 3 s."""
+_SIDE_REQUESTS = ("complete_request", "inspect_request")
 
 
 def missing(kernel: Any) -> list[str]:

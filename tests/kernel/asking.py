@@ -13,7 +13,7 @@ from typing import Any
 from tests.kernel.driver import Kernel
 from tests.kernel.processes import until
 
-__all__ = ["answer", "completed", "expect_completed", "expect_help", "plain"]
+__all__ = ["completed", "expect_completed", "expect_help", "plain"]
 
 _LIMIT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 
 def completed(kernel: Kernel, code: str) -> list[str]:
     """The last line of `code` with each completion of its end put in, as of one answer."""
-    content = answer(kernel, kernel.client.complete(code, len(code)))
+    content = _answer(kernel, kernel.client.complete(code, len(code)))
     before = code[: content["cursor_start"]]
     assert content["cursor_end"] == len(code)
     return [f"{before}{match}".rpartition("\n")[2] for match in content["matches"]]
@@ -48,15 +48,14 @@ def expect_help(kernel: Kernel, code: str, *expected: str, detail: int = 0) -> N
     found: list[str] = []
 
     def right() -> bool:
-        content = answer(kernel, kernel.client.inspect(code, len(code), detail))
+        content = _answer(kernel, kernel.client.inspect(code, len(code), detail))
         found.append(plain(content["data"].get("text/plain", "")))
         return all(text in found[-1] for text in expected)
 
     assert until(right, timeout=_LIMIT_S), found[-1]
 
 
-def answer(kernel: Kernel, request: str) -> Any:
-    """The content of the reply to a request of the shell channel."""
+def _answer(kernel: Kernel, request: str) -> Any:
     end = time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
         message = kernel.client.get_shell_msg(timeout=_LIMIT_S)
