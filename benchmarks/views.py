@@ -52,7 +52,9 @@ from axon_nb.widgets import open_job, open_panels, open_timeline
 
 def views():
     panels = [*open_job._open.values(), *open_panels._open.values(), *open_timeline._open.values()]
-    return [panel.view for panel in panels]
+    found = [panel.view for panel in panels]
+    spans = span_feed(current.get())._views if current.get() is not None else ()
+    return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
 class Page:
     '''Says what a page that shows all views says, and counts what it gets: in a cell of its own, as counting costs.'''
@@ -70,11 +72,22 @@ class Page:
         return self._send(stream, kind, *args, **kwargs)
 
     def say(self):
+        '''As a page does: that it is there every four seconds, and that it has got a message after each.'''
+        said = {}
         while True:
             time.sleep(0.05)
-            for view in views() if self.on else ():
-                view._handle_custom_msg({"op": "seen"}, [])
-                view._handle_custom_msg({"op": "here"}, [])
+            now = time.monotonic()
+            try:
+                shown = views() if self.on else []
+            except RuntimeError:  # one is being opened
+                continue
+            for view in shown:
+                if now - said.get(view, 0.0) > 4:
+                    said[view] = now
+                    view._handle_custom_msg({"op": "here"}, [])
+                if getattr(view, "_num_sent", 0) > getattr(view, "_num_seen", 0):
+                    view._handle_custom_msg({"op": "seen"}, [])
+            said = said if self.on else {}
 
     def close(self):
         self.on = False

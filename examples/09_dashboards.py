@@ -149,9 +149,10 @@ with sharded.gathered():
 # %% [markdown]
 # ## `%memory`: what does it cost?
 #
-# Parameters, gradients and the optimizer's two states per parameter, measured; below each bar what a formula says. The
-# dashed line is what the device has, and a rank that comes near it is flagged. On CPUs the tensors are counted, on GPUs
-# the allocator is asked: each panel says what it measured.
+# Parameters, gradients and the optimizer's two states per parameter, measured; below each bar what they should be: by
+# formula, and simulated once the panel has seen how the model is called. The dashed line is what the device has, and a
+# rank that comes near it is flagged. On CPUs the tensors are counted, on GPUs the allocator is asked: each panel says
+# what it measured. Below, ask *what if*: 64 ranks, another strategy, another batch. Another process answers.
 
 # %%
 # %memory replicated optimizer

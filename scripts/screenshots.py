@@ -23,6 +23,7 @@ from tests.browser.lab_server import LabServer  # noqa: E402
 
 __all__ = ["main"]
 
+ANSWER_MS = 200_000
 LIMIT = 300_000
 """Bytes of a picture."""
 WINDOW = {"width": 1240, "height": 1400}
@@ -57,6 +58,12 @@ for epoch in axon_nb.progress(range(1000), desc="epochs"):
         optimizer.step()
         optimizer.zero_grad()
         axon_nb.log(loss=loss.detach(), lr=2e-3 * 0.99**epoch, items=4)"""
+STEPS = """%%distributed
+for _ in range(3):
+    x, y = windows(text, batch=4, seq=config.context, generator=generator)
+    next_byte_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
 PIPELINE = """%%distributed
 class Wait(torch.autograd.Function):
     @staticmethod
@@ -81,7 +88,7 @@ pipe_optimizer = torch.optim.AdamW(pipe.parameters())
 for _ in range(3):
     pipe.step(torch.randn(32, 64), torch.randn(32, 64))
     pipe_optimizer.step()"""
-CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", "%shards grid", "%timeline", PIPELINE]
+CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", STEPS, "%shards grid", "%timeline", PIPELINE]
 
 
 def _shoot(page: LabPage, view: str, folder: Path) -> None:
@@ -94,6 +101,18 @@ def _shoot(page: LabPage, view: str, folder: Path) -> None:
             raise SystemExit(f"{path} has {path.stat().st_size} bytes; {LIMIT} at most")
         print(f"{path}: {path.stat().st_size} bytes")
     page.set_theme(dark=False)
+
+
+def _ask_what_if(page: LabPage) -> None:
+    """What is, simulated; then the same on twice as many ranks."""
+    told = "(words) => document.querySelector('.axon-memory-answer')?.textContent.includes(words)"
+    simulated = "() => /peak.*simulated/.test(document.querySelector('.axon-memory-answer')?.textContent)"
+    page.page.wait_for_function(simulated, timeout=ANSWER_MS)
+    ranks = page.page.locator(".axon-memory-what-if input[name=world]")
+    ranks.fill("8")
+    ranks.press("Tab")
+    page.page.wait_for_function(told, arg="on 8 ranks", timeout=ANSWER_MS)
+    page.page.wait_for_function(simulated, timeout=ANSWER_MS)
 
 
 def _take_all(page: LabPage, folder: Path) -> None:
@@ -109,16 +128,17 @@ def _take_all(page: LabPage, folder: Path) -> None:
     page.wait_done(3)
     for i in (4, 5):
         page.run_and_wait(i, limit=120)
-    page.page.locator(".axon-memory-bar [data-role=optimizer]").first.wait_for(state="attached")
+    _ask_what_if(page)
     page.output(4).scroll_into_view_if_needed()
     _shoot(page, "memory", folder)
+    page.run_and_wait(6, limit=120)
     page.page.fill(".axon-shards input", "block0. weight")
-    page.output(5).scroll_into_view_if_needed()
+    page.output(6).scroll_into_view_if_needed()
     _shoot(page, "shards", folder)
-    for i in (6, 7):
+    for i in (7, 8):
         page.run_and_wait(i, limit=120)
     page.page.locator(".axon-timeline-step canvas").first.wait_for()
-    page.output(6).scroll_into_view_if_needed()
+    page.output(7).scroll_into_view_if_needed()
     _shoot(page, "timeline", folder)
 
 

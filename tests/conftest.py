@@ -36,6 +36,9 @@ def is_xdist_worker(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it."""
+    # An example takes as long as it takes on a busy machine.
+    settings.register_profile("axon_nb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("axon_nb")
     if is_xdist_worker(config):
         return
     folder = Path(tempfile.mkdtemp(prefix="axt-"))

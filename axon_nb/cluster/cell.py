@@ -20,6 +20,8 @@ __all__ = ["CellRun"]
 
 _BUSY_S = 0.005
 """How often to look while something is being decided."""
+_VIEW_S = 0.2
+"""How often what ranks do is shown."""
 _GIVE_UP_S = 10.0
 """Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
 _INSIST_AFTER_S = 1.0
@@ -206,7 +208,7 @@ class CellRun:
         if due is not None and now >= due:
             self.output.flush()
         if self._view is not None and now >= self._view_due:
-            self._view_due = now + 0.1
+            self._view_due = now + _VIEW_S
             self._view.flush()
         if self.lost:
             return True

@@ -30,6 +30,8 @@ class JobAnswers:
     """What each rank does, in words; all ranks, those that are dead or silent too."""
     cell: int | None
     """Number of the cell that runs; None: none does; 0: one without a number, or whose ranks have not answered."""
+    spent_s: float = 0.0
+    """What the answer has cost the rank for which it was most."""
 
 
 def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
@@ -49,7 +51,8 @@ def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
     for rank in cluster.ranks:
         state = reports[rank].state if rank in reports else None
         words[rank] = cluster.health.dead.get(rank) or describe_state(state, late.get(rank, ()))
-    return JobAnswers(reports, words, running_cell(reports, busy))
+    spent_s = max((float(answer.get("spent_s", 0.0)) for answer in answers.values()), default=0.0)
+    return JobAnswers(reports, words, running_cell(reports, busy), spent_s)
 
 
 def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.waits import ask
+from axon_nb.cluster.waits import ask_each
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.shard import Shard
@@ -14,28 +14,65 @@ from axon_nb.records.shard import Shard
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["ask_layouts"]
+__all__ = ["LayoutQuestion", "ask_layouts"]
 
 _LIMIT_S = 10.0
 
 
-def ask_layouts(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> tuple[list[Shard], list[str]]:
-    """The parts of tensors on all living ranks, and notes on ranks that have told nothing.
+class LayoutQuestion:
+    """One question, to be asked again and again: of a rank that holds what it held, only that is sent.
+
+    Not thread-safe: who asks holds a lock.
 
     Args:
         cluster: The cluster.
         names: Variables of the ranks: modules, optimizers, tensors, collections of tensors.
         gradients: Whether gradients are asked for besides.
-
-    Raises:
-        UsageError: no rank has a variable of that name, or what it has holds no tensor.
-        AxonError: no rank answers.
     """
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-    content: dict[str, Any] = {"names": list(names), "gradients": gradients}
-    answers = ask(cluster.connection.client, living, "axon_layouts", limit_s=_LIMIT_S, **content)
-    if not answers:
-        raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
+
+    def __init__(self, cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
+        self._cluster = cluster
+        self._content: dict[str, Any] = {"names": list(names), "gradients": gradients}
+        self._known: dict[int, tuple[str, list[Shard]]] = {}
+        """By rank: what stands for its last answer, and that."""
+        self._notes: list[str] = []
+        self.is_news = True
+        """Whether the last answer was another one than that before."""
+        self.spent_s = 0.0
+        """What the last answer has cost the rank for which it was most."""
+
+    def ask(self) -> tuple[list[Shard], list[str]]:
+        """The parts of tensors on all living ranks, and notes on ranks that have told nothing.
+
+        Raises:
+            UsageError: no rank has a variable of that name, or what it has holds no tensor.
+            AxonError: no rank answers.
+        """
+        cluster = self._cluster
+        living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+        asked = {rank: {**self._content, "known": self._known.get(rank, ("", []))[0]} for rank in living}
+        answers = ask_each(cluster.connection.client, asked, "axon_layouts", limit_s=_LIMIT_S)
+        if not answers:
+            raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
+        notes = _notes(answers, cluster.ranks)
+        self.spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
+        given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
+        self.is_news = notes != self._notes or given.keys() != self._known.keys()
+        self._notes = notes
+        for rank, answer in given.items():
+            if answer["shards"] is not None:
+                self.is_news = True
+                self._known[rank] = (str(answer["key"]), [_read(fields) for fields in answer["shards"]])
+        self._known = {rank: self._known[rank] for rank in given}
+        return [shard for _, shards in self._known.values() for shard in shards], notes
+
+
+def ask_layouts(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> tuple[list[Shard], list[str]]:
+    """As `LayoutQuestion.ask`, once."""
+    return LayoutQuestion(cluster, names, gradients=gradients).ask()
+
+
+def _notes(answers: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[str]:
     refusals = {rank: str(answer["refused"]) for rank, answer in answers.items() if "refused" in answer}
     if len(refusals) == len(answers):
         reason = Counter(refusals.values()).most_common(1)[0][0]
@@ -44,11 +81,10 @@ def ask_layouts(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
         f"Rank {format_ranks([rank for rank in refusals if refusals[rank] == reason])}: {reason}"
         for reason in dict.fromkeys(refusals.values())
     ]
-    silent = [rank for rank in cluster.ranks if rank not in answers]
+    silent = [rank for rank in ranks if rank not in answers]
     if silent:
         notes.append(f"Rank {format_ranks(silent)} has not answered.")
-    shards = [_read(fields) for answer in answers.values() for fields in answer.get("shards", ())]
-    return shards, notes
+    return notes
 
 
 def _read(fields: dict[str, Any]) -> Shard:

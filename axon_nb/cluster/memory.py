@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.waits import ask
@@ -34,6 +36,8 @@ class MemoryAnswers:
     """Sentences: what is not known, and of whom."""
     model: str = ""
     """Changes when the one model that was named is another, or is called otherwise; empty: there is no such one."""
+    spent_s: float = 0.0
+    """What the answer has cost the rank for which it was most."""
 
 
 def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
@@ -71,11 +75,14 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
         notes = (*notes, f"Rank {format_ranks(silent)}: it has not answered.")
     given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
     model = next((str(answer.get("model", "")) for answer in given.values()), "")
-    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model)
+    spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
+    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model, spent_s)
 
 
 def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
-    """What the first living rank tells a planner of memory, as `engine/plan_request.py` says.
+    """What a rank tells a planner of memory, as `engine/plan_request.py` says: the first living one.
+
+    Of a pipeline it is the one with the first stage, and the model is put together of all its ranks' stages.
 
     Args:
         cluster: The cluster.
@@ -89,11 +96,37 @@ def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | 
     if not cluster.running:
         raise ClusterGone(f"The cluster {cluster.name!r} is gone: `%distributed start`, and `%memory` again.")
     living = [rank for rank in cluster.ranks if rank not in cluster.health.dead][:1]
+    if not living:
+        raise AxonError("No rank lives: `%distributed repair` starts new ones.")
     content = {"names": list(names), "asked": None if asked is None else dict(asked), "known": known}
-    answers = ask(cluster.connection.client, living, "axon_plan", limit_s=_PATIENCE_S, **content)
-    if not answers:
-        raise AxonError("No rank has answered: `%distributed status` tells what they do.")
-    return answers[living[0]]
+    told = _planned(cluster, living, **content)[living[0]]
+    if "first" in told:  # of a pipeline, whose inputs another rank knows
+        living = [int(told["first"])]
+        told = _planned(cluster, living, **content)[living[0]]
+    if "ranks" not in told:
+        return told
+    return _with_stages(told, cluster, names) if told["key"] != known else {**told, "model": None, "states": None}
+
+
+def _planned(cluster: Cluster, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
+    answers = ask(cluster.connection.client, ranks, "axon_plan", limit_s=_PATIENCE_S, **content)
+    if silent := [rank for rank in ranks if rank not in answers]:
+        raise AxonError(f"Rank {format_ranks(silent)} has not answered: `%distributed status` tells what they do.")
+    return answers
+
+
+def _with_stages(told: Mapping[str, Any], cluster: Cluster, names: Sequence[str]) -> Mapping[str, Any]:
+    """An answer about a pipeline, with its model put together of what its ranks hold."""
+    holders = {int(stage): int(rank) for stage, rank in told["ranks"].items()}
+    answers = _planned(cluster, sorted(set(holders.values())), names=list(names), stages=True)
+    for rank, answer in answers.items():
+        if answer.get("is_pending"):
+            return answer
+        if "refused" in answer:
+            return {**told, "refused": f"Rank {rank}: {answer['refused']}"}
+    parts = [base64.b64decode(answers[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
+    joined = import_module("axon_nb.plan.capture_stages").joined_stages(parts)
+    return {**told, "model": base64.b64encode(joined).decode(), "states": None}
 
 
 def _uses(answers: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, MemoryUse]:

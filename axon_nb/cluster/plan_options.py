@@ -37,7 +37,8 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "mesh": setup.mesh,
         "strategy": setup.strategy,
         "inputs": tuple(inputs),
-        "target": inputs[0] if tokens else None,
+        # Torch's schedules cut a target into microbatches, whatever the loss makes of it.
+        "target": inputs[0] if tokens or setup.pp > 1 else None,
         "loss": Imported("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
         "optimizer": optimizer,
         "optimizer_options": options,
@@ -47,6 +48,9 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "batch": setup.batch,
         "checkpointing": recomputed if setup.checkpointing else None,
         "wrap": None if facts["units"] is None else OfClasses(tuple(facts["units"])),
+        "microbatches": setup.microbatches if setup.pp > 1 else None,
+        "schedule": facts["schedule"],
+        "tp_plan": facts["tp_plan"],
         "device": facts["device"],
         "ranks": "all" if setup.world <= _ALL_RANKS else "worst",
     }

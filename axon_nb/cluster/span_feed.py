@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
-_TICK_S = 0.08
-"""Views get what is new so often: 12 times a second, or 10 where each time takes 20 ms."""
+_TICK_S, _SLOW_TICK_S = 0.08, 0.2
+"""Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else 5 times."""
 _BUSY_S, _SELDOM_S = 0.2, 0.5
-"""How often each rank is asked while a cell runs: at most, and at least as long as `_MOST_PER_S` allows."""
+"""How often a rank is asked while a cell runs: where much comes, at most; and else, as far as `_MOST_PER_S` goes."""
+_MUCH_PER_S = 500
+"""Spans of a rank: if they were fetched seldom, each message to a page would be a large one."""
 _PER_S, _MOST_PER_S = 12, 40
 """How many questions a second there are, and at most; ranks take turns, so that there is something new at each tick."""
 _IDLE_S = 1.0
@@ -67,6 +69,8 @@ class SpanFeed:
         self._offsets: dict[int, tuple[int, int]] = {}
         """By rank of another host: nanoseconds of the round trip, and what to add to its times."""
         self._due: dict[int, float] = {}
+        self._flows: dict[int, tuple[int, bool]] = {}
+        """By rank: when its last answer was asked for, in nanoseconds, and whether much had come since."""
         self.running_since: int | None = None
         """Since when ranks run a cell, in nanoseconds, give or take a tick; None: they do not, or nobody looks."""
 
@@ -98,7 +102,8 @@ class SpanFeed:
 
     def _run(self) -> None:
         while True:
-            time.sleep(_TICK_S)
+            much = any(fast for _, fast in list(self._flows.values()))
+            time.sleep(_TICK_S if much else _SLOW_TICK_S)
             with self._lock:
                 cluster = self._cluster()
                 if not self._views or cluster is None or not cluster.running:
@@ -125,15 +130,18 @@ class SpanFeed:
         if not cluster.busy:
             self.running_since = None
         elif self.running_since is None:
-            self.running_since = time.monotonic_ns() - round(_TICK_S * 1e9)
+            self.running_since = time.monotonic_ns() - round(_SLOW_TICK_S * 1e9)
             count = len(cluster.ranks)
-            self._due = {rank: now + number * _every_s(count) / count for number, rank in enumerate(cluster.ranks)}
+            apart = _every_s(count, much=False) / count
+            self._due = {rank: now + number * apart for number, rank in enumerate(cluster.ranks)}
         self._take_answers()
         if wanted:
             due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
             self._ask(_WATCH_S, due)
-            every = _every_s(len(cluster.ranks)) if self.running_since is not None else _IDLE_S
-            self._due.update(dict.fromkeys(due, now + every - _TICK_S / 2))
+            for rank in due:
+                much = self._flows.get(rank, (0, False))[1]
+                every = _every_s(len(cluster.ranks), much=much) if self.running_since is not None else _IDLE_S
+                self._due[rank] = now + every - _TICK_S / 2
 
     def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
         cluster = self._cluster()
@@ -166,6 +174,8 @@ class SpanFeed:
         if known != process:  # a fresh rank: what it was asked for had another's numbers
             self._next[rank] = (process, 0)
             return
+        before = self._flows.get(rank, (asked_ns, False))[0]
+        self._flows[rank] = (asked_ns, len(content["spans"]) * 1e9 > _MUCH_PER_S * (asked_ns - before) > 0)
         self.store.know_groups(content["groups"])
         offset = self._offset(rank, int(content["now_ns"]), asked_ns, now_ns)
         self.store.add([Span(*row) for row in content["spans"]], offset_ns=offset, lost=int(content["lost"]))
@@ -181,9 +191,10 @@ class SpanFeed:
         return best[1]
 
 
-def _every_s(num_ranks: int) -> float:
-    """How often each of so many ranks is asked while a cell runs."""
-    return max(_BUSY_S, min(num_ranks / _PER_S, max(_SELDOM_S, num_ranks / _MOST_PER_S)))
+def _every_s(num_ranks: int, *, much: bool) -> float:
+    """How often each of so many ranks is asked while a cell runs, where much comes of it or little."""
+    seldom = max(_SELDOM_S, num_ranks / _MOST_PER_S)
+    return max(_BUSY_S, min(num_ranks / _PER_S, seldom)) if much else seldom
 
 
 _feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary()
@@ -191,4 +202,6 @@ _feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary
 
 def span_feed(cluster: Cluster) -> SpanFeed:
     """The one of a cluster."""
-    return _feeds.setdefault(cluster, SpanFeed(cluster))
+    if (feed := _feeds.get(cluster)) is None:
+        feed = _feeds.setdefault(cluster, SpanFeed(cluster))
+    return feed

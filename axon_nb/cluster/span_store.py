@@ -134,6 +134,17 @@ class SpanStore:
             dropped = max(0, self.first - start)
             return SpanTable(columns, tuple(self._labels), dict(self._groups), self.first + low, self.lost, dropped)
 
+    def ending_after(self, time_ns: int, start: int = 0) -> SpanTable:
+        """The spans with numbers from `start` on, without those before the first one that ends after `time_ns`; a copy.
+
+        Spans come about in the order of their ends: of a cell that has just begun these are few.
+        """
+        with self._lock:
+            low = min(max(start - self.first, 0), self._count)
+            late = self._columns["end"][low : self._count] > time_ns
+            skipped = int(late.argmax()) if late.any() else len(late)
+            return self.table(self.first + low + skipped)
+
     def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
         """Of which spans something is known since `num_patched` was `since`: number, late, by; and its value now."""
         with self._lock:

@@ -54,6 +54,7 @@ class StopButton:
         """When it began to be handled, in Unix time."""
         self._cancel_on_sigint = kernel._cancel_on_sigint
         self._run_code = kernel.shell.run_code
+        self._showtraceback = kernel.shell.showtraceback
 
     def install(self) -> None:
         """Take over; call it on the main thread."""
@@ -62,13 +63,15 @@ class StopButton:
         self._kernel.post_handler_hook = self._after
         self._kernel._cancel_on_sigint = self._cancel
         self._kernel.shell.run_code = self._run
+        self._kernel.shell.showtraceback = self._show
         self._handling = "execute_request"  # the one that loads the extension
 
     def uninstall(self) -> None:
         """Leave SIGINT to ipykernel again."""
         for name in ("pre_handler_hook", "post_handler_hook", "_cancel_on_sigint"):
             vars(self._kernel).pop(name, None)
-        vars(self._kernel.shell).pop("run_code", None)
+        for name in ("run_code", "showtraceback"):
+            vars(self._kernel.shell).pop(name, None)
         self._kernel.saved_sigint_handler = signal.SIG_IGN  # for the end of the request that is being handled
 
     def _before(self) -> None:
@@ -105,6 +108,17 @@ class StopButton:
             self._pressed = None
             return await self._run_code(_STOP, result)
         return await self._run_code(code, result, async_=async_)
+
+    def _show(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As IPython's; a press that landed in the user's code is shown there, without the handler that raised."""
+        error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
+        call = error.__traceback__ if isinstance(error, KeyboardInterrupt) else None
+        while call is not None and call.tb_next is not None:
+            if call.tb_next.tb_frame.f_code is StopButton._on_press.__code__:
+                call.tb_next = None
+            else:
+                call = call.tb_next
+        self._showtraceback(exc_tuple, *args, **kwargs)
 
     @contextlib.contextmanager
     def _cancel(self, future: Any) -> Iterator[None]:

@@ -27,9 +27,6 @@ class StateView(Protocol):
     def add(self, states: Iterable[RankState]) -> None:
         """From any thread: new samples."""
 
-    def lost(self, n: int) -> None:
-        """From any thread: this many were dropped."""
-
     def flush(self) -> None:
         """On the notebook's thread: show them."""
 
@@ -71,8 +68,6 @@ class Watch:
             return
         states = [RankState(**{**state, "activity": Activity(state["activity"])}) for state in content["states"]]
         self._tell(self._view.add, [self._as_part_of_cell(state) for state in states])
-        if content["lost"]:
-            self._tell(self._view.lost, content["lost"])
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         """A view is never worth a cell: one that fails is left as it is."""

@@ -30,6 +30,7 @@ _STATES_ONLY = "model states only"
 _HOW_CALLED = (
     "Activations are not in it: how the model is called is seen in its next forward, while this panel is open."
 )
+_PIPELINE = "A pipeline is simulated once it is seen in its next step, while this panel is open."
 _MEAN_LOSS = "The loss is not known: the mean of the model's output stands for it."
 
 Ask = Callable[[Mapping[str, Any] | None, str], Mapping[str, Any]]
@@ -119,9 +120,13 @@ class WhatIf:
         setup = MemorySetup(**told["setup"])
         if told["model"] is not None:
             self._model = (str(told["key"]), base64.b64decode(told["model"]))
-        states = MemoryEstimate(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
+        states = None
+        if told["states"] is not None:
+            states = MemoryEstimate(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
         if facts["inputs"] is None:
-            self._tell(setup=setup, estimate=replace(states, notes=(_HOW_CALLED,)), doing="", **known)
+            seen = None if states is None else replace(states, notes=(_HOW_CALLED,))
+            known["notes"] = (*known["notes"], *([_PIPELINE] if states is None else []))
+            self._tell(setup=setup, estimate=seen, doing="", **known)
             return
         waits = asked is None and self._busy()
         doing = "waiting for the cell that runs" if waits else "starting"

@@ -16,7 +16,6 @@ from axon_nb.engine.session import current
 from axon_nb.engine.stacks import cell_stack
 from axon_nb.engine.telemetry import Telemetry
 from axon_nb.engine.view_requests import view_handlers
-from axon_nb.errors import UsageError
 
 __all__ = ["control_handlers"]
 
@@ -50,15 +49,6 @@ def control_handlers(
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
 
-    def tell_layouts(content: dict[str, Any]) -> dict[str, Any]:
-        # Loaded on first use: torch's distributed tensors take time, and few sessions look at shards.
-        from axon_nb.engine.layouts import layouts
-
-        try:
-            return {"shards": layouts(content["names"], gradients=bool(content.get("gradients")))}
-        except UsageError as error:
-            return {"refused": str(error)}
-
     def tell_spans(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.span_reader import span_reader
 
@@ -75,7 +65,6 @@ def control_handlers(
     return {
         "axon_abort": abort_cell,
         "axon_cells": tell_cells,
-        "axon_layouts": tell_layouts,
         "axon_spans": tell_spans,
         "axon_stacks": stacks,
         "axon_status": status,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,32 +21,38 @@ from axon_nb.engine.sharded import loaded
 from axon_nb.errors import UsageError
 from axon_nb.records.shard import Shard
 
-__all__ = ["layouts"]
+__all__ = ["layout_report"]
+
+_FIELDS = tuple(item.name for item in fields(Shard))
 
 
-def layouts(names: Iterable[str], *, gradients: bool = False) -> list[dict[str, Any]]:
+def layout_report(names: Iterable[str], *, gradients: bool = False, known: str = "") -> dict[str, Any]:
     """The parts that this rank holds.
 
     Args:
         names: Variables, or what is reached from one by ``.name`` and ``[index]``: modules (parameters and buffers),
             optimizers (their state), tensors, and lists, tuples and dicts of these.
         gradients: Whether gradients are told besides.
+        known: The key of the last answer to the same question; empty: there was none.
 
     Returns:
-        Fields of `Shard`, one record a tensor.
+        ``shards``: fields of `Shard`, one record a tensor, or None where they are those of the key; ``key``.
 
     Raises:
         UsageError: there is no such variable, or nothing in it that is a tensor.
     """
     space = current().kernel.shell.user_ns
-    records = []
+    records: list[Shard] = []
     for name in names:
         value = look_up(name, space)
         found = list(_shards(name, value, space, gradients=gradients))
         if not found:
             raise UsageError(f"{name!r} is a {type(value).__name__} that holds no tensor.")
-        records += [dataclasses.asdict(shard) for shard in found]
-    return records
+        records += found
+    key = f"{os.getpid()}:{hash(tuple(records))}"
+    if key == known:
+        return {"shards": None, "key": key}
+    return {"shards": [{name: getattr(shard, name) for name in _FIELDS} for shard in records], "key": key}
 
 
 def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) -> Iterator[Shard]:

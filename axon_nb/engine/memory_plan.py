@@ -12,6 +12,7 @@ import torch
 import axon_nb.plan.simulate_model  # noqa: F401 -- takes a second to import: not on the thread that answers
 from axon_nb import plan
 from axon_nb.engine.model_facts import ModelFacts, facts_of, model_key
+from axon_nb.engine.pipeline_facts import held_stages, stages_sent
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.skeleton import NoSkeleton, inner_model, skeleton
 from axon_nb.errors import UsageError
@@ -30,6 +31,7 @@ def tell_plan(
     *,
     asked: Mapping[str, Any] | None,
     known: str,
+    stages: bool = False,
 ) -> dict[str, Any]:
     """The answer to one question.
 
@@ -39,18 +41,27 @@ def tell_plan(
         session: This rank.
         asked: Fields of `MemorySetup`; None: as it is.
         known: The key of the model that the notebook has already.
+        stages: Of a pipeline: this rank's stages alone are wanted.
 
     Returns:
         ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes of the rank that has
         most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
-        where the notebook has it; ``refused`` instead: why there
-        is no plan, beside ``facts`` where there is one of another question.
+        where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of
+        another question. Of a pipeline ``ranks``, by stage, instead of a model and its states; ``first``, the rank to
+        ask, where that is another one; with `stages` the answer of `stages_sent` alone.
     """
+    if (pipeline := held_stages(module)) is not None and (stages or not pipeline.is_first):
+        try:
+            return {"stages": stages_sent(module)} if stages else {"first": pipeline.stage_ranks()[0]}
+        except NoSkeleton as error:
+            return {"refused": f"There is no plan: {error}"}
     facts = facts_of(module, optimizers, session)
     told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
     try:
         setup = facts.setup if asked is None else changed(facts.setup, asked)
         told |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
+        if pipeline is not None:
+            return {**told, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
         factory = _skeleton(module, told["key"])
         states = _by_formula(factory, setup, facts, session)
         sent = None if known == told["key"] else base64.b64encode(factory).decode()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from axon_nb.engine.groups.fsdp_reset import param_groups
 from axon_nb.engine.last_call import called_with, look_at_next_call
+from axon_nb.engine.pipeline_facts import first_stage, held_stages, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharded import is_dtensor, loaded
 from axon_nb.engine.skeleton import inner_model, is_recomputed, plain_class
@@ -48,6 +49,10 @@ class ModelFacts:
     loss: str
     """``tokens``: the next token's cross-entropy; ``mean``: not known, the mean of the output stands for it."""
     notes: list[str]
+    schedule: str = "1F1B"
+    """Of a pipeline: its name."""
+    tp_plan: Any = "auto"
+    """How layers are cut, where they are: styles by patterns of names."""
 
 
 def model_key(module: nn.Module) -> str:
@@ -66,9 +71,12 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
         optimizers: Those that step its parameters.
         session: This rank.
     """
-    inner = inner_model(module)
     notes: list[str] = []
     name, options = _optimizer(optimizers, notes)
+    if held_stages(module) is not None:
+        setup, given, layout, more = pipeline_facts(module, name)
+        return ModelFacts(setup, True, options, None, [], given, "mean", [*notes, *more], **layout)
+    inner = inner_model(module)
     inputs = called_with(_called(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch(inputs)}
     known = fields.pop("known")
@@ -88,6 +96,8 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
 
 def _called(module: nn.Module) -> nn.Module:
     """Whose forward is looked at: the model's, which has the names of its arguments, or that of what is compiled."""
+    if (stage := first_stage(module)) is not None:
+        return stage
     while not isinstance(module, loaded(*_COMPILED)) and module is not (inside := _inside(module)):
         module = inside
     return module

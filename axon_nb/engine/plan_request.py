@@ -13,13 +13,16 @@ from axon_nb.errors import UsageError
 __all__ = ["plan_report"]
 
 
-def plan_report(names: Sequence[str], *, asked: Mapping[str, Any] | None, known: str) -> dict[str, Any]:
+def plan_report(
+    names: Sequence[str], *, asked: Mapping[str, Any] | None, known: str, stages: bool = False
+) -> dict[str, Any]:
     """The answer to ``axon_plan``: of `memory_plan.tell_plan`, ``is_pending`` while that is loaded, or ``refused``.
 
     Args:
         names: A model, and its optimizers where they are named.
         asked: What is asked instead of what is; None: nothing.
         known: The key of the model that the notebook has already.
+        stages: Of a pipeline: this rank's stages alone are wanted.
     """
     session = current()
     try:
@@ -29,7 +32,8 @@ def plan_report(names: Sequence[str], *, asked: Mapping[str, Any] | None, known:
         planner = loaded("axon_nb.engine.memory_plan")
         if planner is None:
             return {"is_pending": True}
-        answer: dict[str, Any] = planner.tell_plan(modules[0], optimizers, session, asked=asked, known=known)
+        options: dict[str, Any] = {"asked": asked, "known": known, "stages": stages}
+        answer: dict[str, Any] = planner.tell_plan(modules[0], optimizers, session, **options)
     except (UsageError, ImportError) as error:
         return {"refused": str(error)}
     return answer

@@ -1,7 +1,9 @@
-"""What a rank answers to the views of a running job; their code is loaded on first use, as few sessions look."""
+"""What a rank answers to the views of a running job, and what that costs; their code is loaded on first use."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from axon_nb.engine.kernel_hooks import ControlHandler
@@ -12,7 +14,7 @@ __all__ = ["view_handlers"]
 
 
 def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, ControlHandler]:
-    """The requests of `%watch`, `%memory` and the cluster's card, by message type.
+    """The requests of `%watch`, `%memory`, `%shards` and the cluster's card, by message type.
 
     Args:
         sampler: Of this rank.
@@ -25,6 +27,15 @@ def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, Con
         asked = {name: int(content.get(name, 0)) for name in ("pid", "position", "span_position", "since_ns")}
         return {**(tell_waits({}) or {}), **job_report(sampler.sample(), **asked)}
 
+    def tell_layouts(content: dict[str, Any]) -> dict[str, Any]:
+        from axon_nb.engine.layouts import layout_report
+
+        known, gradients = str(content.get("known", "")), bool(content.get("gradients"))
+        try:
+            return layout_report(content["names"], gradients=gradients, known=known)
+        except UsageError as error:
+            return {"refused": str(error)}
+
     def tell_memory(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.memory import memory_report
 
@@ -36,11 +47,25 @@ def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, Con
     def tell_plan(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.plan_request import plan_report
 
-        return plan_report(content["names"], asked=content.get("asked"), known=str(content.get("known", "")))
+        known, stages = str(content.get("known", "")), bool(content.get("stages"))
+        return plan_report(content["names"], asked=content.get("asked"), known=known, stages=stages)
 
     def tell_mesh(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.meshes import mesh_fields
 
         return {"mesh": mesh_fields()}
 
-    return {"axon_job": tell_job, "axon_memory": tell_memory, "axon_mesh": tell_mesh, "axon_plan": tell_plan}
+    asked_often = {"axon_job": tell_job, "axon_layouts": tell_layouts, "axon_memory": tell_memory}
+    priced = {name: _priced(handler) for name, handler in asked_often.items()}
+    return {**priced, "axon_mesh": tell_mesh, "axon_plan": tell_plan}
+
+
+def _priced(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> ControlHandler:
+    """The handler, whose answer also says what it cost: ``spent_s``, seconds of CPU of the thread that answers."""
+
+    def answer(content: dict[str, Any]) -> dict[str, Any]:
+        began = time.thread_time()
+        told = handler(content)
+        return {**told, "spent_s": time.thread_time() - began}
+
+    return answer

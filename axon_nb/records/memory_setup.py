@@ -10,7 +10,14 @@ from axon_nb.errors import UsageError
 
 __all__ = ["WITH_MOMENTUM", "MemorySetup", "changed"]
 
-_NUMBERS = {"world": "ranks", "shard": "ranks that share one copy", "batch": "samples on a rank"}
+_NUMBERS = {
+    "world": "ranks",
+    "shard": "ranks that share one copy",
+    "batch": "samples on a rank",
+    "pp": "ranks of a pipeline",
+    "tp": "ranks that share a layer",
+    "microbatches": "microbatches",
+}
 _MOST = 1_000_000
 WITH_MOMENTUM = "sgd with momentum"
 """An optimizer of its own here, as it holds as many states as parameters, and plain SGD none."""
@@ -38,6 +45,12 @@ class MemorySetup:
     """Samples on a rank."""
     checkpointing: bool = False
     """Whether equal blocks are computed again in backward."""
+    pp: int = 1
+    """Ranks of a pipeline: those of one copy of the model, one after the other."""
+    tp: int = 1
+    """Ranks that share each layer."""
+    microbatches: int = 1
+    """Parts of a rank's batch, in a pipeline."""
 
     @property
     def optimizer_arguments(self) -> tuple[str, dict[str, Any]]:
@@ -51,6 +64,9 @@ class MemorySetup:
         Raises:
             UsageError: the ranks cannot be arranged so.
         """
+        within = self.pp * self.tp
+        if within > 1:
+            return self._axes(within)
         if self.strategy != "hybrid_shard":
             return {"dp": self.world}
         if self.world % self.shard:
@@ -61,6 +77,16 @@ class MemorySetup:
                 else f"hybrid_shard with {self.shard} of {self.world} ranks to a copy: there are no more than all."
             )
         return {"replicate": self.world // self.shard, "shard": self.shard}
+
+    def _axes(self, within: int) -> dict[str, int]:
+        if self.strategy == "hybrid_shard":
+            raise UsageError("hybrid_shard in a pipeline, or with layers cut over ranks: take full_shard.")
+        if self.world % within:
+            raise UsageError(
+                f"{self.world} ranks, {self.pp} of a pipeline x {self.tp} to a layer: they are a multiple of {within}."
+            )
+        axes = {"pp": self.pp, "dp": self.world // within, "tp": self.tp}
+        return {axis: size for axis, size in axes.items() if size > 1 or axis == "dp"}
 
 
 def changed(setup: MemorySetup, given: Mapping[str, Any]) -> MemorySetup:

@@ -35,7 +35,7 @@ class SpanRing:
         """The number the next span will get."""
         return self._next
 
-    def since(self, position: int, limit: int = 4096) -> tuple[list[Span], int, int]:
+    def since(self, position: int, limit: int = 8192) -> tuple[list[Span], int, int]:
         """The spans from number `position` on: (spans, next position, how many were lost), at most the last `limit`."""
         with self._lock:
             end = self._next

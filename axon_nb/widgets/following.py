@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -11,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.pace import Pace
 
 __all__ = ["FollowingPanel"]
 
@@ -23,7 +25,7 @@ class FollowingPanel(ABC):
 
     Args:
         cluster: Whose ranks are asked.
-        every_s: Seconds between two questions.
+        every_s: Seconds between two questions, at least.
     """
 
     view: Any
@@ -31,7 +33,7 @@ class FollowingPanel(ABC):
 
     def __init__(self, cluster: Cluster, *, every_s: float) -> None:
         self._cluster = cluster
-        self._every_s = every_s
+        self._pace = Pace(every_s)
         self._asking = threading.Lock()
         self._closed = threading.Event()
         self._saved: DisplayHandle | None = None
@@ -39,8 +41,11 @@ class FollowingPanel(ABC):
         self._shell: InteractiveShell | None = None
 
     @abstractmethod
-    def ask(self) -> None:
+    def ask(self) -> float:
         """Ask the ranks, and show what they say.
+
+        Returns:
+            Seconds that the answer has cost a rank, at most.
 
         Raises:
             AxonError: they cannot be asked.
@@ -73,7 +78,9 @@ class FollowingPanel(ABC):
         """Ask the ranks and show what they say; when that goes wrong, what is shown stays as it is."""
         try:
             with self._asking:
-                self.ask()
+                began = time.thread_time()
+                spent_s = self.ask()
+                self._pace.took(spent_s + time.thread_time() - began)
         except Exception:  # a view must not disturb the cell that it shows
             _log.debug("a panel could not be updated", exc_info=True)
 
@@ -93,7 +100,7 @@ class FollowingPanel(ABC):
 
     def _follow(self) -> None:
         was_busy = False
-        while not self._closed.wait(self._every_s):
+        while not self._closed.wait(self._pace.every_s):
             busy = bool(self._cluster.busy)
             if busy != was_busy:
                 was_busy = busy

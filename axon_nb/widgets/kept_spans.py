@@ -46,6 +46,10 @@ class KeptSpans:
         columns = {name: column[low:high] for name, column in self._table.columns.items()}
         return SpanTable(columns, self._table.labels, self._table.groups, low, self.lost, self._table.dropped)
 
+    def ending_after(self, time_ns: int, start: int = 0) -> SpanTable:
+        """As in `SpanStore`."""
+        return self.table(start)
+
     def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
         """None: all is known of each span already."""
         return [], 0

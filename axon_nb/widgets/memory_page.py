@@ -72,7 +72,8 @@ def _svg(width: int, height: int, body: str) -> str:
         for role in used
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'preserveAspectRatio="none">'
         f"{f'<defs>{defs}</defs>' if defs else ''}{body}</svg>"
     )
 
@@ -121,7 +122,7 @@ def _row(row: MemoryRow) -> str:
     flag = f' <b title="{escape(row.flag)}">⚠</b>' if row.flag else ""
     return (
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">{row.rank}{flag}</th>'
-        f'<td style="{_CELL}">{pictures}</td><td style="{_CELL}">{words}</td>'
+        f'<td style="{_CELL};width:36%">{pictures}</td><td style="{_CELL}">{words}</td>'
         f'<td style="{_CELL}">{_picture(row.process, 120, 10)}{escape(row.process.words)}</td></tr>'
     )
 
@@ -131,5 +132,5 @@ def _picture(bar: Bar, width: int, height: int) -> str:
     source = svg_uri(bar_svg(bar, width=width, height=height))
     return (
         f'<img alt="{said}" title="{said}" src="{source}" width="{width}" height="{height}" '
-        'style="display:block;margin:1px 0;max-width:none">'
+        f'style="display:block;margin:1px 0;width:100%;min-width:90px;max-width:{width}px;height:{height}px">'
     )

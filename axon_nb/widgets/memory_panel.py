@@ -13,11 +13,11 @@ from axon_nb.widgets.memory import MemoryView
 
 __all__ = ["MemoryPanel"]
 
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 
 
 class MemoryPanel(FollowingPanel):
-    """Asks once a second.
+    """Asks every two seconds.
 
     Args:
         cluster: Whose ranks are asked.
@@ -45,9 +45,11 @@ class MemoryPanel(FollowingPanel):
     def _answered(self, state: WhatIfState) -> None:
         self.view.answer(state)
 
-    def ask(self) -> None:
+    def ask(self) -> float:
         """Ask the ranks, and show what they say."""
-        self._take(ask_memory(self._cluster, self._names, patient=False))
+        answers = ask_memory(self._cluster, self._names, patient=False)
+        self._take(answers)
+        return answers.spent_s
 
     def cluster_is_gone(self) -> None:
         """What was asked last stays; nothing else can be."""

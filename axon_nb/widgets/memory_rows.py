@@ -133,9 +133,7 @@ class MemoryRows:
         told = [roles_in_words(use.by_role), f"{kind} {format_bytes(peak)}" if peak else ""]
         if on_device and use.capacity:
             told.append(f"of {format_bytes(use.capacity)}")
-        process = f"{format_bytes(use.resident)} resident, highest {format_bytes(use.resident_peak)}"
-        if not on_device and use.capacity:
-            process += f", {format_bytes(use.capacity)} with what is free"
+        process = _process_words(use, on_device=on_device)
         parts = (("resident", use.resident / resident),)
         return MemoryRow(
             use.rank,
@@ -166,6 +164,12 @@ class MemoryRows:
                 "them, with the interpreter and the libraries."
             )
         return [*found, *self._answers.notes]
+
+
+def _process_words(use: MemoryUse, *, on_device: bool) -> str:
+    now, highest = format_bytes(use.resident), format_bytes(use.resident_peak)
+    words = f"{now} resident" if now == highest else f"{now} resident, highest {highest}"
+    return words if on_device or not use.capacity else f"{words}, of {format_bytes(use.capacity)} it could have"
 
 
 def _expected(estimate: MemoryEstimate) -> Iterator[tuple[int, MemoryUse]]:

@@ -33,7 +33,11 @@ _LABELS = {
     "offload": "offload",
     "batch": "batch of a rank",
     "checkpointing": "checkpointing",
+    "pp": "ranks of a pipeline",
+    "tp": "ranks to a layer",
+    "microbatches": "microbatches",
 }
+_OF_PIPELINES = ("pp", "tp", "microbatches")
 _EMPTY = {"dtype": "as it is", "mixed_precision": "none"}
 _FAR = 5.0
 """A capacity that is so many times what is there is told, and not drawn."""
@@ -73,6 +77,8 @@ def _fields(as_is: MemorySetup, asked: MemorySetup) -> list[dict[str, Any]]:
     made = []
     for item in fields(MemorySetup):
         name = item.name
+        if name in _OF_PIPELINES and as_is.pp == 1:
+            continue
         now, value = getattr(as_is, name), getattr(asked, name)
         field = {"name": name, "label": _LABELS[name], "now": now, "value": value}
         if name in _CHOICES:
@@ -108,6 +114,9 @@ def setup_in_words(setup: MemorySetup) -> str:
     parts = [f"{setup.strategy} on {ranks}", setup.optimizer, f"batch {setup.batch}"]
     if setup.strategy == "hybrid_shard":
         parts[0] += f", {setup.shard} to a copy"
+    parts[0] += f", {setup.pp} of a pipeline" if setup.pp > 1 else ""
+    parts[0] += f", {setup.tp} to a layer" if setup.tp > 1 else ""
+    parts += [f"{setup.microbatches} microbatches"] if setup.pp > 1 else []
     parts += [setup.dtype] if setup.dtype else []
     parts += [f"{setup.mixed_precision} computes"] if setup.mixed_precision else []
     parts += [f"{setup.offload} offloaded"] if setup.offload != "none" else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.waits import named
 from axon_nb.widgets.picture import svg_uri
 from axon_nb.widgets.shard_boxes import boxes_in_words, draw, drawing_svg
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words
@@ -14,7 +14,7 @@ from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words
 __all__ = ["heading", "shards_bundle", "shown_shape"]
 
 _MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
+_CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:middle;border:none"
 _MAX_ROWS = 200
 
 
@@ -66,7 +66,7 @@ def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> 
     head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{name}</th>' for name in titles)
     rows = "".join(map(_row, tensors[:_MAX_ROWS]))
     ranks = bytes_by_rank(tensors)
-    total = ", ".join(f"rank {format_ranks(same)}: {format_bytes(size)}" for size, same in _same(ranks))
+    total = ", ".join(f"{named(same)}: {format_bytes(size)}" for size, same in _same(ranks))
     return (
         '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
         'color:var(--jp-ui-font-color1, inherit)">'
@@ -95,7 +95,8 @@ def _row(tensor: PlacedTensor) -> str:
     )
     cells = (tensor.role, shown_shape(tensor), in_words(tensor), _each(tensor))
     return (
-        f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">{escape(tensor.name)}</th>'
+        f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal;white-space:nowrap">'
+        f"{escape(tensor.name)}</th>"
         + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in cells)
         + f'<td style="{_CELL}">{picture}</td></tr>'
     )

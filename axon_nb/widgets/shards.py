@@ -59,11 +59,6 @@ class ShardsView(View):
         """Whether a page has shown it in the last seconds."""
         return time.monotonic() - self._seen < _SEEN_S
 
-    @property
-    def updates(self) -> int:
-        """How often what is shown has become other than before."""
-        return self._updates
-
     def show(self, shards: Sequence[Shard], notes: Sequence[str] = ()) -> bool:
         """Show these parts instead; from any thread. False when they are those that are shown already."""
         with self._lock:

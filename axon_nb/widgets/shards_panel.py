@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.layouts import ask_layouts
+from axon_nb.cluster.layouts import LayoutQuestion
+from axon_nb.cluster.pace import Pace
 from axon_nb.widgets.shards import ShardsView
 
 __all__ = ["ShardsPanel"]
@@ -34,19 +36,19 @@ class ShardsPanel:
 
     def __init__(self, cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
         self._cluster = cluster
-        self._names = list(names)
-        self._gradients = gradients
-        self.view = ShardsView(", ".join(names), *ask_layouts(cluster, names, gradients=gradients))
-        self._cell_over = threading.Event()
+        self._question = LayoutQuestion(cluster, names, gradients=gradients)
+        self.view = ShardsView(", ".join(names), *self._question.ask())
+        self._asking = threading.Lock()
+        self._pace = Pace(_EVERY_S)
+        self._is_stale = False
+        """Whether the saved picture is older than what is shown."""
         self._closed = threading.Event()
         self._saved: DisplayHandle | None = None
-        self._saved_at = 0
         self._shell: InteractiveShell | None = None
 
     def open(self, shell: InteractiveShell) -> None:
         """Show it in the running cell, and follow the cluster from now on."""
         display(self.view)
-        self._saved_at = self.view.updates
         self._saved = display(self._folded(), raw=True, display_id=True)
         self._shell = shell
         shell.events.register("post_run_cell", self._after_cell)
@@ -59,13 +61,17 @@ class ShardsPanel:
             self._shell.events.unregister("post_run_cell", self._after_cell)
             self._shell = None
 
-    def update(self) -> bool:
-        """Ask the ranks; True when something has changed. What cannot be asked any more stays as it is."""
+    def update(self) -> None:
+        """Ask the ranks. What cannot be asked any more stays as it is."""
         try:
-            return self.view.show(*ask_layouts(self._cluster, self._names, gradients=self._gradients))
+            with self._asking:
+                began = time.thread_time()
+                told = self._question.ask()
+                is_other = self._question.is_news and self.view.show(*told)
+                self._pace.took(self._question.spent_s + time.thread_time() - began)
+                self._is_stale |= is_other
         except Exception:  # a view must not disturb the cell that it shows
             _log.debug("a panel could not be updated", exc_info=True)
-            return False
 
     def _after_cell(self, result: Any) -> None:
         if not self._cluster.running:
@@ -73,15 +79,14 @@ class ShardsPanel:
             return
         try:
             self.update()
-            # What was shown while the cell ran is news to the picture, too.
-            if self._saved is not None and (updates := self.view.updates) != self._saved_at:
-                self._saved_at = updates
+            if self._is_stale and self._saved is not None:
+                self._is_stale = False
                 self._saved.update(self._folded(), raw=True)
         except Exception:  # a view is never worth a cell
             _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)
 
     def _follow(self) -> None:
-        while not self._closed.wait(_EVERY_S):
+        while not self._closed.wait(self._pace.every_s):
             if self.view.watched and self._cluster.busy:
                 self.update()
 

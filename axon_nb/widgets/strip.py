@@ -30,7 +30,7 @@ _SIGN_OF_LIFE_S = 5.0  # the browser takes three times as long without a message
 class RankStrip(View):
     """What each rank does, second by second, while a cell runs; a picture and a table once it is over.
 
-    `add` and `lost` may be called from any thread; everything else belongs to the notebook's main thread.
+    `add` may be called from any thread; everything else belongs to the notebook's main thread.
     """
 
     _esm = STATIC / "strip.js"
@@ -75,11 +75,6 @@ class RankStrip(View):
             room = max(0, _MAX_QUEUED - len(self._queue))
             self._queue.extend((arrival_ns, state) for state in fresh[:room])
             self._lost += max(0, len(fresh) - room)
-
-    def lost(self, n: int) -> None:
-        """Count samples that were dropped on their way; from any thread."""
-        with self._lock:
-            self._lost += n
 
     def flush(self) -> None:
         """Send what was queued since the last time, in one message; nothing, but for a sign of life now and then."""

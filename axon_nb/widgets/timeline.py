@@ -39,7 +39,7 @@ _BEAT_S = 0.5
 _LAST_MESSAGES = 20
 """So many at most follow each other at the end."""
 _FACTS_S = 1.0
-_FACTS_SHARE = 50
+_FACTS_SHARE = 100
 """Facts are worked out so rarely that they take at most one part of so many of the time."""
 
 
@@ -173,6 +173,8 @@ class TimelineView(View):
         self._heard = self._beat = time.monotonic()
         if message.get("op") == "seen":
             self._num_seen = max(self._num_seen, int(message.get("number", self._num_sent)))
+        elif message.get("op") == "ready":
+            self._hold_until = 0.0
         elif message.get("op") == "resend":
             with self._lock:
                 self._cursor, self._labels, self._groups = self._begin, 0, {}
@@ -181,17 +183,34 @@ class TimelineView(View):
 
     def _message(self, now: float) -> bytes | None:
         store = self._feed.store
+        if self._is_told(now):
+            return None
         fresh, self._patched = store.patches(self._patched)
         # What has not been sent yet will be sent with it.
         self._patches.extend(patch for patch in fresh if self._begin <= patch[0] < self._cursor)
         table = store.table(self._cursor, self._cursor + _MAX_BYTES // BYTES_PER_SPAN)
         extra = self._new_facts(now)
-        state = (store.lost, store.first, self._feed.running_since, store.last_cell, self._until_ns)
+        state = self._state()
         if not (len(table) or self._patches or extra or self._restart or state != self._last):
             return None if now - self._sent < _SIGN_OF_LIFE_S else self._pack(table, extra, [])
         self._last = state
         count = min(len(self._patches), _MAX_BYTES // 4 // BYTES_PER_PATCH)
         return self._pack(table, extra, [self._patches.popleft() for _ in range(count)])
+
+    def _state(self) -> tuple[Any, ...]:
+        store = self._feed.store
+        return (store.lost, store.first, self._feed.running_since, store.last_cell, self._until_ns)
+
+    def _is_told(self, now: float) -> bool:
+        """Whether there is nothing to send, as far as that can be seen at a glance."""
+        store = self._feed.store
+        waiting = self._restart or self._patches or self._cursor < store.end or self._patched < store.num_patched
+        if waiting or self._state() != self._last or now - self._sent >= _SIGN_OF_LIFE_S:
+            return False
+        return self._facts_at == self._facts_of() or now < self._facts_due
+
+    def _facts_of(self) -> tuple[Any, ...]:
+        return (self._feed.store.end, self._feed.store.num_patched, *self._focus_ns())
 
     def _pack(self, table: SpanTable, extra: dict[str, Any], patches: list[tuple[int, int, int]]) -> bytes:
         header = {**self._header(table, labels_from=self._labels, groups_known=self._groups), **extra}
@@ -237,16 +256,21 @@ class TimelineView(View):
         return (cell[1], cell[2]) if cell is not None else (None, None)
 
     def _new_facts(self, now: float) -> dict[str, Any]:
-        start, end = self._focus_ns()
-        at = (self._feed.store.end, self._feed.store.num_patched, start, end)
+        at = self._facts_of()
         if now < self._facts_due or at == self._facts_at:
             return {}
         began = time.thread_time()
         self._facts_at = at
-        table = self.table() if start is None else self.table().between(start, end)
-        self._facts = page_facts(facts_of(table), self._ranks)
+        self._facts = page_facts(facts_of(self._in_focus()), self._ranks)
         self._facts_due = now + max(_FACTS_S, _FACTS_SHARE * (time.thread_time() - began))
         return self._facts
+
+    def _in_focus(self) -> SpanTable:
+        start, end = self._focus_ns()
+        if start is None:
+            return self.table()
+        ends = [time_ns for time_ns in (end, self._until_ns) if time_ns is not None]
+        return self._feed.store.ending_after(start, self._begin).between(start, min(ends, default=None))
 
 
 def _heard(me: weakref.ref[TimelineView], message: dict[str, Any]) -> None:

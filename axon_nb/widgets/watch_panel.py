@@ -11,12 +11,12 @@ from axon_nb.widgets.watch import WatchView
 
 __all__ = ["WatchPanel", "ask_all"]
 
-_EVERY_S = 0.5
+_EVERY_S = 1.0
 _MAX_ROUNDS = 8
 
 
 class WatchPanel(FollowingPanel):
-    """Asks twice a second.
+    """Asks once a second.
 
     Args:
         cluster: Whose job is shown.
@@ -28,9 +28,11 @@ class WatchPanel(FollowingPanel):
         self.ask()
         self.view.refresh(unseen=True)
 
-    def ask(self) -> None:
+    def ask(self) -> float:
         """Ask until everything is read that was logged so far."""
-        self.view.take(ask_all(self._cluster, self.view), time.monotonic())
+        answers = ask_all(self._cluster, self.view)
+        self.view.take(answers, time.monotonic())
+        return sum(answer.spent_s for answer in answers)
 
     def cluster_is_gone(self) -> None:
         """No cell runs any more, whatever was told last."""

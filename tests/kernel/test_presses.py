@@ -101,3 +101,13 @@ def test_unloading_gives_the_stop_button_back() -> None:
         kernel.ok("import signal")
         assert kernel.value("signal.getsignal(signal.SIGINT).__name__") == "default_int_handler"
         assert kernel.value("'pre_handler_hook' in vars(get_ipython().kernel)") is False
+
+
+def test_an_interrupt_shows_the_users_lines_alone(pair: Kernel) -> None:
+    request = pair.submit("def wait():\n    while True: pass\nprint('go', flush=True)\nwait()")
+    pair.wait_for_output(request, "go")
+    pair.interrupt()
+    shown = pair.collect(request)
+    assert shown.ename == "KeyboardInterrupt"
+    assert "while True: pass" in shown.traceback
+    assert "stop_button" not in shown.traceback

@@ -240,3 +240,17 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
     assert ("parameter", "head.norm.weight", 3) in found
     piped = ask(layers, "t_piped")
     assert piped["parameter", "head.norm.weight", 3]["placements"] == ["Shard(0)"]
+
+
+def test_what_is_as_it_was_is_not_sent_again(ready: Kernel) -> None:
+    ready.ok(
+        "from axon_nb.cluster import current\nfrom axon_nb.cluster.layouts import LayoutQuestion\n"
+        "t_asked = LayoutQuestion(current.require('test'), ['sharded'])\nt_first = t_asked.ask()"
+    )
+    asked = "t_again = t_asked.ask()\n(t_again == t_first, t_asked.is_news, t_asked.spent_s > 0)"
+    assert ready.ok(asked).result == "(True, False, True)"
+    ready.ok("%%distributed --quiet\nsharded[0].unshard()\nsharded[0].reshard()\nown = torch.zeros(9)")
+    assert ready.ok(asked).result == "(True, False, True)"
+    ready.ok("%%distributed --quiet\nsharded.register_buffer('t_more', torch.zeros(2))")
+    assert ready.ok(asked).result == "(False, True, True)"
+    ready.ok("%%distributed --quiet\ndel sharded.t_more")

@@ -18,7 +18,8 @@ MODELS = """%%distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Pipeline, ShardingStrategy, checkpoint_blocks
+from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Parallel3D, Pipeline, ShardingStrategy, make_mesh
+from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 class T_Net(nn.Module):  # of the cell: another process knows it only as it is sent
     def __init__(self):
@@ -40,6 +41,9 @@ t_again = GPT(GPTConfig(blocks=2))
 _ = checkpoint_blocks(t_again, Block)
 t_column = nn.Sequential(ColumnParallelLinear(8, 8))
 t_pipe = Pipeline([nn.Linear(4, 4) for _ in range(world_size)], num_microbatches=4)
+t_layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+t_three_d = Parallel3D(t_layers, make_mesh(pp=2, dp=2), loss=nn.functional.mse_loss)
+t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
 ASK = """import dataclasses, json, time
 from axon_nb.cluster import current
@@ -108,7 +112,6 @@ def test_states_by_formula_come_at_once(ready: Kernel) -> None:
 
 def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
-        "t_pipe": "There is no plan: each rank holds only its stages of a pipeline",
         "t_column": "There is no plan: its layers are cut over ranks by hand",
         "t_nothing": "there is no variable 't_nothing'.",
         "t_train": "'t_train' is a function: `%memory` takes modules and optimizers.",
@@ -117,6 +120,21 @@ def test_what_has_no_plan_says_why(ready: Kernel) -> None:
         assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
     refused = told(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]
     assert refused.startswith("strategy='everything': it is one of full_shard")
+
+
+def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> None:
+    before = told(ready, "t_plan('t_pipe')")
+    assert before["facts"]["inputs"] is None
+    assert before["sent"] > 0
+    ready.ok("%%distributed\nt_pipe.step(torch.randn(8, 4), torch.zeros(8, 4), nn.functional.mse_loss)")
+    facts = told(ready, "t_plan('t_pipe')")["facts"]
+    assert facts["inputs"] == [{"shape": [8, 4], "dtype": "float32"}]
+    assert [facts["setup"][name] for name in ("world", "pp", "tp", "microbatches", "batch")] == [4, 4, 1, 4, 8]
+    assert (facts["schedule"], facts["is_trained_so"]) == ("1F1B", True)
+    three_d = told(ready, "t_plan('t_three_d')")
+    setup = three_d["facts"]["setup"]
+    assert [setup[name] for name in ("world", "pp", "tp", "strategy")] == [4, 2, 1, "shard_grad_op"]
+    assert three_d["sent"] > 0
 
 
 @pytest.mark.slow
@@ -169,3 +187,29 @@ def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
     ready.ok("%%distributed --quiet\nt_ddp(torch.ones(2, 64))")
     assert ready.ok("%%rank 0\nlen(t_ddp.module._forward_pre_hooks)").lines() == ["[rank 0] 0"]
     assert told(ready, "t_plan('t_ddp')")["facts"]["inputs"] == [{"shape": [2, 64], "dtype": "float32"}]
+
+
+@pytest.mark.slow
+def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
+    ready.ok("%memory t_three_d")
+    ready.ok(
+        "t_panel = open_job._open['memory', 't_three_d']\n"
+        "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
+        "t_say(None)"
+    )
+    ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
+    ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")
+    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
+    reference = told(ready, "t_told['reference']")
+    own = 2 * 4 * (8 * 8 + 8) // 2  # two layers of a stage, shared by two ranks
+    for rank in ("0", "1", "2", "3"):
+        assert reference["persistent"][rank]["parameters"] == own
+        assert reference["persistent"][rank]["optimizer"] == 2 * own
+    ready.ok("t_say({'pp': '4', 'tp': '1', 'microbatches': '4'})")
+    ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
+    asked = told(ready, "t_told")
+    assert asked["error"] == ""
+    assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
+    ready.ok("t_say({'world': '5'})")
+    ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
+    assert "they are a multiple of 2" in told(ready, "t_told")["error"]

@@ -91,6 +91,7 @@ export function follow(model, store, { take, took = () => {}, changed }) {
   if (snapshot?.byteLength && !take(snapshot)) model.send({ op: "resend" });
   model.on("msg:custom", onMessage);
   model.on("comm_live_update", onClosed);
+  model.send({ op: "ready" }); // until then what is sent would be heard by nobody: after a reload the kernel waits for it
   const close = () => {
     model.off("msg:custom", onMessage);
     model.off("comm_live_update", onClosed);

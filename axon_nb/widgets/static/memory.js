@@ -1,6 +1,6 @@
 // What each rank's memory holds, as stacked bars. First pure functions (tests/js), then the view.
 
-import { element } from "./common.js";
+import { element, sayHere } from "./common.js";
 
 // ---- lengths and words ---------------------------------------------------------------------------------------------
 
@@ -25,7 +25,8 @@ export function news(before, rows) {
 
 /** Whether a control has a meaning with these values, by name. */
 export function applies(name, values) {
-  return name !== "shard" || values.strategy === "hybrid_shard";
+  if (name === "shard") return values.strategy === "hybrid_shard";
+  return name !== "microbatches" || Number(values.pp) > 1;
 }
 
 /** What a kernel is asked: the values that differ from what is; numbers as they are typed. */
@@ -44,8 +45,6 @@ export function progressWords(doing, share) {
 }
 
 // ---- the view ------------------------------------------------------------------------------------------------------
-
-const HERE_MS = 5000;
 
 function makeBar(bar, kind) {
   const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.words });
@@ -70,7 +69,7 @@ function makeRow(row) {
   const told = element("td", {}, element("div", {}, row.measured.words));
   if (row.estimated) {
     bars.append(makeBar(row.estimated, "estimated"));
-    told.append(element("div", { class: "axon-memory-muted" }, row.estimated.words));
+    told.append(element("div", { class: "axon-view-muted" }, row.estimated.words));
   }
   const process = element("td", {}, makeBar(row.process, "process"), row.process.words);
   const line = element("tr", { "data-rank": row.rank, "aria-label": said(row) }, name, bars, told, process);
@@ -103,13 +102,13 @@ function valueOf(input) {
 function makeWhatIf(model) {
   const controls = element("div", { class: "axon-memory-controls", role: "group", "aria-label": "what if" });
   const reset = element("button", { type: "button", class: "axon-memory-reset" }, "as it is");
-  const doing = element("span", { class: "axon-memory-muted", role: "status" });
+  const doing = element("span", { class: "axon-view-muted", role: "status" });
   const bar = element("progress", { max: "1", "aria-label": "simulation" });
   const error = element("div", { class: "axon-memory-error", role: "alert" });
   const heading = element("div", { class: "axon-memory-answer", "aria-live": "polite" });
   const legend = element("div", { class: "axon-memory-legend" });
   const table = element("table");
-  const notes = element("div", { class: "axon-memory-muted" });
+  const notes = element("div", { class: "axon-view-muted" });
   const line = element("div", { class: "axon-memory-doing" }, reset, bar, doing);
   const title = element("b", {}, "What if");
   const root = element("section", { class: "axon-memory-what-if" }, title, controls, line, error, heading, legend);
@@ -179,10 +178,10 @@ export default () => ({
     const heading = element("b", { class: "axon-memory-heading" });
     const legend = element("div", { class: "axon-memory-legend" });
     const scroll = element("div", { class: "axon-memory-scroll", tabindex: "0", role: "region", "aria-label": "memory" });
-    const notes = element("div", { class: "axon-memory-muted" });
-    const live = element("div", { class: "axon-memory-muted", "aria-live": "polite" });
+    const notes = element("div", { class: "axon-view-muted" });
+    const live = element("div", { class: "axon-view-muted", "aria-live": "polite" });
     const whatIf = makeWhatIf(model);
-    const root = element("div", { class: "axon-memory" }, heading, legend, scroll, live, notes, whatIf.root);
+    const root = element("div", { class: "axon-view axon-memory" }, heading, legend, scroll, live, notes, whatIf.root);
     let before = [];
     el.append(root);
 
@@ -191,7 +190,7 @@ export default () => ({
       heading.textContent = data.heading;
       legend.replaceChildren(
         ...makeLegend(data.roles),
-        element("span", { class: "axon-memory-muted" }, "| highest", " ┊ capacity"),
+        element("span", { class: "axon-view-muted" }, "| highest", " ┊ capacity"),
       );
       const head = element("tr", {}, ...data.titles.map((title) => element("th", { scope: "col" }, title)));
       const top = scroll.scrollTop;
@@ -206,22 +205,15 @@ export default () => ({
       root.dataset.updates = String(data.updates);
     }
 
-    const here = () => {
-      if (!document.hidden && root.isConnected) model.send({ op: "here" });
-    };
-    const timer = setInterval(here, HERE_MS);
-    document.addEventListener("visibilitychange", here);
     model.on("change:content", draw);
     model.on("change:what_if", whatIf.draw);
     draw();
     whatIf.draw();
     // What is, is planned once somebody looks; after a reload the answer is there.
     if (!whatIf.root.hidden && whatIf.isEmpty()) model.send({ op: "what_if", setup: null });
-    // Only now is the root part of the page.
-    requestAnimationFrame(here);
+    const unsay = sayHere(model, root);
     return () => {
-      clearInterval(timer);
-      document.removeEventListener("visibilitychange", here);
+      unsay();
       model.off("change:content", draw);
       model.off("change:what_if", whatIf.draw);
     };

@@ -114,10 +114,10 @@ function buildPage(prefix) {
   const list = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "true" }, "list");
   const map = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "false" }, "by bytes");
   const heading = element("b", { class: "axon-shards-heading" });
-  const state = element("span", { class: "axon-shards-muted", "aria-live": "polite" });
+  const state = element("span", { class: "axon-view-muted", "aria-live": "polite" });
   const totals = element("div", { class: "axon-shards-totals" });
   const body = element("div", { class: "axon-shards-body" });
-  const notes = element("div", { class: "axon-shards-muted" });
+  const notes = element("div", { class: "axon-view-muted" });
   const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
   const defs = shape("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
   defs.append(patterns(prefix));
@@ -151,7 +151,7 @@ export default () => {
         const name = element("th", { scope: "row" }, tensor.name);
         const cells = [tensor.role, tensor.shape, tensor.where, tensor.each].map((text) => element("td", {}, text));
         const drawn = element("td", {}, picture(drawing, prefix, show));
-        if (drawing.empty) drawn.append(element("div", { class: "axon-shards-muted" }, drawing.empty));
+        if (drawing.empty) drawn.append(element("div", { class: "axon-view-muted" }, drawing.empty));
         const line = element("tr", { tabindex: "0", "data-name": tensor.name, "data-kind": tensor.kind }, name, ...cells, drawn);
         if (fresh.has(key)) line.classList.add("axon-shards-fresh");
         const details = () => {

@@ -94,3 +94,13 @@ def test_many_threads_may_add_and_read() -> None:
         table = store.table()
         assert len(table.columns["rank"]) == len(table)
     assert store.end == 4000
+
+
+def test_what_ends_after_a_moment_begins_with_the_first_that_does() -> None:
+    store = SpanStore(limit=100)
+    store.add([span(0, i, i + 1) for i in range(150)])
+    found = store.ending_after(140)
+    assert (found.first, found.columns["start"].tolist()) == (140, list(range(140, 150)))
+    assert store.ending_after(0).first == store.first
+    assert store.ending_after(140, 145).first == 145
+    assert len(store.ending_after(1000)) == 0

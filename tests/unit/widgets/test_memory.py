@@ -71,7 +71,7 @@ def test_resident_memory_has_a_scale_of_its_own() -> None:
     assert row.process.segments == (("resident", pytest.approx(500 / 600)),)
     assert row.process.peak == 1
     assert row.process.capacity is None, "60 GiB are beyond what is drawn"
-    assert "60.0 GiB with what is free" in row.process.words
+    assert "of 60.0 GiB it could have" in row.process.words
     (near,) = rows_of(answers(use(capacity=GIB))).rows()
     assert near.process.capacity == 1
 

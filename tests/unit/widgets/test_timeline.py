@@ -222,6 +222,22 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
     assert page.reopened
 
 
+def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
+    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("axon_nb.widgets.timeline._PATIENCE_S", 1e6)
+    page.note({"op": "here"})
+    feed.store.add([span(0, 0, 1, "forward")])
+    page.pump()
+    assert header_of(page.get_state("snapshot")["snapshot"])["count"] == 1
+    feed.store.add([span(0, 1, 2, "forward")])
+    page.pump()
+    assert len(page.sent) == 1
+    page.note({"op": "ready"})
+    page.pump()
+    assert header_of(page.sent[-1])["first"] == 1
+
+
 def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
     page.note({"op": "here"})
