@@ -9,7 +9,7 @@ from typing import Any
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
-__all__ = ["sendable"]
+__all__ = ["by_name", "sendable"]
 
 
 def sendable(model: Any, cluster: Any = None) -> Any:
@@ -23,11 +23,23 @@ def sendable(model: Any, cluster: Any = None) -> Any:
         PlanError: no rank has a model of that name.
         NoCluster: there are no ranks to ask.
     """
-    if isinstance(model, str):
-        return _from_ranks(model, cluster)
     if is_module(model):
         return import_module("axon_nb.plan.capture_model").capture(model)
-    return model
+    return by_name(model, cluster)
+
+
+def by_name(model: Any, cluster: Any = None) -> Any:
+    """A model of the ranks, where a name is given; anything else as it is.
+
+    Args:
+        model: As in `sendable`.
+        cluster: The same.
+
+    Raises:
+        PlanError: no rank has a model of that name.
+        NoCluster: there are no ranks to ask.
+    """
+    return _from_ranks(model, cluster) if isinstance(model, str) else model
 
 
 def _from_ranks(name: str, cluster: Any) -> CapturedModel:

@@ -11,7 +11,7 @@ from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_formulas import Formula, bubble_formula
 from axon_nb.plan.schedule_picture import figure_of, svg_of
-from axon_nb.records.pipeline_play import Order
+from axon_nb.records.pipeline_play import Order, spans_of
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -95,19 +95,7 @@ class SchedulePlan:
     @cached_property
     def timeline(self) -> tuple[Span, ...]:
         """Every action as a span, rank by rank, from 0 ns on: as a real step records them."""
-        return tuple(
-            Span(
-                rank,
-                "forward" if action == "F" else "backward",
-                action,
-                round(begin * 1e9),
-                round(end * 1e9),
-                stage=stage,
-                microbatch=microbatch,
-            )
-            for rank, order in enumerate(self.orders)
-            for (action, stage, microbatch), (begin, end) in zip(order, self.moments[rank], strict=True)
-        )
+        return tuple(spans_of(self.orders, self.moments))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, ascending."""

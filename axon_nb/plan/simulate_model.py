@@ -136,7 +136,7 @@ def _tensors(given: Any, named: dict[str, int | None]) -> Any:
 
     def made(item: Any) -> Any:
         if isinstance(item, TensorSpec):
-            kind = getattr(torch, item.dtype.removeprefix("torch."), None)
+            kind = getattr(torch, item.dtype, None)
             if not isinstance(kind, torch.dtype):
                 raise PlanError(f"{item}: {item.dtype!r} is no dtype of torch.")
             return torch.zeros(item.sizes(named), dtype=kind)

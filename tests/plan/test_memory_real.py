@@ -48,7 +48,6 @@ OTHERS = {
 CASES = SHARDED | OTHERS
 ALL_RANKS = {"full_shard-4", "optimizer_state", *(name for name in CASES if name.startswith("pp"))}
 """Of the others rank 0 is planned."""
-# Gloo's threads free buffers when they come to it: on a busy machine a measured peak may be some MB too high.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
