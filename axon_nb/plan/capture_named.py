@@ -6,6 +6,7 @@ import ast
 from importlib import import_module
 from typing import Any
 
+from axon_nb.errors import NoCluster
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
@@ -46,7 +47,10 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if not _is_name(name):
         raise PlanError(f"model={name!r}: a variable of the ranks, such as 'model' or 'trainer.model'.")
     if cluster is None:
-        cluster = import_module("axon_nb").current_cluster()
+        try:
+            cluster = import_module("axon_nb").current_cluster()
+        except NoCluster:
+            raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
     module = "__import__('axon_nb.plan.capture_model', fromlist=['captured_or_why'])"
     answers = cluster.run(f"{module}.captured_or_why(lambda: {name}, {name!r})", quiet=True).values
     for answer in answers.values():

@@ -25,6 +25,7 @@ from axon_nb.plan.communication_pipeline import Stages, stages_for
 from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.mesh_axes import one_of, resolved_mesh
+from axon_nb.plan.models import kinds_of
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 
@@ -56,8 +57,8 @@ class LayoutOptions(TypedDict, total=False):
     """The same: tokens of a sample."""
     mixed_precision: torch.dtype | str | None
     """As in `FSDP`: dtype of parameters while they are whole; gradients then travel in float32."""
-    wrap: Wrap
-    """As in `FSDP`: which modules are units."""
+    wrap: Wrap | str
+    """As in `FSDP`: which modules are units; a class may be given by its name."""
     bucket_size_mb: float
     """As in `DDP`: 25 unless said."""
     broadcast_buffers: bool
@@ -163,6 +164,7 @@ class Layout:
         strategy = rest.pop("strategy", "full_shard")
         strategy = str(strategy.value if isinstance(strategy, ShardingStrategy) else strategy).lower()
         mesh = resolved_mesh(world, rest.pop("mesh", None), strategy)
+        rest["wrap"] = kinds_of(rest.pop("wrap", None), "wrap")
         rest["mixed_precision"] = dtype_of(rest.pop("mixed_precision", None))
         _check_options(options, mesh)
         return cls(Given(by_name(model), **subject), mesh, strategy, optimizer=optimizer_of(optimizer), **rest, **own)

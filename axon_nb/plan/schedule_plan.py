@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_formulas import Formula, bubble_formula
@@ -98,7 +99,13 @@ class SchedulePlan:
         return tuple(spans_of(self.orders, self.moments))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """The stages that a rank holds, ascending.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        if rank not in range(self.num_ranks):
+            raise UsageError(f"rank {rank!r}: there are {self.num_ranks} ranks, 0 to {self.num_ranks - 1}.")
         return tuple(sorted({stage for _, stage, _ in self.orders[rank]}))
 
     def to_frame(self) -> pd.DataFrame:

@@ -21,11 +21,12 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.models import CapturedModel, TensorSpec
+from axon_nb.plan.models import CapturedModel, TensorSpec, kinds_of
 from axon_nb.plan.simulate_depth import Run, find_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
+from axon_nb.plan.without_cards import WithoutCards
 
-__all__ = ["Question", "explained", "kinds_of", "optimizer_of", "question_of", "tried_optimizer"]
+__all__ = ["Question", "explained", "optimizer_of", "question_of", "tried_optimizer"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -46,7 +47,7 @@ class Question:
         Raises:
             PlanError: it cannot be made.
         """
-        with explained("made", "the factory is called without arguments"):
+        with explained("made", "the factory is called without arguments"), WithoutCards():
             made = self.factory()
         if not isinstance(made, nn.Module):
             raise PlanError(f"the factory made a {type(made).__name__}: it makes a torch.nn.Module.")
@@ -81,7 +82,7 @@ def question_of(request: MemoryRequest) -> Question:
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
         if request.inputs is None:
-            with torch.device("meta"):
+            with torch.device("meta"), WithoutCards():
                 config = getattr(factory(), "config", None)
             if isinstance(config, GPTConfig):
                 return _gpt_question(request, config, named, factory)
@@ -131,8 +132,9 @@ def _arguments(given: Any, named: dict[str, int | None]) -> tuple[Any, ...]:
 
 def _tensors(given: Any, named: dict[str, int | None]) -> Any:
     if callable(given):
-        with explained("given inputs", "inputs= and target= are functions without arguments"):
-            return _tensors(given(), named)
+        with explained("given inputs", "inputs= and target= are functions without arguments"), WithoutCards():
+            given = given()
+        return _tensors(given, named)
 
     def made(item: Any) -> Any:
         if isinstance(item, TensorSpec):
@@ -159,19 +161,6 @@ def _loss_of(given: Any, has_target: bool) -> Loss:
         return output.float().mean()
 
     return mean
-
-
-def kinds_of(given: Any, name: str) -> Any:
-    """Which modules are meant, with classes by name turned into a function.
-
-    Raises:
-        PlanError: what is given is none of it.
-    """
-    if isinstance(given, str):
-        return lambda module: type(module).__name__ == given
-    if given is None or isinstance(given, int | type | tuple) or callable(given):
-        return given
-    raise PlanError(f"{name}={given!r}: a class, its name, classes, or a function that is asked about each module.")
 
 
 def optimizer_of(request: MemoryRequest) -> OptimizerKind:

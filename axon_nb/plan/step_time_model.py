@@ -92,7 +92,7 @@ class Given:
             given = self._of_config(self.model)
         elif isinstance(self.model, CapturedModel):
             given = self._of_captured(self.model)
-        elif is_dataclass(self.model):
+        elif is_dataclass(self.model) and not isinstance(self.model, type):
             raise UsageError(
                 f"a {type(self.model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; "
                 "give a function without arguments that makes the model, with inputs=."
@@ -104,7 +104,12 @@ class Given:
         return Subject(model, args if isinstance(args, tuple) else (args,), given._loss_of(mode))
 
     def _of_config(self, config: GPTConfig) -> Given:
-        tokens = _Described((self.batch, self.seq or config.context), torch.int64)
+        seq = self.seq or config.context
+        if seq > config.context:
+            raise UsageError(
+                f"seq={seq}: the model's context is {config.context} tokens; GPTConfig(context={seq}) has as many."
+            )
+        tokens = _Described((self.batch, seq), torch.int64)
         target = tokens if self.target is None and self.loss is None else self.target
         loss = next_byte_loss if self.loss is None else self.loss
         return Given(lambda: GPT(config), self.inputs or tokens, target, loss, self.batch, self.seq)
@@ -152,7 +157,13 @@ class Given:
 
     def _tensors(self, given: Any, mode: FakeTensorMode | None) -> Any:
         described = isinstance(given, torch.Tensor) or hasattr(given, "shape")
-        made = given() if callable(given) and not described else given
+        try:
+            made = given() if callable(given) and not described else given
+        except Exception as error:
+            raise UsageError(
+                f"inputs= or target= cannot be made: {type(error).__name__}: {first_line(error)}; each is a function "
+                "without arguments, tensors, or their shapes."
+            ) from error
         parts = made if isinstance(made, tuple) else (made,)
         sizes = {"batch": self.batch, "seq": self.seq}
         found = tuple(_made(part, sizes) for part in parts)
