@@ -51,6 +51,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
             cluster = import_module("axon_nb").current_cluster()
         except NoCluster:
             raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
+    if not hasattr(cluster, "run"):
+        raise PlanError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     module = "__import__('axon_nb.plan.capture_model', fromlist=['captured_or_why'])"
     answers = cluster.run(f"{module}.captured_or_why(lambda: {name}, {name!r})", quiet=True).values
     for answer in answers.values():

@@ -25,7 +25,7 @@ from axon_nb.plan.communication_pipeline import Stages, stages_for
 from axon_nb.plan.communication_tensor import local_parameters
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.mesh_axes import one_of, resolved_mesh
-from axon_nb.plan.models import kinds_of
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 
@@ -120,6 +120,7 @@ class Layout:
                 "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
+        wrap = kinds_in(trace.model, self.wrap, "wrap")
         styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
@@ -131,7 +132,7 @@ class Layout:
                 num_stages=self.num_stages,
                 at=self.at,
             )
-        for name, value in (("trace", trace), ("styles", styles), ("stages", stages)):
+        for name, value in (("trace", trace), ("wrap", wrap), ("styles", styles), ("stages", stages)):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -164,7 +165,6 @@ class Layout:
         strategy = rest.pop("strategy", "full_shard")
         strategy = str(strategy.value if isinstance(strategy, ShardingStrategy) else strategy).lower()
         mesh = resolved_mesh(world, rest.pop("mesh", None), strategy)
-        rest["wrap"] = kinds_of(rest.pop("wrap", None), "wrap")
         rest["mixed_precision"] = dtype_of(rest.pop("mixed_precision", None))
         _check_options(options, mesh)
         return cls(Given(by_name(model), **subject), mesh, strategy, optimizer=optimizer_of(optimizer), **rest, **own)
@@ -235,6 +235,8 @@ def optimizer_of(given: Callable[..., Optimizer] | str | None) -> Callable[..., 
     Raises:
         UsageError: there is none of this name, or it is nothing that can be called.
     """
+    if isinstance(given, Optimizer):
+        raise UsageError(f"optimizer is a {type(given).__name__} that is made already: give its class, or its name.")
     if given is not None and not isinstance(given, str) and not callable(given):
         raise UsageError(f"optimizer={given!r}: a name in torch.optim such as 'AdamW', its class, or what makes one.")
     if not isinstance(given, str):

@@ -94,6 +94,8 @@ class MemoryRequest:
         check_callable("loss", self.loss, "of the output, and of the target where there is one, to a scalar")
         if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
             raise PlanError(f"optimizer_options={self.optimizer_options!r}: keyword arguments, such as {{'lr': 1e-3}}.")
+        if self.tp_plan != "auto" and not isinstance(self.tp_plan, Mapping):
+            raise PlanError(f"tp_plan={self.tp_plan!r}: 'auto', or patterns of module names to styles.")
         outside = [rank for rank in self.ranks if not 0 <= int(rank) < self.world] if self._some() else []
         if outside:
             raise PlanError(f"rank {outside[0]}: there are {self.world} ranks, 0 to {self.world - 1}.")

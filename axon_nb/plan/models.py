@@ -9,7 +9,7 @@ from typing import Any
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["CapturedModel", "TensorSpec", "check_model", "dtype_name", "is_module", "kinds_of"]
+__all__ = ["CapturedModel", "TensorSpec", "check_model", "dtype_name", "is_module"]
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FACTORY = "a function without arguments that makes it, such as `lambda: GPT(GPTConfig(blocks=24))`"
@@ -84,21 +84,6 @@ def check_model(model: Any) -> None:
 def is_module(model: Any) -> bool:
     """Whether it is a `torch.nn.Module`; told without torch."""
     return any(kind.__module__.startswith("torch.nn.") and kind.__name__ == "Module" for kind in type(model).__mro__)
-
-
-def kinds_of(given: Any, name: str) -> Any:
-    """Which modules are meant, with classes by name turned into a function.
-
-    Raises:
-        PlanError: what is given is none of it.
-    """
-    if isinstance(given, str):
-        return lambda module: type(module).__name__ == given
-    kinds = tuple(given) if isinstance(given, list) else given
-    known = all(isinstance(kind, type) for kind in kinds) if isinstance(kinds, tuple) else isinstance(kinds, int | type)
-    if kinds is None or known or (callable(kinds) and not isinstance(kinds, type)):
-        return kinds
-    raise PlanError(f"{name}={given!r}: a class, its name, classes, or a function that is asked about each module.")
 
 
 def dtype_name(given: Any, name: str) -> str:

@@ -21,7 +21,8 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.models import CapturedModel, TensorSpec, kinds_of
+from axon_nb.plan.models import CapturedModel, TensorSpec
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.simulate_depth import Run, find_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
 from axon_nb.plan.without_cards import WithoutCards
@@ -62,7 +63,7 @@ class Question:
     def _again(self, model: nn.Module) -> Any:
         given = self.request.checkpointing
         if given is not True:
-            return kinds_of(given, "checkpointing")
+            return kinds_in(model, given, "checkpointing")
         run = find_run(model, least=2)
         if run is None:
             raise PlanError("checkpointing=True: the model has no row of equal blocks; give their class.")
@@ -86,6 +87,8 @@ def question_of(request: MemoryRequest) -> Question:
                 config = getattr(factory(), "config", None)
             if isinstance(config, GPTConfig):
                 return _gpt_question(request, config, named, factory)
+    elif is_dataclass(model) and isinstance(model, type):
+        raise PlanError(f"model={model.__name__} is a class of configs: give one of it, {model.__name__}(…).")
     elif is_dataclass(model):
         raise PlanError(
             f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a "
@@ -190,13 +193,16 @@ def tried_optimizer(request: MemoryRequest) -> OptimizerKind:
             f"optimizer={request.optimizer!r}: a plan takes those whose states have the shapes of the parameters, and "
             "that step by gradients alone, such as adam, sgd or adagrad."
         ) from error
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {error}.") from error
+    except Exception as error:
+        text = str(error).rstrip(".")
+        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {text}.") from error
     return kind
 
 
 def _named(given: Any) -> Callable[..., Optimizer]:
     if not isinstance(given, str):
+        if isinstance(given, Optimizer):
+            raise PlanError(f"optimizer is a {type(given).__name__} that is made already: give its class, or its name.")
         if not callable(given):
             raise PlanError(f"optimizer={given!r}: its class, or its name in torch.optim.")
         made: Callable[..., Optimizer] = given

@@ -23,7 +23,7 @@ from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_opt
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.models import kinds_of
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.simulate_hooks import mesh_of
 from axon_nb.plan.simulate_model import Question, optimizer_of
 
@@ -161,7 +161,7 @@ def _in_fsdp(
         model,
         strategy=ShardingStrategy(request.strategy),
         mesh=mesh,
-        wrap=kinds_of(request.wrap, "wrap"),
+        wrap=kinds_in(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
         cpu_offload=CPUOffload(request.offload),
         sync_parameters=False,

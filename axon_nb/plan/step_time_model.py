@@ -92,7 +92,10 @@ class Given:
             given = self._of_config(self.model)
         elif isinstance(self.model, CapturedModel):
             given = self._of_captured(self.model)
-        elif is_dataclass(self.model) and not isinstance(self.model, type):
+        elif is_dataclass(self.model) and isinstance(self.model, type):
+            name = self.model.__name__
+            raise UsageError(f"model={name} is a class of configs: give one of it, {name}(…).")
+        elif is_dataclass(self.model):
             raise UsageError(
                 f"a {type(self.model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; "
                 "give a function without arguments that makes the model, with inputs=."

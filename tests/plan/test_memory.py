@@ -143,6 +143,8 @@ def test_ways_to_ask() -> None:
         _request(model, inputs=spec, target=TensorSpec(("batch", 4)), loss=nn.functional.mse_loss, optimizer="SGD"),
         _request(SMALL, checkpointing="Block", wrap="Block", optimizer=torch.optim.AdamW),
         _request(SMALL, checkpointing=lambda module: isinstance(module, Block), wrap=(Block,), seq=8),
+        _request(SMALL, mesh={"dp": 1, "tp": 3}),
+        _request(lambda: nn.Linear(8, 4, device="cuda").cuda(), inputs=lambda: torch.ones(1, 8, device="cuda")),
     ]
     found = _plans(**{str(number): request for number, request in enumerate(given)})
     assert all(isinstance(made, MemoryPlan) for made in found.values()), found
@@ -150,6 +152,8 @@ def test_ways_to_ask() -> None:
     assert found["1"].worst.peak == found["2"].worst.peak == first
     assert found["4"].worst.persistent.optimizer == 0
     assert found["6"].worst.peak.activations < found["5"].worst.peak.activations
+    assert any("tp cuts nothing" in note for note in found["7"].notes)
+    assert found["8"].worst.peak == first
     enumerated = plan.memory(SMALL, 2, strategy=ShardingStrategy.FULL_SHARD, dtype=torch.bfloat16, method="closed_form")
     named = plan.memory(SMALL, 2, strategy="full_shard", dtype="bfloat16", method="closed_form")
     assert enumerated.ranks == named.ranks
@@ -189,9 +193,13 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         "optimizer": (_request(optimizer="adamm"), "torch.optim has .*adamw"),
         "options": (_request(optimizer_options={"speed": 1}), "speed"),
         "context": (_request(seq=17), "the model's context is 16 tokens"),
-        "kinds": (_request(checkpointing="Blok"), "GPT has none|has none; its modules are"),
+        "kinds": (_request(checkpointing="Blok"), "checkpointing='Blok': GPT has none; its modules are"),
         "no row": (_request(linear, inputs=spec, checkpointing=True), "no row of equal blocks"),
         "tp": (_request(mesh={"dp": 1, "tp": 2}, tp_plan={"nothing*": "column"}), "matches no module"),
+        "no parameters": (_request(nn.ReLU, inputs=spec), "ReLU has no parameters that are trained"),
+        "sparse": (_request(optimizer="SparseAdam"), "does not support dense gradients"),
+        "wrap": (_request(wrap="Blok"), "wrap='Blok': GPT has none; its modules are Attention, Block"),
+        "microbatches": (_request(mesh={"pp": 2}, batch=3), "batch=3 in 2 microbatches.*such as 4"),
         "loss": (_request(lambda: nn.LSTM(8, 8), inputs=TensorSpec((1, 8))), "gives a tuple: give loss="),
     }
     found = _plans(**{name: request for name, (request, _) in cases.items()})
