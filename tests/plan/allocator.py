@@ -29,7 +29,7 @@ class _Block:
     """Whether its end was recorded. If not, it came before `end`: other blocks lie at its address from then on."""
 
 
-def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 12) -> dict[str, Any]:
+def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 8) -> dict[str, Any]:
     """Bytes that the allocator has given out, at the highest moment of a step and at its end.
 
     A thread of Gloo lets go of a buffer some time after the collective is over. Where the rank has let go of it sooner,

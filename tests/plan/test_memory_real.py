@@ -75,7 +75,7 @@ def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
             if name not in known:
                 size = CASES[name].world
                 if size not in worlds:
-                    worlds[size] = stack.enter_context(GlooWorld(size))
+                    worlds[size] = stack.enter_context(GlooWorld(size, limit_s=300))
                 known[name] = worlds[size].run(measured, CASES[name])
             return known[name]
 
