@@ -32,6 +32,7 @@ from axon_nb.plan.step_time_compute import pipelined
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
+from axon_nb.records.quantity import format_bytes
 
 __all__ = ["search"]
 
@@ -120,8 +121,9 @@ def search(
             found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
         else:
             found += ask.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+    each = f"{memory:g} GiB" if memory >= 1 else format_bytes(round(memory * _GIB))
     plan = SearchPlan(
-        f"{gpus} GPUs of {memory:g} GiB, {samples} samples a step",
+        f"{gpus} GPUs of {each}, {samples} samples a step",
         tuple(sorted(found, key=lambda one: one.rank_key)),
         tuple(ask.notes(int(gpus))),
         int(samples),

@@ -46,7 +46,7 @@ def test_what_fits_comes_first_and_the_fastest_at_the_top() -> None:
     assert len(found.figure().data) == 2
     for text in (str(found), found._repr_html_()):
         assert f"{len(fitting)} of {len(found.candidates)} layouts fit" in text
-        assert "memory, GiB" in text
+        assert "memory, MiB" in text
         assert "1 TFLOP/s" in text
     assert "<table" in found._repr_html_()
 
