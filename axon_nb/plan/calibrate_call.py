@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 from axon_nb.comm.group import resolve
 from axon_nb.comm.kinds import Backend
 from axon_nb.errors import UsageError
+from axon_nb.plan.asked_numbers import real_number, whole_number
 from axon_nb.plan.calibrate_collectives import MEASURED, Bench, fitted_link
 from axon_nb.plan.calibrate_compute import measured_overlap, measured_phases, measured_rates
 from axon_nb.plan.calibrate_record import Calibration, Sample
 from axon_nb.plan.calibrate_wrappers import measured_wrappers
+from axon_nb.plan.communication_layout import optimizer_of
 from axon_nb.plan.links import Link
+from axon_nb.plan.mesh_axes import OF_ONE_AXIS, one_of
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import trace_model
 
@@ -37,8 +40,8 @@ def calibrate(
     inputs: Any = None,
     target: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
-    optimizer: Callable[..., Optimizer] | None = None,
-    strategies: Sequence[str] = ("ddp", "full_shard"),
+    optimizer: Callable[..., Optimizer] | str | None = None,
+    strategies: Sequence[Any] | str = ("ddp", "full_shard"),
     batch: int = 1,
     seq: int | None = None,
     operations: Sequence[str] = MEASURED,
@@ -64,7 +67,8 @@ def calibrate(
         inputs: What it is called with.
         target: What its loss takes besides the output.
         loss: From output and target, or from the output alone; None: the sum of the output.
-        optimizer: Made from parameters, such as `torch.optim.AdamW`; its step is measured, too.
+        optimizer: Made from parameters, such as `torch.optim.AdamW`, or the name of one of torch's; its step is
+            measured, too.
         strategies: With a model: ``ddp`` or values of `ShardingStrategy`, whose wrappers are measured around it; not on
             a mesh of several axes.
         batch: Of a GPTConfig, and of inputs that are described.
@@ -76,18 +80,15 @@ def calibrate(
         dtype: In which ranks compute.
 
     Raises:
-        UsageError: there is no default group, or nothing to measure.
+        UsageError: there is no default group, or an option has no meaning.
     """
-    unknown = [name for name in operations if name not in MEASURED]
-    if unknown or not sizes or repeats < 1:
-        raise UsageError(
-            f"operations={list(operations)}, sizes={list(sizes)}, repeats={repeats}: operations are "
-            f"{', '.join(MEASURED)}; there is at least one size and one repeat."
-        )
+    _check(operations, sizes, repeats, budget_s, dtype)
+    names = [strategies] if isinstance(strategies, str) else strategies
+    kinds = [one_of("strategies", str(getattr(name, "value", name)), OF_ONE_AXIS) for name in names]
     options: dict[str, Any] = {
         "given": None if model is None else Given(model, inputs, target, loss, batch, seq),
-        "optimizer": optimizer,
-        "strategies": tuple(strategies),
+        "optimizer": optimizer_of(optimizer),
+        "strategies": tuple(kinds),
         "operations": tuple(operations),
         "sizes": tuple(sizes),
         "repeats": repeats,
@@ -99,8 +100,27 @@ def calibrate(
     return calibrate_here(mesh, **options)
 
 
+def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any) -> None:
+    for name, given, rule in (
+        ("operations", operations, f"one or more of {', '.join(MEASURED)}"),
+        ("sizes", sizes, "bytes of whole tensors; there is at least one size"),
+    ):
+        if not isinstance(given, Iterable) or isinstance(given, str) or not list(given):
+            raise UsageError(f"{name}={given!r}: {rule}.")
+    for operation in operations:
+        one_of("operations", operation, MEASURED)
+    for size in sizes:
+        whole_number("sizes", size, what="bytes")
+    whole_number("repeats", repeats)
+    real_number("budget_s", budget_s, rule="seconds, 0 or more")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype={dtype!r}: a dtype of floating point numbers, such as torch.float32.")
+
+
 def _on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
     """Run it on a cluster's ranks; rank 0's answer, which all have."""
+    if not hasattr(cluster, "run"):
+        raise UsageError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     if mesh is not None and not (isinstance(mesh, str) and mesh.isidentifier()):
         raise UsageError(f"mesh={mesh!r} with cluster=: the name that a mesh has on the ranks, such as 'mesh'.")
     sent = base64.b85encode(cloudpickle.dumps(options)).decode()
@@ -161,6 +181,8 @@ def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> C
     given, optimizer, repeats = options["given"], options["optimizer"], options["repeats"]
     with torch.enable_grad(), torch.random.fork_rng():
         trace = trace_model(given, optimizer=optimizer)
+        if not trace.called:
+            raise UsageError("a model is measured with a batch: give inputs=, what it is called with.")
         rates, alone_s = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
         if len(plain.links) == 1 and plain.samples[0].ranks == everyone.ranks:
             wrappers = measured_wrappers(
@@ -182,7 +204,7 @@ def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> C
 def _benches(mesh: Any, everyone: Bench) -> list[Bench]:
     if mesh is None:
         return [everyone]
-    names = mesh.mesh_dim_names
+    names = getattr(mesh, "mesh_dim_names", None)
     if not names:
-        raise UsageError("the mesh has no named axes: make_mesh(dp=2, tp=2) names them.")
+        raise UsageError(f"mesh={mesh!r} has no named axes: make_mesh(dp=2, tp=2) makes one that has.")
     return [Bench(name, mesh.get_group(name), everyone.device) for name in names]

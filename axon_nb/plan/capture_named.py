@@ -6,10 +6,11 @@ import ast
 from importlib import import_module
 from typing import Any
 
+from axon_nb.errors import NoCluster
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
-__all__ = ["sendable"]
+__all__ = ["by_name", "sendable"]
 
 
 def sendable(model: Any, cluster: Any = None) -> Any:
@@ -23,18 +24,35 @@ def sendable(model: Any, cluster: Any = None) -> Any:
         PlanError: no rank has a model of that name.
         NoCluster: there are no ranks to ask.
     """
-    if isinstance(model, str):
-        return _from_ranks(model, cluster)
     if is_module(model):
         return import_module("axon_nb.plan.capture_model").capture(model)
-    return model
+    return by_name(model, cluster)
+
+
+def by_name(model: Any, cluster: Any = None) -> Any:
+    """A model of the ranks, where a name is given; anything else as it is.
+
+    Args:
+        model: As in `sendable`.
+        cluster: The same.
+
+    Raises:
+        PlanError: no rank has a model of that name.
+        NoCluster: there are no ranks to ask.
+    """
+    return _from_ranks(model, cluster) if isinstance(model, str) else model
 
 
 def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if not _is_name(name):
         raise PlanError(f"model={name!r}: a variable of the ranks, such as 'model' or 'trainer.model'.")
     if cluster is None:
-        cluster = import_module("axon_nb").current_cluster()
+        try:
+            cluster = import_module("axon_nb").current_cluster()
+        except NoCluster:
+            raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
+    if not hasattr(cluster, "run"):
+        raise PlanError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     module = "__import__('axon_nb.plan.capture_model', fromlist=['captured_or_why'])"
     answers = cluster.run(f"{module}.captured_or_why(lambda: {name}, {name!r})", quiet=True).values
     for answer in answers.values():

@@ -41,7 +41,8 @@ def communication(
     gradients are averaged, from the second one on, with the wrappers of `axon_nb.parallel`.
 
     Args:
-        model: A function without arguments that makes it, a model of plain tensors, or a `GPTConfig`.
+        model: A function without arguments that makes it, a model of plain tensors, a `GPTConfig`, the name of one on
+            the ranks, or what `plan.capture` has made of one.
         world: Number of ranks, all of them along ``dp``; None: as the mesh has.
         links: Of all axes or by axis: a `Link`, the name of a preset such as ``"nvlink4"``, or what `calibrate` has
             returned; None: no times.

@@ -18,26 +18,30 @@ from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.tensor.recognise import automatic_plan
 from axon_nb.parallel.tensor.styles import STYLES, check_fits
 from axon_nb.parallel.units import Wrap
+from axon_nb.plan.asked_numbers import check_callable, real_number, whole_number
+from axon_nb.plan.capture_named import by_name
 from axon_nb.plan.communication_data import Held
 from axon_nb.plan.communication_pipeline import Stages, stages_for
 from axon_nb.plan.communication_tensor import local_parameters
+from axon_nb.plan.errors import PlanError
+from axon_nb.plan.mesh_axes import one_of, resolved_mesh
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 
-__all__ = ["DATA_AXES", "Layout", "LayoutOptions", "dtype_of", "optimizer_of", "resolved_axes"]
+__all__ = ["DATA_AXES", "Layout", "LayoutOptions", "dtype_of", "optimizer_of"]
 
 DATA_AXES = ("replicate", "dp", "shard")
 """Axes along which ranks have different samples."""
-_AXES = ("pp", *DATA_AXES, "tp")
-_STRATEGIES = ("ddp", *(member.value for member in ShardingStrategy))
 _TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 
 
 class LayoutOptions(TypedDict, total=False):
     """Keyword arguments of `communication` and `step_time`: how a model is laid out over a world."""
 
-    mesh: Mapping[str, int] | None
-    """Ranks by axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp``; ``pp``. None: all along ``dp``."""
+    mesh: Mapping[str, int] | Any
+    """Ranks by axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp``; ``pp``; or a `DeviceMesh` that has
+    such axes. None: all along ``dp``."""
     strategy: ShardingStrategy | str
     """``ddp``, or a `ShardingStrategy` or its value; full_shard unless said. With ``pp``, as `Parallel3D` has it."""
     inputs: Any
@@ -53,8 +57,8 @@ class LayoutOptions(TypedDict, total=False):
     """The same: tokens of a sample."""
     mixed_precision: torch.dtype | str | None
     """As in `FSDP`: dtype of parameters while they are whole; gradients then travel in float32."""
-    wrap: Wrap
-    """As in `FSDP`: which modules are units."""
+    wrap: Wrap | str
+    """As in `FSDP`: which modules are units; a class may be given by its name."""
     bucket_size_mb: float
     """As in `DDP`: 25 unless said."""
     broadcast_buffers: bool
@@ -116,6 +120,7 @@ class Layout:
                 "tp and pp send activations, so a plan needs inputs=: what a rank's batch looks like, such as "
                 "torch.zeros(8, 128, dtype=torch.int64)."
             )
+        wrap = kinds_in(trace.model, self.wrap, "wrap")
         styles = _styles(trace, self) if self.size("tp") > 1 else {}
         stages = None
         if self.size("pp") > 1:
@@ -127,7 +132,7 @@ class Layout:
                 num_stages=self.num_stages,
                 at=self.at,
             )
-        for name, value in (("trace", trace), ("styles", styles), ("stages", stages)):
+        for name, value in (("trace", trace), ("wrap", wrap), ("styles", styles), ("stages", stages)):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -159,12 +164,10 @@ class Layout:
         subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
         strategy = rest.pop("strategy", "full_shard")
         strategy = str(strategy.value if isinstance(strategy, ShardingStrategy) else strategy).lower()
-        mesh = resolved_axes(world, rest.pop("mesh", None), strategy)
+        mesh = resolved_mesh(world, rest.pop("mesh", None), strategy)
         rest["mixed_precision"] = dtype_of(rest.pop("mixed_precision", None))
-        limit = rest.get("bucket_size_mb", 25.0)
-        if not limit > 0:
-            raise UsageError(f"bucket_size_mb={limit}: it is a number of MiB above 0.")
-        return cls(Given(model, **subject), mesh, strategy, optimizer=optimizer_of(optimizer), **rest, **own)
+        _check_options(options, mesh)
+        return cls(Given(by_name(model), **subject), mesh, strategy, optimizer=optimizer_of(optimizer), **rest, **own)
 
     def size(self, *axes: str) -> int:
         """Ranks along these axes together; 1 for those that are not there."""
@@ -209,35 +212,21 @@ class Layout:
         return ", ".join(parts)
 
 
-def resolved_axes(world: int | None, mesh: Mapping[str, int] | None, strategy: str) -> dict[str, int]:
-    """The axes of a plan and their sizes, the last one varying fastest.
+def _check_options(options: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
+    """See that those of `LayoutOptions` have a meaning that is not looked at elsewhere.
 
     Raises:
-        UsageError: an axis or a strategy is unknown, or the numbers do not fit.
+        PlanError: one has none.
     """
-    if strategy not in _STRATEGIES:
-        raise UsageError(f"strategy={strategy!r}: it is one of {', '.join(_STRATEGIES)}.")
-    if mesh is None:
-        if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-            raise UsageError(f"world={world!r}: how many ranks, such as world=8, or mesh={{'dp': 4, 'tp': 2}}.")
-        mesh = {"dp": world}
-    sizes: dict[str, Any] = dict(mesh)
-    for axis, size in sizes.items():
-        if axis not in _AXES:
-            raise UsageError(f"axis {axis!r}: a mesh has {', '.join(_AXES)}.")
-        if not isinstance(size, int) or size < 1:
-            raise UsageError(f"{axis}={size!r}: an axis has at least 1 rank.")
-    ranks = math.prod(mesh.values())
-    if world not in (None, ranks):
-        raise UsageError(f"mesh {dict(mesh)} makes {ranks} ranks, and world={world}: leave one of the two away.")
-    hybrid = {"replicate", "shard"} <= mesh.keys()
-    if (strategy == "hybrid_shard") != hybrid or ("dp" in mesh and {"replicate", "shard"} & mesh.keys()):
-        raise UsageError(
-            f"strategy={strategy!r} on {dict(mesh)}: hybrid_shard has the axes replicate and shard, the others dp."
-        )
-    if hybrid and "pp" in mesh:
-        raise UsageError("hybrid_shard with pp: stages are sharded over one axis, dp.")
-    return dict(sorted(mesh.items(), key=lambda item: _AXES.index(item[0])))
+    for name in ("batch", "seq", "microbatches", "num_stages"):
+        if (given := options.get(name)) is not None or (name == "batch" and name in options):
+            whole_number(name, given)
+            if name in ("microbatches", "num_stages") and mesh.get("pp", 1) == 1:
+                raise PlanError(f"{name}={given} without pp: mesh={{'pp': 4, …}} makes a pipeline.")
+    limit = options.get("bucket_size_mb", 25.0)
+    real_number("bucket_size_mb", limit, rule="a number of MiB above 0", least=1e-9)
+    one_of("device", options.get("device", "cuda"), ("cpu", "cuda"))
+    check_callable("loss", options.get("loss"), "of the output, and of the target where there is one, to a number")
 
 
 def optimizer_of(given: Callable[..., Optimizer] | str | None) -> Callable[..., Optimizer] | None:
@@ -246,6 +235,8 @@ def optimizer_of(given: Callable[..., Optimizer] | str | None) -> Callable[..., 
     Raises:
         UsageError: there is none of this name, or it is nothing that can be called.
     """
+    if isinstance(given, Optimizer):
+        raise UsageError(f"optimizer is a {type(given).__name__} that is made already: give its class, or its name.")
     if given is not None and not isinstance(given, str) and not callable(given):
         raise UsageError(f"optimizer={given!r}: a name in torch.optim such as 'AdamW', its class, or what makes one.")
     if not isinstance(given, str):
@@ -261,25 +252,25 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype from itself or its name.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none of floating point numbers.
     """
     found = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is not None and not isinstance(found, torch.dtype):
-        raise UsageError(f"mixed_precision={given!r}: a dtype, such as torch.bfloat16.")
+    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise UsageError(f"mixed_precision={given!r}: a dtype of floating point numbers, such as torch.bfloat16.")
     return found
 
 
 def _styles(trace: ModelTrace, layout: Layout) -> dict[str, str]:
     model, ranks = trace.model, layout.size("tp")
-    if isinstance(layout.tp_plan, str):
-        if layout.tp_plan != "auto":
-            raise UsageError(f"tp_plan={layout.tp_plan!r}: 'auto', or patterns of module names to styles.")
+    if layout.tp_plan == "auto":
         sequence, loss = layout.sequence, layout.parallel_loss
         styles: dict[str, str] = trace.once(
             ("styles", ranks, sequence, loss),
             lambda: automatic_plan(model, ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
         )
         return styles
+    if not isinstance(layout.tp_plan, Mapping):
+        raise UsageError(f"tp_plan={layout.tp_plan!r}: 'auto', or patterns of module names to styles.")
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str] = {}
     for pattern, style in layout.tp_plan.items():

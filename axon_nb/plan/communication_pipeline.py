@@ -73,6 +73,7 @@ def stages_for(
     """
     chosen = PipelineSchedule.of(schedule)
     count = default_num_stages(chosen, ranks) if num_stages is None else num_stages
+    at = [at] if isinstance(at, str) else at
     names = _cut(trace, at) if at is not None else trace.once(("stages", count), lambda: _balanced(trace, count))
     given = len(names) if microbatches is None else microbatches
     check_counts(chosen, num_ranks=ranks, num_stages=len(names), num_microbatches=given)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.links import Link, rounds_and_volume
 from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.plan.table_units import unit_for
 from axon_nb.records.quantity import format_bytes
 
 if TYPE_CHECKING:
@@ -163,10 +164,11 @@ class CommunicationPlan:
         )
 
     def figure(self) -> Any:
-        """A plotly figure: MiB that a rank sends by axis and phase, or milliseconds where links are known."""
+        """A plotly figure: what a rank sends by axis and phase, or milliseconds where links are known."""
         timed = bool(self.links)
+        sent = unit_for(sum(row.sent_bytes for row in self.select(place=place)) for place in self.places)
         value: Callable[[Traffic], float] = (
-            (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: row.sent_bytes / _MIB)
+            (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: sent.of(row.sent_bytes))
         )
         busiest = max(self.places, key=lambda place: sum(value(row) for row in self.select(place=place)), default=0)
         rows = [row for row in self.select(place=busiest) if row.operation != "recv"]
@@ -181,7 +183,7 @@ class CommunicationPlan:
             }
             for operation in dict.fromkeys(row.operation for row in rows)
         ]
-        unit = "ms" if timed else "MiB that a rank sends"
+        unit = "ms" if timed else f"{sent.name} that a rank sends"
         return plotly_figure(
             bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
         )

@@ -11,14 +11,20 @@ _LEFT = " style='text-align:left'"
 
 
 def format_ms(seconds: float) -> str:
-    """Seconds in milliseconds, to 4 digits at least: ``0.01234``, ``12.34``, ``12,345``."""
+    """Seconds in milliseconds: ``0``, ``<0.0001``, ``0.0123``, ``12.34``, ``12,345``."""
     milliseconds = 1e3 * seconds
+    if 0 < milliseconds < 0.00005:
+        return "<0.0001"
+    if milliseconds < 0.1:
+        return f"{milliseconds:.4f}".rstrip("0").rstrip(".")
     return f"{milliseconds:,.0f}" if milliseconds >= 1e4 else f"{milliseconds:.4g}"
 
 
 def format_flops(per_s: float) -> str:
-    """Floating point operations a second: ``12.3 GFLOP/s``, ``515 TFLOP/s``."""
-    return f"{per_s / 1e12:.3g} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:.3g} GFLOP/s"
+    """Floating point operations a second: ``1.5 MFLOP/s``, ``12.3 GFLOP/s``, ``515 TFLOP/s``."""
+    unit, size = next(((name, size) for name, size in (("T", 1e12), ("G", 1e9)) if per_s >= size), ("M", 1e6))
+    value = per_s / size
+    return f"{value:,.0f} {unit}FLOP/s" if value >= 999.5 else f"{value:.3g} {unit}FLOP/s"
 
 
 def text_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
@@ -59,5 +65,5 @@ def _numeric(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
 
 def _is_number(cell: str) -> bool:
     """Whether a cell is empty or begins with a number, a unit or what is in brackets behind it."""
-    word = cell.partition(" ")[0].rstrip("%").lstrip("-").replace(",", "")
+    word = cell.partition(" ")[0].rstrip("%").lstrip("-<").replace(",", "")
     return not cell or word.replace(".", "", 1).replace("e+", "").replace("e-", "").isdigit()

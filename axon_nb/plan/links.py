@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
 
 from axon_nb.errors import UsageError
 from axon_nb.records.quantity import format_bytes
@@ -103,10 +105,12 @@ class Link:
     """What `calibrate` has found, by operation; each counts by the ring's rounds and volume. Others: as above."""
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.latency_s >= 0 and self.call_s >= 0):
+        numbers = self.latency_s, self.bandwidth, self.call_s
+        known = all(isinstance(value, Real) for value in numbers)
+        if not known or not (self.bandwidth > 0 and self.latency_s >= 0 and self.call_s >= 0):
             raise UsageError(
-                f"link {self.name!r}: latency {self.latency_s} s, {self.call_s} s a call, {self.bandwidth} bytes a "
-                "second: times are 0 or more, and the bandwidth is above 0."
+                f"link {self.name!r}: latency {self.latency_s!r} s, {self.call_s!r} s a call, {self.bandwidth!r} bytes "
+                "a second: times are 0 or more, and the bandwidth is above 0."
             )
         if self.algorithm not in ALGORITHMS:
             raise UsageError(f"link {self.name!r}: algorithm={self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
@@ -140,8 +144,9 @@ class Link:
         Raises:
             UsageError: that is no share.
         """
-        if not 0 < efficiency <= 1:
-            raise UsageError(f"efficiency={efficiency}: a share of the bandwidth, above 0 and up to 1, such as 0.8.")
+        given: Any = efficiency
+        if not isinstance(given, Real) or not 0 < float(given) <= 1:
+            raise UsageError(f"efficiency={efficiency!r}: a share of the bandwidth, above 0 and up to 1, such as 0.8.")
         costs = {name: replace(cost, byte_s=cost.byte_s / efficiency) for name, cost in self.measured.items()}
         source = f"{self.source}; at {efficiency:.0%} of its bandwidth"
         return replace(self, bandwidth=self.bandwidth * efficiency, source=source, measured=costs)

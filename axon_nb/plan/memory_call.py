@@ -12,10 +12,12 @@ from typing import Any
 
 import cloudpickle
 
+from axon_nb.plan.asked_numbers import check_watchers
 from axon_nb.plan.capture_named import sendable
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest, resolved_mesh, some_ranks
+from axon_nb.plan.memory_request import MemoryRequest, some_ranks
+from axon_nb.plan.mesh_axes import one_of, resolved_mesh
 from axon_nb.plan.models import dtype_name
 from axon_nb.plan.worker import run_apart
 
@@ -30,7 +32,7 @@ def memory(
     model: Any,
     world: int | None = None,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Any = None,
     strategy: Any = "full_shard",
     inputs: Any = None,
     target: Any = None,
@@ -72,7 +74,8 @@ def memory(
             `plan.capture` has made of one.
         world: Number of ranks; None: as the mesh has.
         mesh: Size of each axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp`` cuts layers, ``pp``
-            stages. tp alone: with nothing wrapped around. None: one axis, dp.
+            stages. tp alone: with nothing wrapped around. On ranks a `DeviceMesh` with such axes will do. None: one
+            axis, dp.
         strategy: One of `ShardingStrategy` or its value, or ``ddp``.
         inputs: What the model is called with: a `TensorSpec`, a tuple of them, or a function that makes tensors. Not
             needed with GPTConfig, nor a `GPT`.
@@ -109,9 +112,9 @@ def memory(
         Cancelled: `cancel` was set.
         NoCluster: the model is a name, and no ranks run.
     """
-    if method not in _METHODS:
-        raise PlanError(f"method={method!r}: it is one of {', '.join(_METHODS)}.")
-    chosen = _value(strategy)
+    one_of("method", method, _METHODS)
+    check_watchers(progress, cancel)
+    chosen = _value(strategy).lower()
     axes = resolved_mesh(world, mesh, chosen)
     request = MemoryRequest(
         sendable(model, cluster),

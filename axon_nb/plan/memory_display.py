@@ -1,11 +1,12 @@
-"""A plan of memory as text, as HTML and as a figure."""
+"""A plan of memory as text, as HTML and as a figure; each in the unit in which its largest number is read best."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.plan.communication_table import html_table, text_table
 from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.plan.table_units import unit_for
 
 if TYPE_CHECKING:
     from axon_nb.plan.memory_record import MemoryPlan, RankMemory
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["figure", "html", "text"]
 
 _MOST_RANKS = 16
-_GIB = 1024**3
 _LABELS = {
     "optimizer": "optimizer states",
     "unsharded": "unsharded buffers",
@@ -24,26 +24,12 @@ _LABELS = {
 
 def text(plan: MemoryPlan) -> str:
     """The worst rank's table, and what the numbers rest on."""
-    worst = plan.worst
-    rows = _rows(worst)
-    lines = [_title(plan), _where(plan, worst), f"{'GiB':<24} {'persistent':>11} {'peak':>11}"]
-    lines += [f"{label:<24} {_number(first):>11} {_number(second):>11}" for label, first, second in rows]
-    return "\n".join(lines + [f"- {note}" for note in plan.notes])
+    return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def html(plan: MemoryPlan) -> str:
     """The same as a table."""
-    worst = plan.worst
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{escape(label)}</th><td>{_number(first)}</td><td>{_number(second)}</td></tr>"
-        for label, first, second in _rows(worst)
-    )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    return (
-        f"<div><p><b>{escape(_title(plan))}</b><br>{escape(_where(plan, worst))}</p>"
-        "<table><thead><tr><th style='text-align:left'>GiB</th><th>persistent</th><th>peak</th></tr></thead>"
-        f"<tbody>{cells}</tbody></table><ul>{notes}</ul></div>"
-    )
+    return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def figure(plan: MemoryPlan) -> Any:
@@ -52,32 +38,32 @@ def figure(plan: MemoryPlan) -> Any:
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
+    unit = unit_for(rank.peak.total for rank in ranks)
     held = [getattr(rank, moment).as_dict() for rank, moment in moments]
     bars = [
-        {"type": "bar", "name": _label(part), "x": axis, "y": [parts[part] / _GIB for parts in held]}
+        {"type": "bar", "name": _label(part), "x": axis, "y": [unit.of(parts[part]) for parts in held]}
         for part in held[0]
         if any(parts[part] for parts in held)
     ]
     layout = {
         "barmode": "stack",
         "title": {"text": _title(plan).partition(": ")[0]},
-        "yaxis": {"title": {"text": "GiB"}},
+        "yaxis": {"title": {"text": unit.name}},
         "legend": {"traceorder": "normal"},
     }
     return plotly_figure(bars, layout)
 
 
-def _rows(rank: RankMemory) -> list[tuple[str, float, float]]:
-    shown = [
-        (_label(part), size / _GIB, highest / _GIB)
-        for (part, size), highest in zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
-        if size or highest
-    ]
-    return [*shown, ("total", rank.persistent.total / _GIB, rank.peak.total / _GIB)]
-
-
-def _number(gib: float) -> str:
-    return f"{gib:.3f}" if gib >= 0.1 or not gib else f"{gib:.3g}"
+def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows: what the rank holds, between steps and at its peak."""
+    unit = unit_for((rank.persistent.total, rank.peak.total))
+    parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
+    shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
+    rows = [*shown, ("total", rank.persistent.total, rank.peak.total)]
+    return (
+        ("", f"persistent, {unit.name}", f"peak, {unit.name}"),
+        [(label, unit.text(size), unit.text(highest)) for label, size, highest in rows],
+    )
 
 
 def _label(part: str) -> str:
@@ -92,9 +78,9 @@ def _title(plan: MemoryPlan) -> str:
     )
 
 
-def _where(plan: MemoryPlan, worst: RankMemory) -> str:
-    several = len(plan.ranks) > 1
-    place = f"rank {worst.rank}" + (f", the highest peak of {len(plan.ranks)} ranks" if several else "")
+def _where(plan: MemoryPlan) -> str:
+    worst, several = plan.worst, len(plan.ranks) > 1
+    place = f"Rank {worst.rank}" + (f", the highest peak of {len(plan.ranks)} ranks" if several else "")
     if not worst.phase:
         return place
     where = f" of {worst.module}" if worst.module else ""

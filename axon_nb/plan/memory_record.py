@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.plan.asked_numbers import real_number
 from axon_nb.plan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -143,11 +144,11 @@ class MemoryPlan:
         """Whether the highest peak is at most so many GiB.
 
         Raises:
-            PlanError: the plan is by formula, so it has no peak.
+            PlanError: the plan is by formula, so it has no peak; or `gib` is no number.
         """
         if self.method == MODEL_STATES_ONLY:
             raise PlanError("model states only: activations are not in it; memory(…, method='simulate') has the peak.")
-        return self.peak_bytes <= gib * GIB
+        return self.peak_bytes <= real_number("gib", gib, rule="how many GiB there are, such as 80") * GIB
 
     def to_frame(self, by: str = "rank") -> pd.DataFrame:
         """A table, sizes in GiB.

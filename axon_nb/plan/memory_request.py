@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from axon_nb.plan.asked_numbers import check_callable, real_number, whole_number
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.mesh_axes import one_of
 from axon_nb.plan.models import check_model, dtype_name
 
-__all__ = ["OFFLOADED", "STRATEGIES", "MemoryRequest", "resolved_mesh", "some_ranks"]
+__all__ = ["OFFLOADED", "MemoryRequest", "some_ranks"]
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
-"""Those of `ShardingStrategy`, and torch's DistributedDataParallel."""
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "none": (),
     "params": ("parameters",),
@@ -21,7 +21,6 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
     "full": ("parameters", "gradients", "optimizer"),
 }
 """What each kind of offloading keeps in the host's memory."""
-_AXES = ("pp", "replicate", "dp", "shard", "tp")
 _DEVICES = ("cpu", "cuda")
 
 
@@ -86,14 +85,17 @@ class MemoryRequest:
         for name in ("dtype", "mixed_precision"):
             if (given := getattr(self, name)) is not None:
                 dtype_name(given, name)
-        _choice("offload", self.offload, tuple(OFFLOADED))
-        _choice("device", self.device, _DEVICES)
+        one_of("offload", self.offload, tuple(OFFLOADED))
+        one_of("device", self.device, _DEVICES)
         for name in ("batch", "seq", "microbatches"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise PlanError(f"{name}={given}: it is 1 or more.")
-        if not 0 <= self.fragmentation < 1:
-            raise PlanError(f"fragmentation={self.fragmentation}: a share of the peak, such as 0.05.")
+            if (given := getattr(self, name)) is not None or name == "batch":
+                whole_number(name, given)
+        real_number("fragmentation", self.fragmentation, rule="a share of all else, such as 0.05", most=1.0)
+        check_callable("loss", self.loss, "of the output, and of the target where there is one, to a scalar")
+        if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
+            raise PlanError(f"optimizer_options={self.optimizer_options!r}: keyword arguments, such as {{'lr': 1e-3}}.")
+        if self.tp_plan != "auto" and not isinstance(self.tp_plan, Mapping):
+            raise PlanError(f"tp_plan={self.tp_plan!r}: 'auto', or patterns of module names to styles.")
         outside = [rank for rank in self.ranks if not 0 <= int(rank) < self.world] if self._some() else []
         if outside:
             raise PlanError(f"rank {outside[0]}: there are {self.world} ranks, 0 to {self.world - 1}.")
@@ -129,57 +131,15 @@ class MemoryRequest:
             raise PlanError(f"microbatches={self.microbatches} without pp: mesh={{'pp': 4, …}} makes a pipeline.")
 
 
-def resolved_mesh(world: int | None, mesh: Mapping[str, int] | None, strategy: str) -> dict[str, int]:
-    """The axes of a plan, and their sizes.
-
-    Args:
-        world: Number of ranks; None: as the mesh has.
-        mesh: Size of each axis; None: one of the strategy, over all ranks.
-        strategy: What is sharded.
-
-    Raises:
-        PlanError: the sizes do not fit together, or an axis is unknown or missing.
-    """
-    _choice("strategy", strategy, STRATEGIES)
-    if world is not None and world < 1:
-        raise PlanError(f"world={world}: there is at least 1 rank.")
-    if mesh is None:
-        if world is None:
-            raise PlanError("how many ranks? memory(…, world=8), or mesh={'dp': 4, 'tp': 2}.")
-        if strategy == "hybrid_shard":
-            raise PlanError("hybrid_shard needs to know a node's ranks: mesh={'replicate': 2, 'shard': 8}.")
-        return {"dp": world}
-    for axis, size in mesh.items():
-        if axis not in _AXES:
-            raise PlanError(f"axis {axis!r}: a mesh has {', '.join(_AXES)}.")
-        if size < 1:
-            raise PlanError(f"{axis}={size}: an axis has at least 1 rank.")
-    product = math.prod(mesh.values())
-    if world not in (None, product):
-        shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items())
-        raise PlanError(f"{shown} makes {product} ranks, and world={world}: leave one of the two away.")
-    hybrid = {"replicate", "shard"}
-    if strategy == "hybrid_shard" and not hybrid <= mesh.keys():
-        raise PlanError(f"hybrid_shard on {dict(mesh)}: it takes both axes, {{'replicate': 2, 'shard': 8}}.")
-    if strategy != "hybrid_shard" and hybrid & mesh.keys():
-        raise PlanError(f"{strategy} on {dict(mesh)}: its axis is dp; replicate and shard are those of hybrid_shard.")
-    if "pp" in mesh and strategy == "hybrid_shard":
-        raise PlanError("hybrid_shard with pp: a pipeline's stages are sharded over one axis, dp.")
-    return dict(sorted(mesh.items(), key=lambda item: _AXES.index(item[0])))
-
-
-def some_ranks(given: str | int | Sequence[int]) -> str | tuple[int, ...]:
+def some_ranks(given: Any) -> str | tuple[int, ...]:
     """Which ranks are asked for: ``worst``, ``all``, or their numbers.
 
     Raises:
         PlanError: none of these.
     """
     if isinstance(given, str):
-        return _choice("ranks", given, ("worst", "all"))
-    return (given,) if isinstance(given, int) else tuple(given)
-
-
-def _choice(name: str, given: Any, choices: Sequence[str]) -> str:
-    if given not in choices:
-        raise PlanError(f"{name}={given!r}: it is one of {', '.join(choices)}.")
-    return str(given)
+        return one_of("ranks", given, ("worst", "all"))
+    numbers = list(given) if isinstance(given, Iterable) else [given]
+    if not numbers:
+        raise PlanError(f"ranks={given!r}: it is worst, all, or the numbers of one rank or more.")
+    return tuple(whole_number("ranks", number, least=0) for number in numbers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
+from numbers import Integral
 from typing import Any
 
 from axon_nb.plan.errors import PlanError
@@ -21,6 +22,19 @@ class TensorSpec:
     shape: tuple[int | str, ...]
     """Sizes; ``"batch"`` and ``"seq"`` stand for those that the plan is asked with."""
     dtype: str = "float32"
+    """Its name in torch; ``torch.int64`` itself will do."""
+
+    def __post_init__(self) -> None:
+        shape: Any = self.shape
+        sizes: list[Any] = list(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else [None]
+        if not all(isinstance(size, str) or (isinstance(size, Integral) and int(size) >= 0) for size in sizes):
+            raise PlanError(
+                f"TensorSpec({shape!r}, …): the shape is a tuple of sizes and names, such as "
+                "TensorSpec(('batch', 1024), 'int64')."
+            )
+        named = tuple(size if isinstance(size, str) else int(size) for size in sizes)
+        object.__setattr__(self, "shape", named)
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
 
     def sizes(self, named: Mapping[str, int | None]) -> tuple[int, ...]:
         """The shape with its names filled in.

@@ -40,8 +40,8 @@ def schedule(
         stages: Of all ranks.
         microbatches: Parts of a batch.
         times: Seconds of one microbatch in a stage: (forward, backward), (forward, backward, the weights' part of it)
-            or a `StageTimes`, for all stages; or a sequence of these, one a stage. None: 10 ms and 20 ms. Where a
-            schedule puts gradients of weights off and their part is not said, it is half of the backward.
+            or a `StageTimes`, for all stages; or a sequence or array of these, one a stage. None: 10 ms and 20 ms.
+            Where a schedule puts gradients of weights off and their part is not said, it is half of the backward.
         ranks: None: one stage a rank, or two where the schedule has several.
         latency_s: Seconds that a message takes from one stage to the next, and as much back; or one number a boundary
             between stages, so `stages` - 1. Stages on one rank send none.
@@ -103,6 +103,7 @@ def _known(
 
 
 def _stage_times(given: Any, stages: int) -> tuple[StageTimes, ...]:
+    given = _listed(given)
     if given is None:
         given = StageTimes(0.01, 0.02)
     if isinstance(given, StageTimes) or (isinstance(given, Sequence) and given and isinstance(given[0], Real)):
@@ -127,16 +128,24 @@ def _one(given: Any) -> StageTimes:
                 "(forward, backward, the part of the backward for weights)."
             )
         times = StageTimes(*map(float, given))
-    forward, backward, weight = times.forward_s, times.backward_s, times.weight_s or 0.0
-    if not all(math.isfinite(value) and value >= 0 for value in (forward, backward, weight)) or weight > backward:
+    parts: tuple[Any, ...] = times.forward_s, times.backward_s, times.weight_s or 0.0
+    known = all(isinstance(value, Real) and 0 <= float(value) < math.inf for value in parts)
+    if not known or parts[2] > parts[1]:
         raise UsageError(
-            f"times: forward {forward} s, backward {backward} s, of it for weights {weight} s; each is 0 or more, and "
-            "the part for weights no more than the backward."
+            f"times: forward {parts[0]!r} s, backward {parts[1]!r} s, of it for weights {parts[2]!r} s; each is 0 or "
+            "more, and the part for weights no more than the backward."
         )
     return times
 
 
+def _listed(given: Any) -> Any:
+    """Arrays and tensors of numbers as lists; anything else as it is."""
+    listed = getattr(given, "tolist", None)
+    return listed() if callable(listed) else given
+
+
 def _latencies(given: Any, boundaries: int) -> tuple[float, ...]:
+    given = _listed(given)
     if not isinstance(given, Real | Iterable) or isinstance(given, str):
         raise UsageError(f"latency_s={given!r}: seconds of a message, 0 or more; one number, or one a boundary.")
     values = (given,) * boundaries if isinstance(given, Real) else tuple(given)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_formulas import Formula, bubble_formula
 from axon_nb.plan.schedule_picture import figure_of, svg_of
-from axon_nb.records.pipeline_play import Order
+from axon_nb.records.pipeline_play import Order, spans_of
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -95,22 +96,16 @@ class SchedulePlan:
     @cached_property
     def timeline(self) -> tuple[Span, ...]:
         """Every action as a span, rank by rank, from 0 ns on: as a real step records them."""
-        return tuple(
-            Span(
-                rank,
-                "forward" if action == "F" else "backward",
-                action,
-                round(begin * 1e9),
-                round(end * 1e9),
-                stage=stage,
-                microbatch=microbatch,
-            )
-            for rank, order in enumerate(self.orders)
-            for (action, stage, microbatch), (begin, end) in zip(order, self.moments[rank], strict=True)
-        )
+        return tuple(spans_of(self.orders, self.moments))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """The stages that a rank holds, ascending.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        if rank not in range(self.num_ranks):
+            raise UsageError(f"rank {rank!r}: there are {self.num_ranks} ranks, 0 to {self.num_ranks - 1}.")
         return tuple(sorted({stage for _, stage, _ in self.orders[rank]}))
 
     def to_frame(self) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
+from axon_nb.plan.asked_numbers import check_callable, check_watchers, real_number, whole_number
+from axon_nb.plan.capture_named import by_name
 from axon_nb.plan.communication_call import traffic_of
 from axon_nb.plan.communication_layout import Layout, dtype_of, optimizer_of
 from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
 from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.mesh_axes import OF_ONE_AXIS, one_of
 from axon_nb.plan.rates_presets import as_rates
 from axon_nb.plan.schedule_plan import SchedulePlan
 from axon_nb.plan.search_layouts import Mesh, meshes
@@ -29,11 +32,11 @@ from axon_nb.plan.step_time_compute import pipelined
 from axon_nb.plan.step_time_model import Given
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
+from axon_nb.records.quantity import format_bytes
 
 __all__ = ["search"]
 
 _GIB = 1024.0**3
-_STRATEGIES = ("ddp", "optimizer_state", "no_shard", "shard_grad_op", "full_shard")
 _NODE = 8
 """GPUs that NVLink joins, as far as defaults are concerned."""
 
@@ -52,7 +55,7 @@ def search(
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[..., Optimizer] | str = "AdamW",
     mixed_precision: torch.dtype | str | None = None,
-    strategies: Sequence[str] = ("ddp", "shard_grad_op", "full_shard"),
+    strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
     schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
     largest_tp: int = _NODE,
     overlap: float = 1.0,
@@ -85,7 +88,7 @@ def search(
         loss: From output and target, or from the output alone.
         optimizer: Made from parameters, or the name of one of torch's.
         mixed_precision: dtype of forward and backward, as in `FSDP`; of ``ddp`` that of autocast.
-        strategies: Of the data axis; a pipeline's stages are sharded by shard_grad_op.
+        strategies: Of the data axis, or one of them; a pipeline's stages are sharded by shard_grad_op.
         schedule: Of pipelines.
         largest_tp: Ranks along ``tp`` at most, such as those of a node.
         overlap: As in `step_time`.
@@ -100,14 +103,17 @@ def search(
         SimulatorError: the simulator's process failed.
         Cancelled: `cancel` was set.
     """
+    _check(gpus, memory, batch, overlap, seq=seq, largest_tp=largest_tp, simulate=simulate)
+    check_callable("loss", loss, "of the output, and of the target where there is one, to a number")
+    check_watchers(progress, cancel)
     samples = 2 * gpus if batch is None else batch
-    _check(gpus, memory, samples, strategies, simulate)
-    dtype = dtype_of(mixed_precision)
+    kinds, dtype = _strategies(strategies), dtype_of(mixed_precision)
+    model = by_name(model)
     given = Given(model, inputs, target, loss, seq=seq)
     make = optimizer_of(optimizer)
     chosen = as_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
     wires = ({"all": "nvlink4" if gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
-    ask = _Ask(given, make, dtype, PipelineSchedule.of(schedule), strategies, chosen, wires, overlap, memory * _GIB)
+    ask = _Ask(given, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory * _GIB)
     traces = Traces(given, make, dtype)
     found: list[Candidate] = []
     for mesh in meshes(int(gpus), int(samples), largest_tp=largest_tp):
@@ -115,8 +121,9 @@ def search(
             found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
         else:
             found += ask.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+    each = f"{memory:g} GiB" if memory >= 1 else format_bytes(round(memory * _GIB))
     plan = SearchPlan(
-        f"{gpus} GPUs of {memory:g} GiB, {samples} samples a step",
+        f"{gpus} GPUs of {each}, {samples} samples a step",
         tuple(sorted(found, key=lambda one: one.rank_key)),
         tuple(ask.notes(int(gpus))),
         int(samples),
@@ -128,14 +135,22 @@ def search(
     return Simulations(model, options, memory * _GIB, progress, cancel).of_the_best(plan, simulate)
 
 
-def _check(gpus: int, memory: float, batch: int, strategies: Sequence[str], simulate: int) -> None:
-    if gpus < 1 or gpus != int(gpus) or not memory > 0 or batch < 1 or batch != int(batch):
-        raise UsageError(f"gpus={gpus}, memory={memory} GiB, batch={batch}: each is above 0, GPUs and batch whole.")
-    if simulate < 0 or simulate != int(simulate):
-        raise UsageError(f"simulate={simulate}: how many of the best layouts are simulated, 0 or more.")
-    unknown = [name for name in strategies if name not in _STRATEGIES]
-    if unknown or not strategies:
-        raise UsageError(f"strategies={list(strategies)}: one or more of {', '.join(_STRATEGIES)}.")
+def _check(gpus: Any, memory: Any, batch: Any, overlap: Any, **whole: Any) -> None:
+    whole_number("gpus", gpus, what="ranks")
+    real_number("memory", memory, rule="how many GiB a rank has, above 0, such as 80", least=1e-9)
+    if batch is not None:
+        whole_number("batch", batch, what="samples over all ranks")
+    real_number("overlap", overlap, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)
+    for name, given in whole.items():
+        if given is not None or name != "seq":
+            whole_number(name, given, least=0 if name == "simulate" else 1)
+
+
+def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
+    names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if not names:
+        raise UsageError(f"strategies={given!r}: one or more of {', '.join(OF_ONE_AXIS)}.")
+    return [one_of("strategies", str(getattr(name, "value", name)).lower(), OF_ONE_AXIS) for name in names]
 
 
 @dataclass(frozen=True)

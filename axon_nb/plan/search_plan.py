@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.plan.table_units import unit_for
 from axon_nb.records.quantity import format_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["Candidate", "SearchPlan"]
 _GIB = 1024.0**3
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
-_HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "recompute", "step, ms", "memory, GiB", "why not")
+_HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "recompute", "step, ms", "memory, {}", "why not")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class SearchPlan:
         return pd.DataFrame(rows, columns=[*names, "simulated"])
 
     def figure(self) -> Any:
-        """A plotly figure: milliseconds of a step over GiB of the fullest rank, a point a layout."""
+        """A plotly figure: milliseconds of a step over the memory of the fullest rank, a point a layout."""
+        unit = unit_for(c.memory_bytes for c in self.candidates)
         traces = []
         for fits, name, colour in ((True, "fits", "#54a24b"), (False, "does not fit", "#e45756")):
             shown = [c for c in self.candidates if c.memory and c.fits is fits]
@@ -124,15 +126,15 @@ class SearchPlan:
                 "mode": "markers",
                 "name": name,
                 "marker": {"color": colour, "size": 8},
-                "x": [c.memory_bytes / _GIB for c in shown],
+                "x": [unit.of(c.memory_bytes) for c in shown],
                 "y": [1e3 * c.step_s for c in shown],
                 "text": [_words(c) for c in shown],
-                "hovertemplate": "%{text}<br>%{x:.1f} GiB, %{y:.1f} ms",
+                "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {unit.name}, %{{y:.4g}} ms",
             }
             traces.append(trace)
         layout = {
             "title": {"text": self.title},
-            "xaxis": {"title": {"text": "GiB of the fullest rank"}, "type": "log", "tickvals": _TICKS},
+            "xaxis": {"title": {"text": f"{unit.name} of the fullest rank"}, "type": "log", "tickvals": _TICKS},
             "yaxis": {"title": {"text": "ms a step"}, "type": "log"},
         }
         return plotly_figure(traces, layout)
@@ -151,8 +153,10 @@ class SearchPlan:
         first = fitting[: max(_SHOWN_FITTING, room - len(rejected))]
         return first + rejected[: room - len(first)]
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Head and rows."""
+        unit = unit_for(c.memory_bytes for c in self._shown())
+        rows: list[tuple[str, ...]] = [
             (
                 str(c.dp),
                 str(c.tp),
@@ -161,19 +165,20 @@ class SearchPlan:
                 str(c.microbatches) if c.memory else "",
                 "yes" if c.recompute else "",
                 format_ms(c.step_s) if c.memory else "",
-                f"{c.memory_bytes / _GIB:.3g}{' (simulated)' if c.simulated else ''}" if c.memory else "",
+                f"{unit.text(c.memory_bytes, decimals=2)}{' (simulated)' if c.simulated else ''}" if c.memory else "",
                 c.reason,
             )
             for c in self._shown()
         ]
+        return tuple(name.format(unit.name) for name in _HEAD), rows
 
     def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._rows(), self.notes)
+        return text_table(self._summary(), *self._table(), self.notes)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEAD, self._rows(), self.notes)
+        return html_table(self._summary(), *self._table(), self.notes)
 
 
 def _words(one: Candidate) -> str:

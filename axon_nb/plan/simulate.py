@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import resource
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from axon_nb.plan.copies import together
+from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.memory_states import StatesOfRanks
@@ -43,6 +45,8 @@ class _Whole:
     """By the place along pp: of a rank's parameters, its layers cut, before they are sharded over samples."""
     run: Run | None
     """Blocks of which most can be left out."""
+    is_cut: bool
+    """Whether a rank holds less of its layers than there is, where there is an axis tp; without one they are whole."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
         next(iter(classes.values())).how,
         tuple(ranks),
         tuple(states.on_device(item.rank) for item in ranks),
-        _notes(request),
+        _notes(request, whole),
         simulator_bytes=_highest_resident(),
     )
 
@@ -113,6 +117,10 @@ def _whole(question: Question) -> _Whole:
             short = request.extrapolate and meshes.stages is None
             run = find_run(model, least=DEPTHS[1] + 1) if short else None
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                raise PlanError(
+                    f"{type(model).__name__} has no parameters that are trained: there is no step to plan for."
+                )
             with explained("cut", "tp_plan= fits the model's layers"):
                 cut_layers(question, model, meshes)
             if meshes.stages is None:
@@ -120,7 +128,8 @@ def _whole(question: Question) -> _Whole:
             else:
                 places = range(request.size("pp"))
                 shapes = {place: shapes_of(stages_on(request, model, place).values()) for place in places}
-            return _Whole(type(model).__name__, num_parameters, shapes, run)
+            held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
+            return _Whole(type(model).__name__, num_parameters, shapes, run, held < num_parameters)
 
 
 def _found(question: Question, whole: _Whole, states: StatesOfRanks, rank: int) -> _Found:
@@ -178,12 +187,14 @@ def _record(request: MemoryRequest, rank: int, found: _Found) -> RankMemory:
     )
 
 
-def _notes(request: MemoryRequest) -> tuple[str, ...]:
+def _notes(request: MemoryRequest, whole: _Whole) -> tuple[str, ...]:
     samples = f"{request.batch} sample{'s' if request.batch > 1 else ''}"
     notes = [
         f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
         "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
     ]
+    if request.size("tp") > 1 and not whole.is_cut:
+        notes.append("tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut.")
     if request.device == "cuda":
         notes.append("Operations are those of CPUs: kernels of a GPU may need workspaces besides.")
     if request.fragmentation:

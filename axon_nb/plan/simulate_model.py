@@ -22,10 +22,12 @@ from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.simulate_depth import Run, find_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
+from axon_nb.plan.without_cards import WithoutCards
 
-__all__ = ["Question", "explained", "kinds_of", "optimizer_of", "question_of", "tried_optimizer"]
+__all__ = ["Question", "explained", "optimizer_of", "question_of", "tried_optimizer"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -46,7 +48,7 @@ class Question:
         Raises:
             PlanError: it cannot be made.
         """
-        with explained("made", "the factory is called without arguments"):
+        with explained("made", "the factory is called without arguments"), WithoutCards():
             made = self.factory()
         if not isinstance(made, nn.Module):
             raise PlanError(f"the factory made a {type(made).__name__}: it makes a torch.nn.Module.")
@@ -61,7 +63,7 @@ class Question:
     def _again(self, model: nn.Module) -> Any:
         given = self.request.checkpointing
         if given is not True:
-            return kinds_of(given, "checkpointing")
+            return kinds_in(model, given, "checkpointing")
         run = find_run(model, least=2)
         if run is None:
             raise PlanError("checkpointing=True: the model has no row of equal blocks; give their class.")
@@ -81,10 +83,12 @@ def question_of(request: MemoryRequest) -> Question:
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
         if request.inputs is None:
-            with torch.device("meta"):
+            with torch.device("meta"), WithoutCards():
                 config = getattr(factory(), "config", None)
             if isinstance(config, GPTConfig):
                 return _gpt_question(request, config, named, factory)
+    elif is_dataclass(model) and isinstance(model, type):
+        raise PlanError(f"model={model.__name__} is a class of configs: give one of it, {model.__name__}(…).")
     elif is_dataclass(model):
         raise PlanError(
             f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a "
@@ -131,12 +135,13 @@ def _arguments(given: Any, named: dict[str, int | None]) -> tuple[Any, ...]:
 
 def _tensors(given: Any, named: dict[str, int | None]) -> Any:
     if callable(given):
-        with explained("given inputs", "inputs= and target= are functions without arguments"):
-            return _tensors(given(), named)
+        with explained("given inputs", "inputs= and target= are functions without arguments"), WithoutCards():
+            given = given()
+        return _tensors(given, named)
 
     def made(item: Any) -> Any:
         if isinstance(item, TensorSpec):
-            kind = getattr(torch, item.dtype.removeprefix("torch."), None)
+            kind = getattr(torch, item.dtype, None)
             if not isinstance(kind, torch.dtype):
                 raise PlanError(f"{item}: {item.dtype!r} is no dtype of torch.")
             return torch.zeros(item.sizes(named), dtype=kind)
@@ -159,19 +164,6 @@ def _loss_of(given: Any, has_target: bool) -> Loss:
         return output.float().mean()
 
     return mean
-
-
-def kinds_of(given: Any, name: str) -> Any:
-    """Which modules are meant, with classes by name turned into a function.
-
-    Raises:
-        PlanError: what is given is none of it.
-    """
-    if isinstance(given, str):
-        return lambda module: type(module).__name__ == given
-    if given is None or isinstance(given, int | type | tuple) or callable(given):
-        return given
-    raise PlanError(f"{name}={given!r}: a class, its name, classes, or a function that is asked about each module.")
 
 
 def optimizer_of(request: MemoryRequest) -> OptimizerKind:
@@ -201,13 +193,16 @@ def tried_optimizer(request: MemoryRequest) -> OptimizerKind:
             f"optimizer={request.optimizer!r}: a plan takes those whose states have the shapes of the parameters, and "
             "that step by gradients alone, such as adam, sgd or adagrad."
         ) from error
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {error}.") from error
+    except Exception as error:
+        text = str(error).rstrip(".")
+        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {text}.") from error
     return kind
 
 
 def _named(given: Any) -> Callable[..., Optimizer]:
     if not isinstance(given, str):
+        if isinstance(given, Optimizer):
+            raise PlanError(f"optimizer is a {type(given).__name__} that is made already: give its class, or its name.")
         if not callable(given):
             raise PlanError(f"optimizer={given!r}: its class, or its name in torch.optim.")
         made: Callable[..., Optimizer] = given

@@ -57,7 +57,8 @@ def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
     count, batch = request.microbatches or num_stages, request.batch
     if batch % count:
         raise PlanError(
-            f"batch={batch} in {count} microbatches: {batch} / {count} = {batch / count:g} is no whole number."
+            f"batch={batch} in {count} microbatches: it is a multiple of them, such as "
+            f"{-(-batch // count) * count}; or give another number of microbatches=."
         )
     return schedule, num_stages, count
 

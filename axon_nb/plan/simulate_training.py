@@ -23,8 +23,9 @@ from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_opt
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.module_kinds import kinds_in
 from axon_nb.plan.simulate_hooks import mesh_of
-from axon_nb.plan.simulate_model import Question, kinds_of, optimizer_of
+from axon_nb.plan.simulate_model import Question, optimizer_of
 
 __all__ = ["Enter", "Meshes", "Shape", "Training", "cut_layers", "shapes_of", "training_of"]
 
@@ -160,7 +161,7 @@ def _in_fsdp(
         model,
         strategy=ShardingStrategy(request.strategy),
         mesh=mesh,
-        wrap=kinds_of(request.wrap, "wrap"),
+        wrap=kinds_in(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
         cpu_offload=CPUOffload(request.offload),
         sync_parameters=False,

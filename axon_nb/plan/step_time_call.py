@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
+from axon_nb.plan.asked_numbers import real_number
 from axon_nb.plan.communication_call import traffic_of
 from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
 from axon_nb.plan.communication_plan import CommunicationPlan
@@ -152,6 +153,4 @@ def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
 def _overlap(given: float | None, *calibrations: Any) -> float:
     if given is None:
         return float(next((c.overlap for c in calibrations if hasattr(c, "overlap")), 1.0))
-    if not 0 <= given <= 1:
-        raise UsageError(f"overlap={given}: a share, from 0 (nothing passes behind computation) to 1.")
-    return given
+    return real_number("overlap", given, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
+from axon_nb.plan.models import CapturedModel
 
 __all__ = ["Given", "Subject", "first_line", "sum_of"]
-
-Model = nn.Module | Callable[[], nn.Module] | GPTConfig
 
 
 def first_line(error: Exception) -> str:
@@ -64,7 +64,7 @@ class Given:
     """What a user has given."""
 
     model: Any
-    """A function without arguments that makes a model, a model, or a `GPTConfig`."""
+    """A function without arguments that makes a model, a model, a `CapturedModel`, or a `GPTConfig`."""
     inputs: Any = None
     """A tensor, a tuple of arguments, a function that makes either; tensors may be described by objects that have a
     ``shape``, in which ``"batch"`` and ``"seq"`` stand for these sizes, and a ``dtype``."""
@@ -90,9 +90,15 @@ class Given:
         given = self
         if isinstance(self.model, GPTConfig):
             given = self._of_config(self.model)
+        elif isinstance(self.model, CapturedModel):
+            given = self._of_captured(self.model)
+        elif is_dataclass(self.model) and isinstance(self.model, type):
+            name = self.model.__name__
+            raise UsageError(f"model={name} is a class of configs: give one of it, {name}(…).")
         elif is_dataclass(self.model):
             raise UsageError(
-                f"model={self.model!r}: of configs only GPTConfig is known; give a function that makes it."
+                f"a {type(self.model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; "
+                "give a function without arguments that makes the model, with inputs=."
             )
         model = given._build(mode)
         if given.inputs is None:
@@ -101,17 +107,33 @@ class Given:
         return Subject(model, args if isinstance(args, tuple) else (args,), given._loss_of(mode))
 
     def _of_config(self, config: GPTConfig) -> Given:
-        tokens = _Described((self.batch, self.seq or config.context), torch.int64)
+        seq = self.seq or config.context
+        if seq > config.context:
+            raise UsageError(
+                f"seq={seq}: the model's context is {config.context} tokens; GPTConfig(context={seq}) has as many."
+            )
+        tokens = _Described((self.batch, seq), torch.int64)
         target = tokens if self.target is None and self.loss is None else self.target
         loss = next_byte_loss if self.loss is None else self.loss
         return Given(lambda: GPT(config), self.inputs or tokens, target, loss, self.batch, self.seq)
+
+    def _of_captured(self, captured: CapturedModel) -> Given:
+        factory = pickle.loads(captured.factory)
+        if self.inputs is None:
+            with torch.device("meta"):
+                config = getattr(factory(), "config", None)
+            if isinstance(config, GPTConfig):
+                return replace(self._of_config(config), model=factory)
+        return replace(self, model=factory)
 
     def _build(self, mode: FakeTensorMode | None) -> nn.Module:
         if isinstance(self.model, nn.Module):
             # A copy: what is measured takes steps.
             return copy.deepcopy(self.model) if mode is None else _without_data(self.model, mode)
         if not callable(self.model):
-            raise UsageError(f"model={self.model!r}: a function without arguments that makes one, or a GPTConfig.")
+            raise UsageError(
+                f"model={self.model!r}: give a function without arguments that makes one, or a GPTConfig(blocks=24)."
+            )
         try:
             if mode is None:
                 built = self.model()
@@ -138,7 +160,13 @@ class Given:
 
     def _tensors(self, given: Any, mode: FakeTensorMode | None) -> Any:
         described = isinstance(given, torch.Tensor) or hasattr(given, "shape")
-        made = given() if callable(given) and not described else given
+        try:
+            made = given() if callable(given) and not described else given
+        except Exception as error:
+            raise UsageError(
+                f"inputs= or target= cannot be made: {type(error).__name__}: {first_line(error)}; each is a function "
+                "without arguments, tensors, or their shapes."
+            ) from error
         parts = made if isinstance(made, tuple) else (made,)
         sizes = {"batch": self.batch, "seq": self.seq}
         found = tuple(_made(part, sizes) for part in parts)
@@ -164,7 +192,9 @@ def _made(given: Any, sizes: Mapping[str, int | None]) -> Any:
     lost = [said for said, size in zip(given.shape, shape, strict=True) if not isinstance(size, int)]
     if lost:
         raise UsageError(f"{given}: the size {lost[0]!r} is not known; give {lost[0]}=….")
-    dtype = given.dtype if isinstance(given.dtype, torch.dtype) else getattr(torch, str(given.dtype))
+    dtype = given.dtype if isinstance(given.dtype, torch.dtype) else getattr(torch, str(given.dtype), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"{given}: {given.dtype!r} is no dtype of torch.")
     return torch.zeros(shape, dtype=dtype)
 
 

@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
+from axon_nb.plan.simulate_convert import converting
 from axon_nb.plan.step_time_counting import Counting, tensors_in
 from axon_nb.plan.step_time_model import Given, first_line
 from axon_nb.plan.step_time_work import Work
+from axon_nb.plan.without_cards import WithoutCards
 
 __all__ = ["ModelTrace", "TensorFacts", "trace_model"]
 
@@ -112,7 +114,7 @@ def trace_model(
         UsageError: the model cannot be built or run without data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with mode, converting(), WithoutCards():
         subject = given.fake(mode)
         told = ModelTrace(subject.model)
         if subject.args is None:
@@ -124,6 +126,7 @@ def trace_model(
     try:
         with ExitStack() as stack:
             stack.enter_context(mode)
+            stack.enter_context(WithoutCards())
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
             with torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda kept: kept):

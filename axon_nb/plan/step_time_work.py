@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from axon_nb.plan.asked_numbers import real_number
+
 __all__ = ["PHASES", "Rates", "Work"]
 
 PHASES = ("forward", "backward", "optimizer")
@@ -58,6 +60,14 @@ class Rates:
     wrappers: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that a strategy's wrapper takes for each parameter of the model, besides what it sends and
     copies: its hooks, and the dispatch of distributed tensors. By strategy; measured with a model."""
+
+    def __post_init__(self) -> None:
+        for name, given, what in (
+            ("flops_per_s", self.flops_per_s, "floating point operations a second, above 0"),
+            ("bytes_per_s", 1.0 if self.bytes_per_s is None else self.bytes_per_s, "bytes a second, above 0; or None"),
+        ):
+            real_number(name, given, rule=what, least=1e-9)
+        real_number("op_s", self.op_s, rule="seconds of an operation, 0 or more")
 
     def seconds(self, work: Work, phase: str) -> float:
         """How long some work takes.

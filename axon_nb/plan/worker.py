@@ -127,5 +127,7 @@ def _cause(code: int) -> str:
 
 def _tail(output: IO[bytes]) -> str:
     output.seek(0)
-    text = output.read().decode(errors="replace").strip()
+    lines = output.read().decode(errors="replace").splitlines()
+    # Of what C++ says when it gives up, the addresses of its frames tell a reader nothing.
+    text = "\n".join(line for line in lines if not line.startswith(("frame #", "<omitting python frames>"))).strip()
     return f" Its last words: {text[-_TAIL:]}" if text else ""

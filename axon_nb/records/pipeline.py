@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from axon_nb.records.pipeline_play import Action, play_orders
+from axon_nb.records.pipeline_play import Action, play_orders, spans_of
 from axon_nb.records.span import Span
 
 __all__ = ["Action", "PipelineStep", "bubble_fraction", "play"]
@@ -65,21 +65,8 @@ def play(
     Raises:
         ValueError: the orders wait for each other, or for what is in none of them.
     """
-    names = range(len(orders)) if ranks is None else ranks
     stages = 1 + max((stage for order in orders for _, stage, _ in order), default=0)
     count = 1 + max((microbatch for order in orders for _, _, microbatch in order), default=0)
     each = {action: (seconds,) * stages for action, seconds in lengths.items()}
     times = play_orders(orders, each, num_stages=stages, num_microbatches=count)
-    return [
-        Span(
-            names[index],
-            "forward" if action == "F" else "backward",
-            action,
-            round(begin * 1e9),
-            round(end * 1e9),
-            stage=stage,
-            microbatch=microbatch,
-        )
-        for index, order in enumerate(orders)
-        for (action, stage, microbatch), (begin, end) in zip(order, times[index], strict=True)
-    ]
+    return spans_of(orders, times, ranks=ranks)

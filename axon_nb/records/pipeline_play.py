@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Action", "Order", "Times", "play_orders"]
+from axon_nb.records.span import Span
+
+__all__ = ["Action", "Order", "Times", "play_orders", "spans_of"]
 
 Action = tuple[str, int, int]
 """F, B, I (backward for inputs) or W (for weights); stage; microbatch."""
@@ -78,3 +80,29 @@ def play_orders(
     if any(len(done) < len(order) for done, order in zip(times, orders, strict=True)):
         raise ValueError("the orders of a pipeline wait for each other, or for what is in none of them")
     return times
+
+
+def spans_of(
+    orders: Sequence[Order], times: Sequence[Sequence[tuple[float, float]]], *, ranks: Sequence[int] | None = None
+) -> list[Span]:
+    """Played actions as real steps record them: rank by rank, from 0 ns on.
+
+    Args:
+        orders: Of each rank.
+        times: Begin and end of its actions, in seconds, as `play_orders` gives them.
+        ranks: Whose orders they are; None: of the ranks from 0 on.
+    """
+    names = range(len(orders)) if ranks is None else ranks
+    return [
+        Span(
+            rank,
+            "forward" if action == "F" else "backward",
+            action,
+            round(begin * 1e9),
+            round(end * 1e9),
+            stage=stage,
+            microbatch=microbatch,
+        )
+        for rank, order, moments in zip(names, orders, times, strict=True)
+        for (action, stage, microbatch), (begin, end) in zip(order, moments, strict=True)
+    ]

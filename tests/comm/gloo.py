@@ -32,8 +32,8 @@ _KEY = "AXON_NB_TEST_KEY"
 class GlooWorld:
     """`run(fn)` as `World.mock(n).run(fn)`, with a process a rank."""
 
-    def __init__(self, n: int) -> None:
-        self.size = n
+    def __init__(self, n: int, *, limit_s: float = _LIMIT_S) -> None:
+        self.size, self._limit_s = n, limit_s
         self._folder = tempfile.TemporaryDirectory()
         key = secrets.token_bytes(16)
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
@@ -57,7 +57,7 @@ class GlooWorld:
             pipe.send_bytes(task)
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(_LIMIT_S), f"rank {rank} has not answered in {_LIMIT_S:.0f} s"
+            assert pipe.poll(self._limit_s), f"rank {rank} has not answered in {self._limit_s:.0f} s"
             answers.append(pickle.loads(pipe.recv_bytes()))
         for kind, value in answers:
             if kind == "raised":

@@ -2,84 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
-from axon_nb import plan
-from axon_nb.parallel.models import Block, GPTConfig
-from tests.cluster.script import Script
+from axon_nb.parallel.models import Block
+from axon_nb.plan.memory_record import MemoryPlan
+from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.worker import run_apart
+from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-CONFIG = GPTConfig(vocab=8192, context=512, hidden=1024, heads=16, blocks=8)
-BATCH = 4
-SETUP = """
-import gc
-from axon_nb.parallel import DDP, FSDP, ShardingStrategy, checkpoint_blocks
-from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-
-def peak(config, batch, strategy, mixed, again):
-    before = torch.cuda.memory_allocated()
-    torch.manual_seed(0)
-    model = GPT(config).to(device)
-    if again:
-        checkpoint_blocks(model, Block)
-    if strategy == "ddp":
-        wrapped = DDP(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-    else:
-        dtype = torch.bfloat16 if mixed else None
-        wrapped = FSDP(model, strategy=ShardingStrategy(strategy), mixed_precision=dtype)
-        optimizer = wrapped.optimizer(torch.optim.AdamW)
-    x = torch.randint(0, config.vocab, (batch, config.context), device=device)
-    for number in range(3):
-        if number == 2:
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()
-        next_byte_loss(wrapped(x), x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    found = torch.cuda.max_memory_allocated() - before
-    del model, wrapped, optimizer
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
-"""
-
-FIRST = f'peak({CONFIG!r}, {BATCH}, "ddp", False, False)'
+# Autocast, which DDP computes with, has other lists of operations on GPUs than on CPUs: DDP in float32 alone.
+CASES = [
+    Case(strategy, mixed, again)
+    for strategy in ("ddp", "full_shard", "shard_grad_op")
+    for mixed in (False, True)
+    for again in (False, True)
+    if not (mixed and strategy == "ddp")
+]
 
 
 @pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """A script with one rank on NCCL."""
-    with Script(tmp_path_factory.mktemp("planned")) as script:
-        script.ok("import axon_nb\nc = axon_nb.start(1, backend='nccl')", timeout=120)
-        script.ok(f"c.run({SETUP!r})", timeout=120)
-        # Libraries take memory of their own in the first step.
-        script.ok(f"c.run({FIRST!r})", timeout=120)
-        yield script
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["", "again"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-def test_the_peak_is_that_of_the_card(card: Script, strategy: str, mixed: bool, again: bool) -> None:
-    if mixed and strategy == "ddp":
-        pytest.skip("autocast has other lists of operations on GPUs than on CPUs")
-    call = f"peak({CONFIG!r}, {BATCH}, {strategy!r}, {mixed}, {again})"
-    real: Any = card.value(f"c.run({call!r})[0]")
-    made = plan.memory(
-        CONFIG,
-        1,
-        strategy=strategy,
-        optimizer="AdamW",
-        mixed_precision="bfloat16" if mixed else None,
-        checkpointing=Block if again else None,
-        batch=BATCH,
-        fragmentation=0.0,
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Bytes at the peak of each case, on the card."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.card_peaks", str(tmp_path_factory.mktemp("card") / "store"), told(CASES)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
-    assert made.peak_bytes == pytest.approx(real, rel=0.05)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    """The plan of each case."""
+    requests = {
+        case.name: MemoryRequest(
+            CONFIG,
+            {"dp": 1},
+            case.strategy,
+            optimizer="AdamW",
+            mixed_precision="bfloat16" if case.mixed else None,
+            checkpointing=Block if case.again else None,
+            batch=BATCH,
+        )
+        for case in CASES
+    }
+    found: dict[str, Any] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    return found
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_the_peak_is_that_of_the_card(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
+    plan = planned[name]
+    assert isinstance(plan, MemoryPlan), plan
+    assert plan.peak_bytes == pytest.approx(real[name], rel=0.05)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["allocated"]
+__all__ = ["Change", "allocated", "blocks_of", "in_step"]
 
 _STEP = "a measured step"
 _NEVER = 1 << 63
 Steps = tuple[Callable[[], None], Callable[[], Any]]
+Change = tuple[int, int, int]
+"""Time in ns, address, and bytes: above 0 where a block is given out, below where it is given back."""
 
 
 @dataclass
@@ -22,14 +25,18 @@ class _Block:
     size: int
     begin: int
     end: int = _NEVER
+    seen: bool = False
+    """Whether its end was recorded. If not, it came before `end`: other blocks lie at its address from then on."""
 
 
-def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 4) -> dict[str, Any]:
+def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 8) -> dict[str, Any]:
     """Bytes that the allocator has given out, at the highest moment of a step and at its end.
 
-    The profiler does not see what threads of Gloo give back: they are the last to hold a buffer where the rank has let
-    go of it sooner. All is given up at the end, so what then is left was given back unseen, in the step in which it
-    was made: it does not count in later steps. Of the steps the one counts that had fewest of these.
+    A thread of Gloo lets go of a buffer some time after the collective is over. Where the rank has let go of it sooner,
+    the thread gives it back: late when the machine is busy, and unseen, as the profiler records what the rank's own
+    thread does. Both only ever add to what a step seems to take, so of all steps the lowest counts. All is given up
+    before the recording ends: what was given back unseen was made in a step for this step, and does not count in later
+    ones.
 
     Args:
         make: Makes everything; returns a step up to the optimizer's, and what comes between steps.
@@ -37,7 +44,8 @@ def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 4) -> di
         steps: How many count.
 
     Returns:
-        ``peak`` and ``end`` in bytes, and what the second function returned after the last step.
+        ``peak`` and ``end`` in bytes; ``peaks``, of each step; and as ``between`` what the second function returned
+        after the last step.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         answer = _train(make, warm_ups, steps)
@@ -45,9 +53,10 @@ def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 4) -> di
     events = list(_all(recorded.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
     marks = sorted((event.start_time_ns, event.end_time_ns) for event in events if event.name == _STEP)
     assert len(marks) == steps
-    blocks = _blocks([event for event in events if event.tag == _EventType.Allocation])
-    found = [_in_step(blocks, begin, end) for begin, end in marks]
-    return {"peak": min(peak for peak, _ in found), "end": min(left for _, left in found), "between": answer}
+    allocations = [event for event in events if event.tag == _EventType.Allocation]
+    blocks = blocks_of((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size) for event in allocations)
+    peaks, ends = zip(*(in_step(blocks, begin, end) for begin, end in marks), strict=True)
+    return {"peak": min(peaks), "end": min(ends), "peaks": peaks, "between": answer}
 
 
 def _train(make: Callable[[], Steps], warm_ups: int, steps: int) -> Any:
@@ -62,27 +71,35 @@ def _train(make: Callable[[], Steps], warm_ups: int, steps: int) -> Any:
     return answer
 
 
-def _blocks(events: list[Any]) -> list[_Block]:
+def blocks_of(changes: Iterable[Change]) -> list[_Block]:
+    """What was given out, from when to when."""
     made: list[_Block] = []
     held: dict[int, _Block] = {}
-    for event in sorted(events, key=lambda event: event.start_time_ns):
-        fields = event.typed[1]
-        before = held.pop(fields.ptr, None)
-        if before is not None:
-            before.end = event.start_time_ns  # given back now, or before: there is another one
-        if fields.alloc_size > 0:
-            held[fields.ptr] = _Block(fields.alloc_size, event.start_time_ns)
-            made.append(held[fields.ptr])
+    addresses: list[int] = []  # of these, ascending
+    for time_ns, address, size in sorted(changes):
+        place = bisect.bisect_left(addresses, address)
+        if size <= 0:
+            if address in held:
+                block = held.pop(addresses.pop(place))
+                block.end, block.seen = time_ns, True
+            continue
+        if place and addresses[place - 1] + held[addresses[place - 1]].size > address:
+            place -= 1
+        while place < len(addresses) and addresses[place] < address + size:
+            held.pop(addresses.pop(place)).end = time_ns  # given back unseen: there is another one now
+        block = _Block(size, time_ns)
+        addresses.insert(place, address)
+        held[address] = block
+        made.append(block)
     return made
 
 
-def _in_step(blocks: list[_Block], begin: int, end: int) -> tuple[int, int]:
-    """The highest sum of a step, and that at its end."""
+def in_step(blocks: list[_Block], begin: int, end: int) -> tuple[int, int]:
+    """The highest sum between two moments, and that at the second one, in bytes."""
     changes = []
     for block in blocks:
-        if block.end < begin or block.begin > end or (block.end == _NEVER and block.begin < begin):
-            continue
-        changes += [(max(block.begin, begin), block.size), (block.end, -block.size)]
+        if begin <= block.begin <= end or (block.begin < begin < block.end and block.seen):
+            changes += [(max(block.begin, begin), block.size), (block.end, -block.size)]
     held = peak = left = 0
     for time_ns, size in sorted(changes):
         held += size

@@ -13,7 +13,7 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.comm import World
-from axon_nb.errors import UsageError
+from axon_nb.errors import NoCluster, UsageError
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.communication_data import fill_buckets
 from axon_nb.plan.communication_recorded import counted
@@ -151,7 +151,7 @@ def test_frame_figure_and_texts() -> None:
     assert frame["calls"].sum() == found.calls()
     assert frame["mib"].sum() * 2**20 == pytest.approx(found.bytes())
     assert frame["ms"].isna().all()
-    assert "MiB" in found.figure().layout.yaxis.title.text
+    assert found.figure().layout.yaxis.title.text == "KiB that a rank sends"
     timed = plan.communication(odd, 2, inputs=rows(), links="ethernet-10g")
     assert timed.figure().layout.yaxis.title.text == "ms"
     assert "<table" in timed._repr_html_()
@@ -163,12 +163,13 @@ def test_frame_figure_and_texts() -> None:
     ("options", "message"),
     [
         ({}, "how many ranks"),
-        ({"world": 0}, "how many ranks"),
+        ({"world": 0}, "world=0: it is a whole number of ranks, 1 or more"),
         ({"world": 4, "mesh": {"dp": 2}}, "leave one of the two away"),
         ({"mesh": {"xx": 2}}, "axis 'xx': a mesh has"),
-        ({"mesh": {"dp": 0}}, "at least 1 rank"),
-        ({"world": 2, "strategy": "zero"}, "strategy='zero': it is one of ddp"),
-        ({"world": 2, "strategy": "hybrid_shard"}, "the axes replicate and shard"),
+        ({"mesh": {"dp": 0}}, "dp=0: it is a whole number of ranks"),
+        ({"world": 2, "strategy": "zero"}, "strategy='zero': it is one of full_shard"),
+        ({"world": 2, "strategy": "hybrid_shard"}, "needs to know a node's ranks"),
+        ({"mesh": {"dp": 2}, "strategy": "hybrid_shard"}, "axes are replicate and shard"),
         ({"mesh": {"tp": 2}}, "needs inputs="),
         ({"mesh": {"tp": 2}, "tp_plan": {"9.*": "column"}, "inputs": rows()}, "no module of Sequential"),
         ({"mesh": {"tp": 2}, "tp_plan": {"0": "diagonal"}, "inputs": rows()}, "is no style"),
@@ -179,7 +180,7 @@ def test_frame_figure_and_texts() -> None:
         ({"world": 2, "links": "carrier-pigeon"}, "presets are nvlink2"),
         ({"mesh": {"dp": 2}, "links": {"tp": "nvlink4"}}, "none for the axis 'dp'"),
         ({"world": 2, "mixed_precision": "half"}, None),
-        ({"world": 2, "mixed_precision": "quarter"}, "a dtype, such as"),
+        ({"world": 2, "mixed_precision": "quarter"}, "a dtype of floating point numbers"),
         ({"world": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
     ],
 )
@@ -200,4 +201,6 @@ def test_models_that_cannot_be_planned() -> None:
     with pytest.raises(UsageError, match="has returned a int"):
         plan.communication(lambda: 3, 2)
     with pytest.raises(UsageError, match="a function without arguments"):
+        plan.communication(3, 2)
+    with pytest.raises(NoCluster):
         plan.communication("gpt", 2)

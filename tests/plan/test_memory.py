@@ -70,10 +70,10 @@ def test_a_plan_says_what_each_rank_holds() -> None:
     assert modules["parameters_gib"].sum() * 1024**3 <= made.worst.persistent.parameters
     figure = made.figure()
     assert {bar.name for bar in figure.data} >= {"parameters", "optimizer states", "activations"}
-    assert figure.layout.yaxis.title.text == "GiB"
+    assert figure.layout.yaxis.title.text == "KiB"
     for text in (str(made), made._repr_html_()):
         assert "GPT" in text
-        assert "GiB" in text
+        assert "peak, KiB" in text
         assert "fragmentation allowance" in text
     with pytest.raises(plan.PlanError, match="by='block': it is rank or module"):
         made.to_frame(by="block")
@@ -143,6 +143,8 @@ def test_ways_to_ask() -> None:
         _request(model, inputs=spec, target=TensorSpec(("batch", 4)), loss=nn.functional.mse_loss, optimizer="SGD"),
         _request(SMALL, checkpointing="Block", wrap="Block", optimizer=torch.optim.AdamW),
         _request(SMALL, checkpointing=lambda module: isinstance(module, Block), wrap=(Block,), seq=8),
+        _request(SMALL, mesh={"dp": 1, "tp": 3}),
+        _request(lambda: nn.Linear(8, 4, device="cuda").cuda(), inputs=lambda: torch.ones(1, 8, device="cuda")),
     ]
     found = _plans(**{str(number): request for number, request in enumerate(given)})
     assert all(isinstance(made, MemoryPlan) for made in found.values()), found
@@ -150,6 +152,8 @@ def test_ways_to_ask() -> None:
     assert found["1"].worst.peak == found["2"].worst.peak == first
     assert found["4"].worst.persistent.optimizer == 0
     assert found["6"].worst.peak.activations < found["5"].worst.peak.activations
+    assert any("tp cuts nothing" in note for note in found["7"].notes)
+    assert found["8"].worst.peak == first
     enumerated = plan.memory(SMALL, 2, strategy=ShardingStrategy.FULL_SHARD, dtype=torch.bfloat16, method="closed_form")
     named = plan.memory(SMALL, 2, strategy="full_shard", dtype="bfloat16", method="closed_form")
     assert enumerated.ranks == named.ranks
@@ -189,9 +193,13 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         "optimizer": (_request(optimizer="adamm"), "torch.optim has .*adamw"),
         "options": (_request(optimizer_options={"speed": 1}), "speed"),
         "context": (_request(seq=17), "the model's context is 16 tokens"),
-        "kinds": (_request(checkpointing="Blok"), "GPT has none|has none; its modules are"),
+        "kinds": (_request(checkpointing="Blok"), "checkpointing='Blok': GPT has none; its modules are"),
         "no row": (_request(linear, inputs=spec, checkpointing=True), "no row of equal blocks"),
         "tp": (_request(mesh={"dp": 1, "tp": 2}, tp_plan={"nothing*": "column"}), "matches no module"),
+        "no parameters": (_request(nn.ReLU, inputs=spec), "ReLU has no parameters that are trained"),
+        "sparse": (_request(optimizer="SparseAdam"), "does not support dense gradients"),
+        "wrap": (_request(wrap="Blok"), "wrap='Blok': GPT has none; its modules are Attention, Block"),
+        "microbatches": (_request(mesh={"pp": 2}, batch=3), "batch=3 in 2 microbatches.*such as 4"),
         "loss": (_request(lambda: nn.LSTM(8, 8), inputs=TensorSpec((1, 8))), "gives a tuple: give loss="),
     }
     found = _plans(**{name: request for name, (request, _) in cases.items()})
@@ -205,21 +213,21 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
     ("options", "text"),
     [
         ({}, "how many ranks"),
-        ({"world": 0}, "world=0: there is at least 1 rank"),
+        ({"world": 0}, "world=0: it is a whole number of ranks, 1 or more"),
         ({"world": 8, "mesh": {"dp": 2, "tp": 3}}, "dp=2 x tp=3 makes 6 ranks, and world=8"),
         ({"mesh": {"dp": 2, "cp": 3}}, "axis 'cp': a mesh has"),
-        ({"mesh": {"dp": 0}}, "dp=0: an axis has at least 1 rank"),
+        ({"mesh": {"dp": 0}}, "dp=0: it is a whole number of ranks, 1 or more"),
         ({"world": 8, "strategy": "zero3"}, "strategy='zero3': it is one of full_shard"),
         ({"world": 8, "strategy": "hybrid_shard"}, "hybrid_shard needs to know a node's ranks"),
         ({"mesh": {"replicate": 2, "shard": 2}}, "its axis is dp"),
         ({"world": 2, "dtype": "int8"}, "dtype='int8': it is one of float32"),
         ({"world": 2, "offload": "disk"}, "offload='disk': it is one of none"),
         ({"world": 2, "offload": "full", "strategy": "ddp"}, "full_shard can keep them on the host"),
-        ({"world": 2, "batch": 0}, "batch=0: it is 1 or more"),
+        ({"world": 2, "batch": 0}, "batch=0: it is a whole number, 1 or more"),
         ({"world": 2, "ranks": [2]}, "rank 2: there are 2 ranks, 0 to 1"),
         ({"world": 2, "ranks": "most"}, "ranks='most': it is one of worst, all"),
         ({"world": 2, "method": "guess"}, "method='guess': it is one of simulate, closed_form"),
-        ({"world": 2, "fragmentation": 5}, "a share of the peak"),
+        ({"world": 2, "fragmentation": 5}, "fragmentation=5: it is a share of all else"),
         ({"world": 2, "device": "tpu"}, "device='tpu': it is one of cpu, cuda"),
         ({"world": 2, "microbatches": 4}, "microbatches=4 without pp"),
         ({"mesh": {"dp": 1, "tp": 2}, "method": "closed_form"}, "closed_form with tp or pp"),

@@ -46,7 +46,7 @@ def test_what_fits_comes_first_and_the_fastest_at_the_top() -> None:
     assert len(found.figure().data) == 2
     for text in (str(found), found._repr_html_()):
         assert f"{len(fitting)} of {len(found.candidates)} layouts fit" in text
-        assert "memory, GiB" in text
+        assert "memory, MiB" in text
         assert "1 TFLOP/s" in text
     assert "<table" in found._repr_html_()
 
@@ -250,21 +250,23 @@ def _unbuildable() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 0}, "each is above 0"),
-        ({"memory": 0}, "each is above 0"),
-        ({"batch": 0}, "each is above 0"),
-        ({"batch": 2.5}, "GPUs and batch whole"),
-        ({"simulate": -1}, "how many of the best layouts"),
+        ({"gpus": 0}, "gpus=0: it is a whole number of ranks, 1 or more"),
+        ({"memory": 0}, "memory=0: it is how many GiB a rank has"),
+        ({"batch": 0}, "batch=0: it is a whole number of samples"),
+        ({"batch": 2.5}, "batch=2.5: it is a whole number of samples"),
+        ({"simulate": -1}, "simulate=-1: it is a whole number, 0 or more"),
         ({"rates": "abacus"}, "or a GPU: v100, a100"),
         ({"links": "string"}, "presets are nvlink2"),
         ({"links": {"dp": "nvlink4"}}, "none for the axis"),
         ({"optimizer": "adamant"}, "torch.optim has none of this name"),
         ({"optimizer": 3}, "a name in torch.optim"),
-        ({"mixed_precision": "quarter"}, "a dtype, such as"),
-        ({"strategies": ("magic",)}, "one or more of ddp"),
+        ({"mixed_precision": "quarter"}, "a dtype of floating point numbers"),
+        ({"strategies": ("magic",)}, "it is one of full_shard"),
+        ({"strategies": ()}, "one or more of full_shard"),
         ({"schedule": "sundial"}, "it is one of 'GPipe'"),
         ({"model": _unbuildable}, "the model cannot be built: FileNotFoundError"),
-        ({"model": "gpt"}, "a function without arguments"),
+        ({"model": 3}, "a function without arguments"),
+        ({"model": "gpt"}, "needs a cluster and none is running"),
     ],
 )
 def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:

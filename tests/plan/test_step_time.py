@@ -254,7 +254,7 @@ def test_there_is_nothing_to_calibrate_without_ranks() -> None:
         plan.calibrate()
     with pytest.raises(UsageError, match="at least one size"):
         plan.calibrate(sizes=())
-    with pytest.raises(UsageError, match="operations are all_reduce"):
+    with pytest.raises(UsageError, match="it is one of all_reduce"):
         plan.calibrate(operations=("whisper",))
     with pytest.raises(UsageError, match="the name that a mesh has"):
         plan.calibrate("not a name", cluster=object())

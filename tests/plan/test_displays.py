@@ -1,0 +1,93 @@
+"""Numbers in displays: of tiny models and of huge ones in a unit in which they can be read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from axon_nb.plan.communication_table import format_flops, format_ms
+from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, RankMemory
+from axon_nb.plan.search_plan import Candidate, SearchPlan
+from axon_nb.plan.table_units import unit_for
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+
+def _plan(scale: int) -> MemoryPlan:
+    held = MemoryParts(parameters=2 * scale, gradients=2 * scale, optimizer=4 * scale)
+    peak = MemoryParts(parameters=2 * scale, gradients=2 * scale, optimizer=4 * scale, activations=scale // 2, other=1)
+    rank = RankMemory(0, {"dp": 0}, held, peak, "forward", "block1")
+    return MemoryPlan("Net", 7, {"dp": 2}, "full_shard", "cuda", "simulated", (rank,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ((), "bytes"),
+        ((0,), "bytes"),
+        ((1023,), "bytes"),
+        ((3, KIB), "KiB"),
+        ((MIB - 1,), "KiB"),
+        ((GIB - 1, 5), "MiB"),
+        ((GIB,), "GiB"),
+        ((5000 * GIB,), "GiB"),
+    ],
+)
+def test_the_largest_number_decides(sizes: tuple[int, ...], name: str) -> None:
+    assert unit_for(sizes).name == name
+
+
+def test_numbers_of_a_unit() -> None:
+    gib = unit_for([GIB])
+    assert [gib.text(size) for size in (0, 1, GIB // 2, 1234 * GIB)] == ["0", "<0.001", "0.500", "1,234.000"]
+    assert gib.text(GIB // 1000, decimals=2) == "<0.01"
+    assert unit_for([12]).text(12) == "12"
+
+
+@pytest.mark.parametrize(
+    ("scale", "unit", "total", "least"),
+    [(8, "bytes", "69", "1"), (KIB, "KiB", "8.501", "0.001"), (MIB, "MiB", "8.500", "<0.001"),
+     (300 * GIB, "GiB", "2,550.000", "<0.001")],
+)  # fmt: skip
+def test_a_plan_of_memory_is_shown_in_one_unit(scale: int, unit: str, total: str, least: str) -> None:
+    plan = _plan(scale)
+    text = str(plan)
+    rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()}
+    assert f"peak, {unit}" in text
+    assert (rows["total"], rows["other"]) == (total, least)
+    for shown in (text, plan._repr_html_()):
+        assert not re.search(r"\d[eE][+-]?\d", shown)
+        assert "Rank 0; its peak is in forward of block1" in shown
+    assert f"<td>{total}</td>" in plan._repr_html_()
+    figure = plan.figure()
+    assert figure.layout.yaxis.title.text == unit
+    assert sum(bar.y[1] for bar in figure.data) == pytest.approx(plan.peak_bytes / unit_for([plan.peak_bytes]).bytes)
+    assert plan.to_frame()["total_gib"].max() == plan.peak_bytes / GIB
+
+
+def test_a_search_over_layouts_of_a_tiny_model() -> None:
+    one = Candidate(2, 1, 1, "ddp", step_s=2e-9, memory={"model states": 3 * KIB})
+    found = SearchPlan("2 GPUs of 80 GiB", (one, Candidate(1, 2, 1, reason="tp cuts nothing of this model")))
+    assert "memory, KiB" in str(found)
+    assert "3.00" in str(found)
+    assert "<0.0001" in str(found)
+    assert found.figure().layout.xaxis.title.text == "KiB of the fullest rank"
+    assert found.figure().data[0].x == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (1e-9, "<0.0001"), (3.4e-6, "0.0034"), (1e-4, "0.1"), (0.0123456, "12.35"), (12.3456, "12,346")],
+)
+def test_milliseconds(seconds: float, text: str) -> None:
+    assert format_ms(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("per_s", "text"),
+    [(0, "0 MFLOP/s"), (1.5e6, "1.5 MFLOP/s"), (12.34e9, "12.3 GFLOP/s"), (515e12, "515 TFLOP/s"),
+     (9.9e15, "9,900 TFLOP/s")],
+)  # fmt: skip
+def test_floating_point_operations(per_s: float, text: str) -> None:
+    assert format_flops(per_s) == text
