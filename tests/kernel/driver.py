@@ -6,10 +6,10 @@ import ast
 import os
 import queue
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +17,17 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
+from jupyter_core.paths import jupyter_runtime_dir
+
+from tests.kernel.labelled import merged, ranks_of
 
 __all__ = ["Kernel", "Reply"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LIMIT_S = 120.0
+"""For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing."""
+_SHUTDOWN_S = 60.0
+"""After half of this Jupyter terminates a kernel that was asked to end."""
 
 
 @dataclass
@@ -48,13 +55,15 @@ class Reply:
         return self.status == "ok"
 
     def lines(self) -> list[str]:
-        """The lines of stdout."""
-        return self.stdout.splitlines()
+        """The lines of stdout; a line of several ranks is one, also when it came from some of them too late for that.
+
+        What was shown how often and when is in `stdout` and `arrivals`.
+        """
+        return merged(self.stdout)
 
     def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
         """Add one output message."""
-        kind, content = message["msg_type"], message["content"]
-        text = str(content.get("text", content.get("data", {}).get("text/plain", "")))
+        kind, content, text = message["msg_type"], message["content"], _text_of(message)
         self.arrivals.append((time.time(), kind, text))
         if kind == "stream":
             setattr(self, content["name"], getattr(self, content["name"]) + text)
@@ -77,7 +86,10 @@ class Kernel:
     """One kernel process and a client of it."""
 
     def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-        self.manager = KernelManager()
+        # Unix sockets: a port that is free when the kernel's are chosen may be taken when it comes to open them.
+        sockets = Path(jupyter_runtime_dir()) / f"k{uuid.uuid4().hex[:12]}"
+        sockets.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.manager = KernelManager(transport="ipc", ip=str(sockets), shutdown_wait_time=_SHUTDOWN_S)
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="test", language="python")
         self.manager.start_kernel(env={**os.environ, **(env or {})}, cwd=str(cwd or Path.cwd()))
@@ -87,7 +99,7 @@ class Kernel:
     def _connect(self) -> None:
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=_LIMIT_S)
 
     @property
     def pid(self) -> int:
@@ -98,7 +110,7 @@ class Kernel:
         """Send a cell; returns the request's id for `collect`."""
         return str(self.client.execute(code))
 
-    def collect(self, request: str, *, timeout: float = 60.0) -> Reply:
+    def collect(self, request: str, *, timeout: float = _LIMIT_S) -> Reply:
         """Everything that belongs to the request, until the kernel is idle and has replied.
 
         Raises:
@@ -107,7 +119,10 @@ class Kernel:
         reply, ids, end, began = Reply(), dict[str, int](), time.monotonic() + timeout, time.monotonic()
         early, self._early = self._early, []
         for message in early:
-            reply.take(message, ids)
+            if _belongs(message, request):
+                reply.take(message, ids)
+            else:
+                self._early.append(message)
         idle = False
         while not (idle and reply.status):
             if time.monotonic() > end:
@@ -115,12 +130,12 @@ class Kernel:
                     f"the cell is not over after {timeout} s; so far:\n{reply.stdout}\n{reply.traceback}"
                 )
             if not idle and (message := self._get(self.client.get_iopub_msg)):
-                if message["parent_header"].get("msg_id") != request:
+                if not _belongs(message, request):
                     continue
                 reply.take(message, ids)
                 idle = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
             answer = self._get(self.client.get_shell_msg) if idle else None
-            if answer and answer["parent_header"].get("msg_id") == request:
+            if answer and _belongs(answer, request):
                 reply.status = answer["content"]["status"]
         reply.seconds = time.monotonic() - began
         return reply
@@ -132,7 +147,7 @@ class Kernel:
         except queue.Empty:
             return None
 
-    def follow(self, request: str, reply: Reply, *, until: Callable[[], bool], timeout: float = 30.0) -> None:
+    def follow(self, request: str, reply: Reply, *, until: Callable[[], bool], timeout: float = _LIMIT_S) -> None:
         """Add to `reply` what still appears in its cell after the cell's end, until `until()` is true.
 
         Raises:
@@ -143,26 +158,48 @@ class Kernel:
             if time.monotonic() > end:
                 raise TimeoutError(f"still waiting after {timeout} s; so far:\n{reply.stdout}\n{reply.stderr}")
             message = self._get(self.client.get_iopub_msg)
-            if message is not None and message["parent_header"].get("msg_id") == request:
+            if message is not None and _belongs(message, request):
                 reply.take(message, ids)
 
-    def wait_for_output(self, request: str, text: str, *, timeout: float = 60.0) -> None:
-        """Return when the cell has printed `text`; what came so far is kept for `collect`."""
-        end = time.monotonic() + timeout
+    def wait_for_output(self, request: str, text: str, *, ranks: Iterable[int] = (), timeout: float = _LIMIT_S) -> None:
+        """Return when the cell has printed or displayed `text`; what came so far is kept for `collect`.
+
+        Args:
+            request: Of the cell.
+            text: A part of what is shown in one piece.
+            ranks: Wait until each of these has printed a line with it.
+            timeout: In seconds.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        end, missing = time.monotonic() + timeout, set(ranks)
         while time.monotonic() < end:
             message = self._get(self.client.get_iopub_msg)
-            if message is None or message["parent_header"].get("msg_id") != request:
+            if message is None or not _belongs(message, request):
                 continue
             self._early.append(message)
-            if text in str(message["content"].get("text", "")):
+            shown = _text_of(message)
+            for line in shown.splitlines():
+                missing -= ranks_of(line) if text in line else set()
+            if not missing and text in shown:
                 return
-        raise TimeoutError(f"no {text!r} after {timeout} s")
+        told = "".join(map(_text_of, self._early))
+        raise TimeoutError(f"no {text!r} of ranks {sorted(missing)} after {timeout} s; so far:\n{told}")
 
-    def run(self, code: str, *, timeout: float = 60.0) -> Reply:
+    def settle(self) -> None:
+        """Return when the kernel has noticed all that was sent to it before, presses of the stop button included."""
+        request, end = self.client.kernel_info(), time.monotonic() + _LIMIT_S
+        while time.monotonic() < end:
+            if (answer := self._get(self.client.get_shell_msg)) is not None and _belongs(answer, request):
+                return
+        raise TimeoutError(f"the kernel says nothing for {_LIMIT_S} s")
+
+    def run(self, code: str, *, timeout: float = _LIMIT_S) -> Reply:
         """Run a cell to its end, whatever becomes of it."""
         return self.collect(self.submit(code), timeout=timeout)
 
-    def ok(self, code: str, *, timeout: float = 60.0) -> Reply:
+    def ok(self, code: str, *, timeout: float = _LIMIT_S) -> Reply:
         """Run a cell that must succeed."""
         reply = self.run(code, timeout=timeout)
         assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}"
@@ -184,17 +221,14 @@ class Kernel:
         self._connect()
 
     def kill(self) -> None:
-        """SIGKILL: the kernel gets no chance to say anything."""
-        os.kill(self.pid, signal.SIGKILL)
-        self.manager.provisioner.process.wait(10)
+        """SIGKILL: the kernel gets no chance to say anything. Does nothing when it has ended already."""
+        self.manager.provisioner.process.kill()
+        self.manager.provisioner.process.wait(_LIMIT_S)
 
     def come_back(self) -> None:
         """SIGKILL, then a fresh kernel for the same notebook, as Jupyter's restarter makes one."""
         self.kill()
-        self.client.stop_channels()
-        self._early.clear()
-        self.manager.restart_kernel(now=True)
-        self._connect()
+        self.restart(now=True)
 
     def shutdown(self) -> None:
         """The menu's "Shut Down Kernel"."""
@@ -211,3 +245,12 @@ class Kernel:
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+
+
+def _belongs(message: dict[str, Any], request: str) -> bool:
+    return bool(message["parent_header"].get("msg_id") == request)
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return str(content.get("text", content.get("data", {}).get("text/plain", "")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import time
 from collections.abc import Callable
@@ -12,10 +14,10 @@ import psutil
 
 from tests.kernel.driver import Kernel
 
-__all__ = ["Footprint", "footprint", "until"]
+__all__ = ["Footprint", "below", "ended", "footprint", "listening", "modes", "until"]
 
 
-def until(condition: Callable[[], object], *, timeout: float = 30.0) -> bool:
+def until(condition: Callable[[], object], *, timeout: float = 60.0) -> bool:
     """Wait for a condition; whether it came true."""
     end = time.monotonic() + timeout
     while not condition():
@@ -23,6 +25,14 @@ def until(condition: Callable[[], object], *, timeout: float = 30.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,11 @@ class Footprint:
 
     def gone(self) -> bool:
         """Whether nothing of it is left."""
-        return not self.folder.exists() and not any(process.is_running() for process in self.processes)
+        return not self.folder.exists() and self.all_ended()
+
+    def all_ended(self) -> bool:
+        """Whether none of its processes runs any more."""
+        return all(map(ended, self.processes))
 
 
 def footprint(kernel: Kernel) -> Footprint:
@@ -54,10 +68,20 @@ def listening(footprint: Footprint) -> list[psutil._common.sconn]:
     """The TCP sockets on which the cluster's processes listen."""
     sockets = []
     for process in footprint.processes:
-        sockets += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended since
+            sockets += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return sockets
 
 
 def modes(folder: Path) -> dict[str, int]:
     """Permission bits of everything below a folder."""
-    return {str(path.relative_to(folder)): os.lstat(path).st_mode & 0o777 for path in folder.rglob("*")}
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a draft that has been put in its place since
+            found[str(path.relative_to(folder))] = os.lstat(path).st_mode & 0o777
+    return found
+
+
+def below(folder: Path, pattern: str) -> list[str]:
+    """What is there of this pattern; unlike `Path.glob` it minds no folder that goes while it looks."""
+    return glob.glob(str(folder / pattern))
