@@ -218,7 +218,8 @@ class CellRun:
         if self._notice is not None:
             self._notice.show(self._ending.slow if self._first_failure is None else "", now)
         if self._over(now):
-            return self._ending.settled(now) and not self._begin_recovery()
+            gone = [rank for rank, error in self.errors.items() if error.kind in ("died", "stuck")]
+            return self._ending.settled(now, gone) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True
         self._looks += self.interrupted_at is not None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.waits import read_waits
 from axon_nb.records.slow import slow_sentence
-from axon_nb.records.waits import explain
+from axon_nb.records.waits import RankWaits, explain
 
 __all__ = ["DeadlockWatch"]
 
@@ -40,23 +41,28 @@ class DeadlockWatch:
         self.slow = ""
         """Who is waited for, and by whom, as of the last look; empty while nobody is, or not for long."""
 
-    def step(self, now: float) -> str:
-        """Do what is due; the explanation once a deadlock is proven, empty before."""
+    def step(self, now: float, unfinished: Collection[int]) -> str:
+        """Do what is due; the explanation once a deadlock is proven, empty before.
+
+        Args:
+            now: The time.
+            unfinished: The ranks that have not ended the cell, as far as the notebook knows.
+        """
         if self._asked:
             if not all(future.done() for future in self._asked.values()):
                 return ""
-            return self._judge()
+            return self._judge(unfinished)
         if now >= self._next:
             self._next = now + _EVERY_S
             self._asked = {rank: self._client.request(rank, "axon_waits") for rank in self._world}
         return ""
 
-    def _judge(self) -> str:
+    def _judge(self, unfinished: Collection[int]) -> str:
         answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
         self._asked = {}
         if any("error" in answer for answer in answers.values()):
             return ""
-        reports = {rank: read_waits(answer) for rank, answer in answers.items()}
+        reports = {rank: _as_of_cell(read_waits(answer), unfinished) for rank, answer in answers.items()}
         self.slow = slow_sentence(reports, _SLOW_S)
         text = explain(reports, self._cell_ranks, _WAITED_S)
         if text is None:
@@ -66,3 +72,11 @@ class DeadlockWatch:
         proven = self._suspect is not None and self._suspect[1] == picture
         self._suspect = (text, picture)
         return text if proven else ""
+
+
+def _as_of_cell(report: RankWaits, unfinished: Collection[int]) -> RankWaits:
+    """A rank that runs nothing and has not told the cell's end has not begun it: on a busy machine that takes a while.
+
+    Or its end is on the way, and known at the next look.
+    """
+    return dataclasses.replace(report, running=report.running or report.rank in unfinished)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
@@ -17,7 +17,9 @@ _DEAD_AFTER_S = 0.05
 """When a rank has died: nobody can go on for long, and its last words may still come."""
 _ASK_EVERY_S = 0.015
 _ANSWER_S = 2.0
-"""An abort that has not been answered after this long will not be: the rank is dead."""
+"""A rank that has died or was given up does not answer an abort any more after this long."""
+_LATE_ANSWER_S = 15.0
+"""Any other does: on a busy machine that may take a while."""
 _REPEAT_S = 0.25
 """An abort is sent again as often: code may swallow the exception and go on."""
 
@@ -47,7 +49,7 @@ class Ending:
         """When ranks were first told to abort; None while they were not."""
         self._cut: ConsistentCut | None = None
         self._last_abort = 0.0
-        self._aborts: list[Any] = []
+        self._aborts: list[tuple[int, Any]] = []
         self._last_sent: float | None = None
         self._asked: dict[int, Any] = {}
         self._asked_at = 0.0
@@ -59,10 +61,17 @@ class Ending:
         """Whether ranks have been told to end, gently or not."""
         return self.aborted_at is not None or self._cut is not None
 
-    def settled(self, now: float) -> bool:
-        """Whether every abort has been carried out: a late one would break the groups that are formed anew."""
-        late = self._last_sent is not None and now - self._last_sent > _ANSWER_S
-        return late or all(future.done() for future in self._aborts)
+    def settled(self, now: float, gone: Collection[int]) -> bool:
+        """Whether every abort has been carried out: a late one would break the groups that are formed anew.
+
+        Args:
+            now: The time.
+            gone: The ranks that have died, or were given up.
+        """
+        awaited = {rank for rank, future in self._aborts if not future.done()}
+        if not awaited or self._last_sent is None:
+            return True
+        return now - self._last_sent > (_ANSWER_S if awaited <= set(gone) else _LATE_ANSWER_S)
 
     @property
     def slow(self) -> str:
@@ -103,7 +112,7 @@ class Ending:
             for rank in unfinished:
                 self._listen(rank)
                 self._answers[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
-                self._aborts.append(self._answers[rank])
+                self._aborts.append((rank, self._answers[rank]))
 
     def _listen(self, rank: int) -> None:
         """Take in how the rank answered to the abort before the next: one in C code has not noticed it."""
@@ -145,7 +154,7 @@ class Ending:
             limit_s = _DEAD_AFTER_S if died else _ABORT_AFTER_S
             return now - failed_at > limit_s or self._all_wait(now, unfinished)
         if self._watch is not None and not interrupted:
-            self.explanation = self._watch.step(now)
+            self.explanation = self._watch.step(now, unfinished)
         return bool(self.explanation)
 
     def _cut_failed(self, now: float) -> bool:

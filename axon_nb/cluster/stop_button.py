@@ -26,8 +26,9 @@ __all__ = ["StopButton", "install", "missing", "uninstall"]
 _NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
 _STOP_LINE = "raise KeyboardInterrupt  # the stop button was pressed before the cell's first line"
 _STOP = compile(_STOP_LINE, "<stop button>", "exec")
-_ON_ITS_WAY_S = 2.0
-"""A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time."""
+_ON_ITS_WAY_S = 10.0
+"""A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time: on
+a busy machine seconds pass between the two. It has a limit as clocks of the page and of the kernel may differ."""
 _INSIST_S = 1.0
 """A second press after so long raises wherever it lands, as ipykernel would have it: something there does not end."""
 

@@ -16,9 +16,9 @@ from tests.kernel.driver import Kernel, Reply
 
 __all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
 
-CEILING_S = 15.0
+CEILING_S = 60.0
 """A cell must be over so many seconds after its fault; times are recorded, and only this is asserted."""
-_PATIENCE_S = 60.0
+_PATIENCE_S = 150.0
 _RENEW_EVERY = 100
 """After so many rounds the cluster is restarted: each recovery leaves threads behind, which end with the ranks."""
 SENT = [Path(__file__).with_name(name) for name in ("workload.py", "blocking.py")]
@@ -166,7 +166,7 @@ class Fuzz:
                 began = time.time()
                 kernel.interrupt()
         try:
-            reply = kernel.collect(request, timeout=CEILING_S + 15)
+            reply = kernel.collect(request, timeout=CEILING_S + 30)
         except TimeoutError as error:
             outcome.problems.append(f"not over by itself: {error}")
             kernel.interrupt()

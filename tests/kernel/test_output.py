@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.kernel.driver import Kernel
 
+_HOLDS = """
+import axon_nb.cluster.output.cell_output as t_lines, axon_nb.cluster.output.intake as t_values
+t_holds_before = t_lines.HOLD_S, t_values._VALUE_WAITS_S
+t_lines.HOLD_S = t_values._VALUE_WAITS_S = 60.0
+"""
+_AS_BEFORE = "t_lines.HOLD_S, t_values._VALUE_WAITS_S = t_holds_before"
 
-def test_stderr_stays_stderr_and_is_labelled(kernel: Kernel) -> None:
-    reply = kernel.ok("%%distributed\nimport sys\nprint('out')\nprint('err', file=sys.stderr)")
-    assert reply.lines() == ["[ranks 0-3] out"]
+
+@pytest.fixture
+def holding(kernel: Kernel) -> Iterator[Kernel]:
+    """The kernel, where a line waits a minute, and not a moment, for other ranks to print the same."""
+    kernel.ok(_HOLDS)
+    yield kernel
+    kernel.ok(_AS_BEFORE)
+
+
+def test_stderr_stays_stderr_and_is_labelled(holding: Kernel) -> None:
+    reply = holding.ok("%%distributed\nimport sys\nprint('out')\nprint('err', file=sys.stderr)")
+    assert reply.stdout.splitlines() == ["[ranks 0-3] out"]
     assert reply.stderr.splitlines() == ["[ranks 0-3] err"]
 
 
@@ -22,12 +40,17 @@ def test_warnings_and_logging_come_through(kernel: Kernel) -> None:
     assert "bad" in reply.stderr
 
 
-def test_the_first_line_comes_while_the_cell_runs(kernel: Kernel) -> None:
-    request = kernel.submit("%%distributed\nprint('early')\nimport time\ntime.sleep(2)\nprint('late')")
-    kernel.wait_for_output(request, "early")
-    reply = kernel.collect(request)
-    texts = [(at, text) for at, kind, text in reply.arrivals if kind == "stream"]
-    assert [text for _, text in texts] == ["[ranks 0-3] early\n", "[ranks 0-3] late\n"]
+def test_the_first_line_comes_while_the_cell_runs(holding: Kernel, tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    request = holding.submit(
+        "%%distributed\nimport os, time\nprint('early')\n"
+        f"while not os.path.exists({str(shown)!r}): time.sleep(0.01)\nprint('late')"
+    )
+    holding.wait_for_output(request, "early")
+    shown.touch()
+    reply = holding.collect(request)
+    texts = [text for _, kind, text in reply.arrivals if kind == "stream"]
+    assert texts == ["[ranks 0-3] early\n", "[ranks 0-3] late\n"]
 
 
 def test_a_bar_does_not_use_up_what_a_cell_may_print(kernel: Kernel) -> None:
@@ -55,10 +78,8 @@ def test_tqdm_is_one_display_updated_in_place(kernel: Kernel) -> None:
     assert "steps" not in reply.stderr
 
 
-def test_dataframes_keep_their_html(kernel: Kernel) -> None:
-    kernel.ok("%%distributed --ranks 0,2\nimport pandas as pd")
-    # In step, so that both are shown within the moment in which equal displays are joined.
-    reply = kernel.ok("%%distributed --ranks 0,2\ndist.barrier(group=subgroup)\npd.DataFrame({'a': [1, 2]})")
+def test_dataframes_keep_their_html(holding: Kernel) -> None:
+    reply = holding.ok("%%distributed --ranks 0,2\nimport pandas as pd\npd.DataFrame({'a': [1, 2]})")
     assert reply.lines() == ["[ranks 0,2]"]
     assert len(reply.displays) == 1
     assert "<table" in reply.displays[0]["text/html"]

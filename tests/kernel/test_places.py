@@ -56,7 +56,7 @@ print(cluster.run("t = torch.ones(1 << 18); dist.all_reduce(t); t[0].item()").va
 code = '''from torch.utils.data import DataLoader, TensorDataset
 for batch in DataLoader(TensorDataset(torch.randn(256, 4096)), batch_size=128, num_workers=1): pass'''
 try:
-    cluster.run(code, timeout=60)
+    cluster.run(code, timeout=300)
 except axon_nb.errors.CellError as error:
     print("".join(error._render_traceback_()[-1:]))
 print(cluster.run("dist.barrier(); 'alive'").values)
@@ -64,6 +64,7 @@ cluster.stop()
 """
 
 
+@pytest.mark.timeout(600)
 def test_little_shared_memory_is_named_with_what_to_set() -> None:
     small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
     if (
@@ -75,7 +76,7 @@ def test_little_shared_memory_is_named_with_what_to_set() -> None:
         [*small, sys.executable, "-c", LOADER],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )

@@ -10,6 +10,8 @@ from axon_nb import plan
 from axon_nb.parallel.models import GPTConfig
 from tests.kernel.driver import Kernel
 
+pytestmark = pytest.mark.timeout(600)
+
 SETUP = """%%distributed
 from types import SimpleNamespace
 from torch import nn
@@ -41,7 +43,7 @@ def planner(shared_kernel: Kernel) -> Kernel:
 def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> None:
     has_torch = "'torch' in __import__('sys').modules"
     before = planner.value(has_torch)  # tests of this session may have loaded it
-    planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=150)
+    planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=500)
     config = GPTConfig(vocab=64, context=16, hidden=32, heads=4, blocks=8)
     formula = plan.memory(config, 64, device="cpu", method="closed_form")
     assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +47,7 @@ def test_each_press_of_20_ends_its_cell(pair: Kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_each_press_of_200_ends_its_cell(pair: Kernel) -> None:
     assert press_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
 
@@ -60,17 +59,17 @@ def test_a_press_that_comes_before_the_cell_has_begun_ends_it(pair: Kernel) -> N
         request = pair.submit("%%distributed\nwhile True: pass")
         pair.interrupt()
         os.kill(pair.pid, signal.SIGCONT)
-        assert pair.collect(request, timeout=30).ename in STOPPED
+        assert pair.collect(request).ename in STOPPED
         assert check_next_cell(pair) == ""
 
 
 def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) -> None:
     for _ in range(3):
         pair.interrupt()
-        time.sleep(0.1)  # a person's hand
+        pair.settle()
         pair.ok("x = 1")
         pair.interrupt()
-        time.sleep(0.1)
+        pair.settle()
         assert pair.ok("%%distributed\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
@@ -80,10 +79,12 @@ def test_cells_that_were_queued_behind_an_interrupted_one_do_not_run(pair: Kerne
     pair.wait_for_output(first, "go")
     pair.interrupt()
     assert pair.collect(first).ename in STOPPED
-    pair.client.get_shell_msg(timeout=30)
+    answer = pair.client.get_shell_msg(timeout=120)
+    while answer["parent_header"]["msg_id"] != second:
+        answer = pair.client.get_shell_msg(timeout=120)
+    assert answer["content"]["status"] == "aborted"
     assert pair.value("'ran' in globals()") is False
     assert check_next_cell(pair) == ""
-    assert second
 
 
 def test_a_press_while_another_request_is_served_leaves_the_kernel_answering(pair: Kernel) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernel.driver import Kernel
+from tests.kernel.moments import MEET, meet_when, waiting
+from tests.kernel.processes import until
 
 SETUP = """%%distributed
 import time
@@ -92,13 +96,13 @@ def trained() -> object:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
         kernel.ok(SETUP)
-        kernel.ok("%%distributed\nstep()")
+        kernel.ok(f"%%distributed\n{MEET}\nstep()")
         yield kernel
 
 
 @pytest.mark.parametrize("where", RAISES)
 def test_a_failing_rank_releases_those_that_wait(trained: Kernel, where: str) -> None:
-    reply = trained.run(f"%%distributed\n{RAISES[where]}", timeout=30)
+    reply = trained.run(f"%%distributed\n{RAISES[where]}")
     assert reply.ename == "CellError"
     assert any(name in reply.traceback for name in ("ValueError: bug", "ZeroDivisionError", "KeyError: 'x'"))
     after = trained.ok("%%distributed\nstep()\nprint(len(weights()), 'fine')\nprint(groups_work())")
@@ -106,8 +110,11 @@ def test_a_failing_rank_releases_those_that_wait(trained: Kernel, where: str) ->
     assert "[rank 0] 2.0" in after.lines()
 
 
-def test_those_that_waited_say_in_what_and_where(trained: Kernel) -> None:
-    reply = trained.run("%%distributed\nif rank == 2:\n    raise ValueError('bug')\ndist.barrier()")
+def test_those_that_waited_say_in_what_and_where(trained: Kernel, tmp_path: Path) -> None:
+    met = tmp_path / "met"
+    meet_when(trained, waiting("barrier", 0, 1, 3), met)
+    code = f"if rank == 2:\n    t_meet({str(met)!r}); raise ValueError('bug')\ndist.barrier()"
+    reply = trained.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 2]")
     assert "[ranks 0-1,3] waited in barrier at line 4" in reply.traceback
 
@@ -125,7 +132,7 @@ def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, wha
     request = trained.submit(f"%%distributed\nprint('go', flush=True)\n{INTERRUPTS[what]}")
     trained.wait_for_output(request, "go")
     trained.interrupt()
-    reply = trained.collect(request, timeout=30)
+    reply = trained.collect(request)
     assert reply.ename == "CellInterrupt"
     if "`%distributed sync`" in reply.stdout + reply.stderr:
         # Where a machine is too busy for the cut, ranks may be a step apart, and that is told.
@@ -133,7 +140,9 @@ def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, wha
         trained.ok(SETUP)
         trained.ok("%%distributed\nstep()")
         return
-    assert len(trained.ok("%%distributed\nprint('at step', steps)").lines()) == 1, "ranks are at the same step"
+    # By their optimizers: a hard stop may come between the last of these and the loop's own count.
+    made = "[int(next(iter(o.state.values()))['step']) for o in (ddp_optimizer, sharded_optimizer)]"
+    assert len(trained.ok(f"%%distributed\nprint('at step', {made})").lines()) == 1, "ranks are at the same step"
     assert "[ranks 0-3] True" in trained.ok("%%distributed\nstep()\nlen(weights()) == 2").lines()
 
 
@@ -164,41 +173,50 @@ def test_weights_after_a_failed_step_are_those_of_an_undisturbed_run() -> None:
 
 DEADLOCKS = {
     "a rank that finished": (
-        "if rank != 1:\n    dist.all_reduce(torch.ones(1))",
+        waiting("all_reduce", 0, 2, 3),
+        "if rank != 1:\n    dist.all_reduce(torch.ones(1))\nelse: t_meet(MET)",
         "ranks 0,2-3 wait in all_reduce at line 3 for rank 1, which has finished the cell.",
     ),
     "a rank that skips": (
-        "for i in range(3):\n    if rank == 2 and i == 1: continue\n    dist.barrier()",
+        waiting("barrier", 0, 1, 3),
+        "for i in range(3):\n    if rank == 2 and i == 1: t_meet(MET); continue\n    dist.barrier()",
         "ranks 0-1,3 wait in barrier at line 4 for rank 2, which has finished the cell.",
     ),
     "a ring of recv": (
+        "",
         "dist.recv(torch.ones(1), (rank + 1) % 4)",
         "; ".join(f"rank {r} waits in recv at line 2 for rank {(r + 1) % 4}" for r in range(4)) + ".",
     ),
     "two groups in opposite order": (
+        "",
         """first, second = (pair, dist.group.WORLD) if rank == 0 else (dist.group.WORLD, pair)
 dist.barrier(group=first)
 if rank < 2: dist.barrier(group=second)""",
         "rank 0 waits in barrier at line 3 for rank 1",
     ),
     "different collectives": (
-        "if rank == 0:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(1))",
+        waiting("all_reduce", 1, 2, 3),
+        "if rank == 0:\n    t_meet(MET); dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(1))",
         "The ranks do not meet: rank 0 is in barrier at line 3, rank 1 in all_reduce at line 5",
     ),
 }
+"""When the rank that is to blame goes on, if it has to wait for the others; the cell; what is told."""
 
 
 @pytest.mark.parametrize("what", DEADLOCKS)
-def test_a_deadlock_is_explained_and_ended(trained: Kernel, what: str) -> None:
-    code, sentence = DEADLOCKS[what]
-    reply = trained.run(f"%%distributed\n{code}", timeout=30)
+def test_a_deadlock_is_explained_and_ended(trained: Kernel, tmp_path: Path, what: str) -> None:
+    moment, code, sentence = DEADLOCKS[what]
+    met = tmp_path / "met"
+    if moment:
+        meet_when(trained, moment, met)
+    reply = trained.run(f"%%distributed\n{code.replace('MET', repr(str(met)))}")
     assert reply.ename == "CellError"
     assert sentence in reply.traceback
     assert "[ranks 0-3] 4.0" in trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
 
 
 def test_the_default_group_in_a_cell_of_some_ranks_is_explained(trained: Kernel) -> None:
-    reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()", timeout=30)
+    reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()")
     assert "in a cell of ranks 0,2: ranks 1,3 do not run this cell. Use `group=subgroup`" in reply.traceback
     assert trained.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-3] 'fine'"]
 
@@ -220,7 +238,7 @@ def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: K
 def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
     """The others connect to it in C++; left alone they would stand between the next forming and the store."""
     for failing in range(4):
-        reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])", timeout=30)
+        reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])")
         assert "ZeroDivisionError" in reply.traceback
     assert "[rank 0] 2.0" in trained.ok("%%distributed\nprint(groups_work())").lines()
 
@@ -237,15 +255,20 @@ def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -
 
 def test_connections_of_groups_that_were_given_up_are_closed(trained: Kernel) -> None:
     count = "%%distributed --out fds\nimport os\nlen(os.listdir('/proc/self/fd'))"
-    seen = []
-    for _ in range(2):
+
+    def counted() -> dict[int, int]:
         trained.ok(count)
-        seen.append(trained.value("fds.values"))
-        for _ in range(12):
-            trained.run("%%distributed\nif rank == 2: 1 / 0\nif rank in (1, 3): dist.barrier(group=rest)")
-    trained.ok(count)
-    seen.append(trained.value("fds.values"))
-    assert all(seen[2][rank] <= seen[0][rank] + 8 for rank in range(4)), seen
+        return dict(trained.value("fds.values"))
+
+    before, seen = counted(), []
+    for _ in range(24):
+        trained.run("%%distributed\nif rank == 2: 1 / 0\nif rank in (1, 3): dist.barrier(group=rest)")
+
+    def closed() -> bool:
+        seen.append(counted())  # some are closed a moment later, by the threads that used them
+        return all(seen[-1][rank] <= before[rank] + 8 for rank in range(4))
+
+    assert until(closed), (before, seen[-1])
 
 
 def test_repair_replaces_a_dead_rank_and_the_others_keep_everything() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
+from pathlib import Path
+
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.kernel.driver import Kernel, Reply
+from tests.kernel.moments import PRESSED, spins, touch_when
 from tests.kernel.processes import until
 
 DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
@@ -94,7 +99,7 @@ def test_a_repair_waits_for_no_cell() -> None:
         kernel.ok("%%distributed --ranks 0 --noblock --out handle\nimport time\ntime.sleep(600)")
         reply = kernel.run("%distributed repair --ranks 2")
         assert "Ranks 0 still run a cell: wait for its end or interrupt it, then repair." in reply.traceback
-        kernel.ok("handle.cancel()\ntry: handle.result(30)\nexcept KeyboardInterrupt: pass")
+        kernel.ok("handle.cancel()\ntry: handle.result(100)\nexcept KeyboardInterrupt: pass")
         assert "Replaced rank 2" in kernel.ok("%distributed repair --ranks 2").stdout
 
 
@@ -114,19 +119,34 @@ IN_C = {
 }
 
 
+def press_in_c_code(kernel: Kernel, code: str, ranks: Collection[int], folder: Path) -> str:
+    """Send the cell, and press stop when all ranks have begun it and these are in C code; the request."""
+    kernel.ok("%%distributed --quiet --out pids\nimport hashlib, os\nos.getpid()")
+    pids = kernel.value("dict(pids.values)")
+    # By files: what a rank prints stays there when it keeps the interpreter's lock.
+    request = kernel.submit(f"%%distributed\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\n{code}")
+    assert until(lambda: all((folder / str(rank)).exists() for rank in pids), timeout=120)
+    assert all(spins(pids[rank]) for rank in ranks)
+    kernel.interrupt()
+    return request
+
+
+def press_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
+    """Press a second time: presses within a second of the first, when that was noticed, are the same wish."""
+    assert until(noticed.exists, timeout=120)
+    time.sleep(1.2)
+    kernel.interrupt()
+    return kernel.collect(request)
+
+
 @pytest.mark.parametrize("what", IN_C)
-def test_a_second_interrupt_replaces_ranks_in_c_code(what: str) -> None:
+def test_a_second_interrupt_replaces_ranks_in_c_code(tmp_path: Path, what: str) -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
-        kernel.ok("%%distributed\nimport hashlib\nkept = rank")
-        code = f"print('go', flush=True)\nif rank == 1:\n    {IN_C[what]}\ndist.barrier()"
-        request = kernel.submit(f"%%distributed\n{code}")
-        kernel.wait_for_output(request, "go")
-        kernel.interrupt()
-        # Presses within a second of the first are the same wish; those after it, the second.
-        assert not until(lambda: False, timeout=2)
-        kernel.interrupt()
-        reply = kernel.collect(request, timeout=60)
+        kernel.ok("%%distributed\nkept = rank")
+        touch_when(kernel, PRESSED, tmp_path / "noticed")
+        request = press_in_c_code(kernel, f"if rank == 1:\n    {IN_C[what]}\ndist.barrier()", [1], tmp_path)
+        reply = press_again(kernel, request, tmp_path / "noticed")
         assert reply.ename == "CellInterrupt"
         assert "[rank 1] is still in C code" in reply.traceback
         assert "Replaced rank 1: fresh and empty; the other ranks keep all they have." in reply.traceback
@@ -134,15 +154,12 @@ def test_a_second_interrupt_replaces_ranks_in_c_code(what: str) -> None:
         assert sorted(after.lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, None)", "[rank 2] (3.0, 2)"]
 
 
-def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code() -> None:
+def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(tmp_path: Path) -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
-        request = kernel.submit(f"%%distributed\nimport hashlib\nprint('go', flush=True)\n{IN_C['C code']}")
-        kernel.wait_for_output(request, "go")
-        kernel.interrupt()
-        assert not until(lambda: False, timeout=2)
-        kernel.interrupt()
-        reply = kernel.collect(request, timeout=60)
+        touch_when(kernel, PRESSED, tmp_path / "noticed")
+        request = press_in_c_code(kernel, IN_C["C code"], [0, 1], tmp_path)
+        reply = press_again(kernel, request, tmp_path / "noticed")
         assert "Replaced ranks 0-1: fresh and empty; no rank keeps anything." in reply.traceback
         after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), 'hashlib' in globals()")
         assert after.lines() == ["[ranks 0-1] (2.0, False)"]
@@ -156,16 +173,13 @@ def test_dead_ranks_are_replaced_along_with_the_chosen_one() -> None:
         assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-2] 1"]
 
 
-def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code() -> None:
+def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(tmp_path: Path) -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
-        kernel.ok("%%distributed\nimport hashlib, os")
+        kernel.ok("%%distributed\nimport os")
         pid = kernel.ok("%%distributed --ranks 1\nprint(os.getpid())").lines()
-        code = f"print('go', flush=True)\nif rank == 1:\n    {IN_C['C code']}"
-        request = kernel.submit(f"%%distributed\n{code}")
-        kernel.wait_for_output(request, "go")
-        kernel.interrupt()
-        reply = kernel.collect(request, timeout=60)
+        request = press_in_c_code(kernel, f"if rank == 1:\n    {IN_C['C code']}", [1], tmp_path)
+        reply = kernel.collect(request)
         assert "ranks 0 have stopped." in reply.traceback
         assert "[rank 1] is still in C code at line 4 and does not react to interrupts" in reply.traceback
         assert "`%distributed repair --ranks 1` replaces what has not stopped" in reply.traceback

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.kernel.driver import Kernel
+from tests.kernel.patience import patient
 
 SETUP = """%%distributed
 from torch import nn
@@ -39,9 +41,10 @@ print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
 
 
 @pytest.fixture(scope="module")
-def ready(shared_kernel: Kernel) -> Kernel:
+def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(SETUP)
-    return shared_kernel
+    with patient(shared_kernel):
+        yield shared_kernel
 
 
 def ask(kernel: Kernel, *names: str, gradients: bool = False) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from axon_nb.cluster.namespace_table import agreement
@@ -79,9 +81,12 @@ def test_the_command_shows_the_table(shared_kernel: Kernel, rows: dict[str, dict
     assert "differs on rank 2" in shared_kernel.ok("t_vars = %distributed vars\nprint(t_vars.to_string())").stdout
 
 
-def test_while_a_cell_runs_it_says_so(shared_kernel: Kernel) -> None:
-    shared_kernel.ok("%%distributed --noblock --out job\nimport time\ntime.sleep(2)")
+def test_while_a_cell_runs_it_says_so(shared_kernel: Kernel, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    wait = f"import os, time\nwhile not os.path.exists({str(asked)!r}): time.sleep(0.01)"
+    shared_kernel.ok(f"%%distributed --noblock --out job\n{wait}")
     reply = shared_kernel.run("%distributed vars")
+    asked.touch()
     assert reply.ename == "UsageError"
     assert "runs a cell" in reply.traceback
     shared_kernel.ok("_ = job.result()")

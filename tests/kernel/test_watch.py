@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
 from tests.kernel.driver import Kernel
+from tests.kernel.moments import MEET
+from tests.kernel.patience import patient
+from tests.kernel.processes import until
+
+SEES = """
+import pathlib
+from axon_nb.widgets.strip import RankStrip
+t_add = RankStrip.add
+def t_sees(self, states):
+    states = list(states)
+    t_add(self, states)
+    if any(state.call == "barrier" and state.activity.name == "WAITING" for state in states):
+        pathlib.Path({path!r}).touch()
+RankStrip.add = t_sees"""
 
 
-def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel) -> None:
-    reply = kernel.ok(
-        "%%distributed --watch\nimport time\ntime.sleep(0.5)\nif rank:\n    time.sleep(1)\ndist.barrier()"
-    )
-    assert len(reply.displays) == 2  # the strip, and the timeline
-    assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
-    assert "<table" in reply.displays[0]["text/html"]
-    assert "barrier" in reply.displays[0]["text/plain"] + reply.displays[0]["text/html"]
+@pytest.fixture(scope="module", autouse=True)
+def views_wait_for_all_ranks(shared_kernel: Kernel) -> Iterator[None]:
+    with patient(shared_kernel):
+        yield
+
+
+def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel, tmp_path: Path) -> None:
+    seen = str(tmp_path / "seen")
+    kernel.ok(SEES.format(path=seen))
+    code = f"if rank:\n    t_meet({seen!r})\ndist.barrier()"
+    reply = kernel.ok(f"%%distributed --watch\n{MEET}{code}")
+    kernel.ok("RankStrip.add = t_add")
+    pictures = [bundle for bundle in reply.displays if "text/html" in bundle]  # the line on who is waited for has none
+    assert len(pictures) == 2  # the strip, and the timeline
+    assert "data:image/svg+xml;base64," in pictures[0]["text/html"]
+    assert "<table" in pictures[0]["text/html"]
+    assert "barrier" in pictures[0]["text/plain"] + pictures[0]["text/html"]
 
 
 def test_a_failing_cell_freezes_its_view_too(kernel: Kernel) -> None:
@@ -23,27 +51,30 @@ def test_a_failing_cell_freezes_its_view_too(kernel: Kernel) -> None:
 
 def test_nothing_is_sent_when_nobody_looks(kernel: Kernel) -> None:
     kernel.ok(
-        "import axon_nb\nt_client = axon_nb.cluster.current.get().client\nt_seen = []\n"
-        "t_client.on_telemetry(lambda content: t_seen.append(content['rank']))"
+        "import axon_nb\nt_client = axon_nb.current_cluster().client\nt_seen = []\n"
+        "for t_rank in range(4): t_client.request(t_rank, 'axon_watch', hz=20, seconds=0).result(60)"
     )
+    senders = "[t for t in threading.enumerate() if t.name == 'axon_nb-telemetry']"  # of cells that were watched
+    kernel.ok(f"%%distributed\nimport threading, time\nwhile {senders}: time.sleep(0.01)")
+    kernel.ok("t_client.on_telemetry(lambda content: t_seen.append(content['rank']))")
     kernel.ok("%%distributed\nimport time\ntime.sleep(0.5)")
     assert kernel.value("t_seen") == []
-    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=30).result(5);")
-    kernel.ok("%%distributed\nimport time\ntime.sleep(0.5)")
+    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=300).result(60);")
+    assert until(lambda: kernel.value("len(t_seen) > 2"))
     assert kernel.value("sorted(set(t_seen))") == [2]
-    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=0).result(5);\nt_client.on_telemetry(None)")
+    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=0).result(60);\nt_client.on_telemetry(None)")
 
 
-def test_status_says_where_a_stuck_rank_waits(kernel: Kernel) -> None:
-    kernel.ok("%%distributed --noblock --out t_handle\nimport time\nif rank == 0:\n    time.sleep(1.5)\ndist.barrier()")
-    kernel.ok(
-        "import time\nt_end = time.monotonic() + 20\n"
-        "t_c = axon_nb.cluster.current.get()\nt_states = []\n"
-        "while 'barrier' not in ' '.join(t_states) and time.monotonic() < t_end:\n"
-        "    time.sleep(0.02)\n    t_states = list(t_c.status()['state'])"
-    )
-    assert "in barrier at line 5" in " ".join(kernel.value("t_states"))
-    kernel.ok("t_handle.result(30);")
+def test_status_says_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    wait = f"import os, time\n    while not os.path.exists({str(asked)!r}): time.sleep(0.01)"
+    kernel.ok(f"%%distributed --noblock --out t_handle\nif rank == 0:\n    {wait}\ndist.barrier()")
+    states = "list(axon_nb.current_cluster().status()['state'])"
+    kernel.ok("import axon_nb")
+    found = until(lambda: "in barrier at line 5" in " ".join(kernel.value(states)))
+    asked.touch()
+    kernel.ok("t_handle.result(100);")
+    assert found
 
 
 def test_a_result_opens_its_views_again(kernel: Kernel) -> None:

@@ -23,7 +23,8 @@ __all__ = ["LOOPBACK", "connect", "leak", "leaked", "listen_on", "poison", "shar
 
 LOOPBACK = "127.0.0.1"
 
-_CONNECT_LIMIT = timedelta(seconds=3)
+_CONNECT_LIMIT = timedelta(seconds=30)
+"""Ranks of a busy machine may begin to connect seconds apart; an abort ends the wait anyway."""
 _POISON_TAG = 0x7FFFFFF0
 _PIECE_S = 0.02
 
@@ -60,7 +61,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
         give_up: Called every 20 ms; raises when the wait is to end.
 
     Raises:
-        RuntimeError: a peer did not come within 3 seconds.
+        RuntimeError: a peer did not come within 30 seconds.
     """
     options = _gloo._Options()
     options._devices = [shared_device()]
@@ -86,7 +87,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
             give_up()
     except BaseException:  # an interrupt may land anywhere here
         _graveyard.append(box)
-        # Else it would stand between the next forming and the store until its limit is over: 3 seconds.
+        # Else it would stand between the next forming and the store until its limit is over.
         if thread:
             give_up_waits(thread[0])
         raise

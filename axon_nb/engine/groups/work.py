@@ -106,7 +106,7 @@ class RecoverableWork(Work):
 
         def wait() -> None:
             try:
-                # Without a limit a send or recv takes the one for connecting, 3 seconds: a slow peer would fail it.
+                # Without a limit a send or recv takes the one for connecting: a slow peer would fail it.
                 self._inner.wait(self._limit)
             except BaseException as error:
                 failure.append(error)

@@ -1,0 +1,32 @@
+"""Connecting a group: ranks may begin with it at very different times, as on a busy machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from axon_nb.engine.groups.gloo import connect
+
+LATE_S = 4.0
+
+
+def test_a_rank_that_begins_seconds_later_is_waited_for() -> None:
+    store, made = HashStore(), dict[int, Any]()
+
+    def join(rank: int) -> None:
+        made[rank] = connect(store, rank, 2, timeout=timedelta(seconds=60), give_up=lambda: None)
+
+    first = threading.Thread(target=join, args=(0,))
+    first.start()
+    time.sleep(LATE_S)
+    join(1)
+    first.join(120)
+    sums = [torch.ones(1), torch.ones(1)]
+    works = [made[rank].allreduce([sums[rank]]) for rank in (0, 1)]
+    assert all(work.wait() for work in works)
+    assert [value.item() for value in sums] == [2.0, 2.0]

@@ -1,0 +1,69 @@
+"""Moments of a running cell that a test has to wait for: what ranks wait in, a press that has been noticed, C code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import until
+
+__all__ = ["MEET", "PRESSED", "meet_when", "spins", "touch_when", "waiting"]
+
+_TOUCH = """
+import axon_nb
+import os.path as t_path
+t_current = axon_nb.current_cluster()
+def t_touch_when(condition, path):
+    import pathlib, threading, time
+    def look():
+        while not condition():
+            time.sleep(0.02)
+        pathlib.Path(path).touch()
+    threading.Thread(target=look, daemon=True).start()
+"""
+MEET = """
+def t_meet(path):
+    import pathlib, time
+    pathlib.Path(path + ".begun").touch()
+    while not pathlib.Path(path).exists():
+        time.sleep(0.01)
+"""
+"""Part of a cell: `t_meet(path)` on a rank waits, outside of all communication, for the moment of `meet_when`."""
+PRESSED = "any(run.interrupted_at is not None for run in t_current._runs)"
+"""The stop button was pressed while a cell runs, and the notebook has noticed it."""
+
+
+def waiting(call: str, *ranks: int) -> str:
+    """These ranks wait in this call, and have done so for a moment."""
+    seen = f"t_current.sample({ranks!r}).values()"
+    return f"sum(state.call == {call!r} and state.activity.name == 'WAITING' for state in {seen}) == {len(ranks)}"
+
+
+def touch_when(kernel: Kernel, condition: str, path: Path) -> None:
+    """From now on the notebook looks for this, beside what it runs, and makes the file at `path` when it has come.
+
+    Args:
+        kernel: Of the notebook.
+        condition: `PRESSED`, or what `waiting` gives.
+        path: Where there is no file yet.
+    """
+    kernel.ok(f"{_TOUCH}t_touch_when(lambda: {condition}, {str(path)!r})")
+
+
+def meet_when(kernel: Kernel, condition: str, path: Path) -> None:
+    """As `touch_when`, from the moment that a rank has come to its `t_meet(path)`."""
+    touch_when(kernel, f"t_path.exists({f'{path}.begun'!r}) and {condition}", path)
+
+
+def spins(pid: int, *, seconds: float = 0.5) -> bool:
+    """Wait until a process has computed for so long from now on; whether it has."""
+    process = psutil.Process(pid)
+
+    def used() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before = used()
+    return until(lambda: used() - before > seconds, timeout=120)
