@@ -13,7 +13,7 @@ from axon_nb.cluster.code import mentions
 from axon_nb.cluster.ending import Ending
 from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
-from axon_nb.cluster.part import LiveView, Part, Stepped, where_ended
+from axon_nb.cluster.part import LiveView, Part, Stepped, was_ended, where_ended
 from axon_nb.cluster.result import RankError
 
 __all__ = ["CellRun"]
@@ -29,12 +29,7 @@ _INSIST_AFTER_S = 1.0
 _INSIST_GRACE_S = 0.5
 """Ranks that are still in C code this long after the second interrupt are given up."""
 _SURE_S, _SURE_LOOKS = 0.06, 10
-"""Jupyter interrupts a kernel before it restarts it: ranks are left alone when that follows within this time, and so
-many turns of the loop, which take longer where a busy machine delays what follows."""
-_ENDED = ("Aborted",)
-_ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
-_NCCL_ABORTED = "NCCL communicator was aborted"
-"""What torch says of an operation that begins on an aborted communicator."""
+"""Jupyter interrupts a kernel before it restarts it: ranks are let alone for so long, and so many turns of the loop."""
 
 
 class CellRun:
@@ -154,8 +149,8 @@ class CellRun:
         self._communicated = self._communicated or bool(ours.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
-            begun, evalue = self._ending.begun, content.get("evalue", content["status"])
-            ended = ename in _ENDED or (begun and (ename in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in evalue))
+            evalue = content.get("evalue", content["status"])
+            ended = was_ended(ename, evalue, begun=self._ending.begun)
             evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
@@ -223,13 +218,12 @@ class CellRun:
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True
         self._looks += self.interrupted_at is not None
-        sure = self._looks >= _SURE_LOOKS
         self._ending.step(
             now,
             self.unfinished,
             failed_at=self._first_failure,
             died=any(error.kind == "died" for error in self.errors.values()),
-            interrupted=sure and self.interrupted_at is not None and now - self.interrupted_at >= _SURE_S,
+            interrupted=self._looks >= _SURE_LOOKS and now - (self.interrupted_at or now) >= _SURE_S,
             timed_out=self.timed_out,
         )
         return False

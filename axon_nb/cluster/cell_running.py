@@ -114,7 +114,7 @@ class CellRunning:
     def _ending(self, chosen: Sequence[int]) -> Ending:
         client = self.connection.client
         living = [rank for rank in self.ranks if rank not in self.health.dead]
-        watch = DeadlockWatch(client, living, chosen)
+        watch = DeadlockWatch(client, living, chosen, dead=self.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
         return Ending(client, chosen, watch=watch, cuttable=self.backend == "gloo" and chosen == self.ranks)
 

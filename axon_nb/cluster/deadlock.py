@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
@@ -29,10 +30,14 @@ class DeadlockWatch:
         client: The cluster's client.
         world: All ranks that live.
         cell_ranks: The ranks that run the cell.
+        dead: Those that have died, as of now: one that does not run the cell is not waited for any more.
     """
 
-    def __init__(self, client: RankClient, world: Sequence[int], cell_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, client: RankClient, world: Sequence[int], cell_ranks: Sequence[int], *, dead: Container[int] = ()
+    ) -> None:
         self._client = client
+        self._dead = dead
         self._world = list(world)
         self._cell_ranks = list(cell_ranks)
         self._next = time.monotonic() + _FIRST_S
@@ -48,13 +53,16 @@ class DeadlockWatch:
             now: The time.
             unfinished: The ranks that have not ended the cell, as far as the notebook knows.
         """
+        self._asked = {rank: future for rank, future in self._asked.items() if rank not in self._dead}
         if self._asked:
             if not all(future.done() for future in self._asked.values()):
                 return ""
             return self._judge(unfinished)
         if now >= self._next:
             self._next = now + _EVERY_S
-            self._asked = {rank: self._client.request(rank, "axon_waits") for rank in self._world}
+            for rank in self._world:
+                with contextlib.suppress(KeyError):  # it has just died
+                    self._asked[rank] = self._client.request(rank, "axon_waits")
         return ""
 
     def _judge(self, unfinished: Collection[int]) -> str:

@@ -7,8 +7,12 @@ from typing import Any, Protocol
 
 from axon_nb.cluster.result import RankError
 
-__all__ = ["LiveView", "Part", "Stepped", "where_ended"]
+__all__ = ["LiveView", "Part", "Stepped", "was_ended", "where_ended"]
 
+_ENDED = ("Aborted",)
+_ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
+_NCCL_ABORTED = "NCCL communicator was aborted"
+"""What torch says of an operation that begins on an aborted communicator."""
 _IDLE_WAIT_S = 5.0
 """After a rank's reply its last output is waited for at most this long: the two come by different ways, and on a busy
 machine one of them may be late."""
@@ -51,6 +55,17 @@ class Part:
             return bool(self.replied_at)
         since, limit = (self.gone_at, _GONE_WAIT_S) if self.gone_at else (self.replied_at, _IDLE_WAIT_S)
         return now - since > limit
+
+
+def was_ended(name: str, words: str, *, begun: bool) -> bool:
+    """Whether a rank's exception is that it was ended, and not a failure of its own.
+
+    Args:
+        name: Of the exception.
+        words: What it says.
+        begun: Whether the ranks were told to end.
+    """
+    return name in _ENDED or (begun and (name in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in words))
 
 
 def where_ended(place: dict[str, Any]) -> str:

@@ -103,6 +103,8 @@ def to_move(tensor: torch.Tensor) -> Cargo:
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
     if dense.dtype in NATIVE:
         return Cargo(tensor, dense)
+    if not dense.numel():  # NumPy's strides of an empty array may be ones that torch views no bytes of
+        return Cargo(tensor, torch.empty(0, dtype=torch.uint8, device=dense.device))
     return Cargo(tensor, dense.reshape(-1).view(torch.uint8))
 
 

@@ -119,10 +119,10 @@ def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any)
 
 def _on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
     """Run it on a cluster's ranks; rank 0's answer, which all have."""
-    if not hasattr(cluster, "run"):
-        raise UsageError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     if mesh is not None and not (isinstance(mesh, str) and mesh.isidentifier()):
         raise UsageError(f"mesh={mesh!r} with cluster=: the name that a mesh has on the ranks, such as 'mesh'.")
+    if not hasattr(cluster, "run"):
+        raise UsageError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     sent = base64.b85encode(cloudpickle.dumps(options)).decode()
     module = "__import__('axon_nb.plan.calibrate_call', fromlist=['calibrate_here'])"
     code = f"{module}.calibrate_here({mesh}, sent={sent!r})"

@@ -21,10 +21,11 @@ class Ranks:
     def __init__(self) -> None:
         self.answers: dict[int, dict[str, Any]] = {}
         self.late: list[Future[Any]] = []
+        self.silent: set[int] = set()
 
     def request(self, rank: int, msg_type: str, **_: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if msg_type == "axon_abort":
+        if msg_type == "axon_abort" or rank in self.silent:
             self.late.append(answer)
         else:
             answer.set_result({"content": self.answers[rank]})
@@ -45,6 +46,18 @@ def test_a_rank_that_has_not_begun_the_cell_is_not_taken_for_one_that_has_ended_
     watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
     assert [watch.step(now + seconds, [0, 1, 2]) for seconds in range(10)] == [""] * 10
     told = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 14)]
+    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
+
+
+def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
+    ranks: Any = Ranks()
+    ranks.answers = {0: waits(0), 1: waits(1), 2: runs_nothing(2), 3: runs_nothing(3)}
+    ranks.silent = {3}
+    dead: set[int] = set()
+    watch, now = DeadlockWatch(ranks, [0, 1, 2, 3], [0, 1, 2], dead=dead), time.monotonic()
+    assert [watch.step(now + seconds, [0, 1]) for seconds in range(10)] == [""] * 10
+    dead.add(3)
+    told = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 16)]
     assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
 
 
