@@ -213,7 +213,7 @@ class CellRun:
         if self._notice is not None:
             self._notice.show(self._ending.slow if self._first_failure is None else "", now)
         if self._over(now):
-            gone = [rank for rank, error in self.errors.items() if error.kind in ("died", "stuck")]
+            gone = {rank for rank, part in self._parts.items() if part.is_gone}
             return self._ending.settled(now, gone) and not self._begin_recovery()
         if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
             self.timed_out = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from axon_nb.cluster.client import RankClient
@@ -61,7 +62,7 @@ class Ending:
         """Whether ranks have been told to end, gently or not."""
         return self.aborted_at is not None or self._cut is not None
 
-    def settled(self, now: float, gone: Collection[int]) -> bool:
+    def settled(self, now: float, gone: AbstractSet[int]) -> bool:
         """Whether every abort has been carried out: a late one would break the groups that are formed anew.
 
         Args:
@@ -71,7 +72,7 @@ class Ending:
         awaited = {rank for rank, future in self._aborts if not future.done()}
         if not awaited or self._last_sent is None:
             return True
-        return now - self._last_sent > (_ANSWER_S if awaited <= set(gone) else _LATE_ANSWER_S)
+        return now - self._last_sent > (_ANSWER_S if awaited <= gone else _LATE_ANSWER_S)
 
     @property
     def slow(self) -> str:

@@ -49,6 +49,11 @@ class Part:
     seconds: float = 0.0
     has_value: bool = False
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its rank answers no more: its process has ended, or it was given up."""
+        return bool(self.gone_at) or (self.error is not None and self.error.kind == "stuck")
+
     def over(self, now: float) -> bool:
         """Whether it has replied and has sent its output, or has had its time to."""
         if self.idle or not self.replied_at:

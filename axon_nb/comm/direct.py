@@ -20,6 +20,7 @@ from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 __all__ = [
     "BACKENDS",
     "GATHER",
+    "IS_MISSING",
     "SCATTER",
     "TorchWorld",
     "all_gather",
@@ -68,12 +69,13 @@ def missing() -> list[str]:
     return gone + [name for name in options if not hasattr(c10d, name)]
 
 
-_MISSING = bool(missing())
+IS_MISSING = bool(missing())
+"""Whether any of it is: then all is left to torch's public functions."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the public function would do nothing more than to call the group."""
-    if _MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
+    if IS_MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
         return False
     return not c10d._world.pg_coalesce_state
 

@@ -63,7 +63,7 @@ _lanes: dict[int, _Lane] = {}
 def _lane(tensor: Any, group: Any) -> _Lane | None:
     """The lane of a group, when this tensor may take it now."""
     if (
-        direct._MISSING
+        direct.IS_MISSING
         or type(tensor) is not _Tensor
         or not tensor.is_cpu
         or tensor.dtype not in NATIVE

@@ -37,7 +37,7 @@ def test_torch_has_what_is_used() -> None:
 @pytest.mark.parametrize("without_hooks", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_alone_gets_its_own_values(call: str, without_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_MISSING", without_hooks)
+    monkeypatch.setattr(direct, "IS_MISSING", without_hooks)
     values = torch.arange(6.0).view(3, 2)
     assert torch.equal(CALLS[call](values.clone()), values)
 

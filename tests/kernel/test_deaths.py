@@ -77,6 +77,13 @@ else:
     assert "[ranks 0-2] 3.0" in after.lines()
 
 
+def test_a_death_outside_of_a_cell_does_not_hide_its_deadlock(mortal: Kernel) -> None:
+    mortal.ok("%%distributed --quiet --out t_pids\nimport os\nos.getpid()")
+    code = f"if rank == 0:\n    os.kill({mortal.value('t_pids.values[2]')}, 9)\n    dist.barrier(group=subgroup)"
+    reply = mortal.run(f"%%distributed --ranks 0-1\n{code}")
+    assert "rank 0 waits in barrier at line 4 for rank 1, which has finished the cell" in reply.traceback
+
+
 def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb")

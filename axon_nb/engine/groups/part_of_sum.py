@@ -6,6 +6,7 @@ switches of threads a call. The handle of the all_reduce takes a limit. The sums
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,11 +33,13 @@ class PartOfSum:
         self._work = work
         self._part: torch.Tensor | None = part
         self._output = output
+        self._taking = threading.Lock()
 
     def _take(self) -> None:
-        part, self._part = self._part, None
-        if part is not None:
-            self._output.copy_(part)
+        with self._taking:  # a future's callback has a thread of its own, and who waits goes on with the whole output
+            part, self._part = self._part, None
+            if part is not None:
+                self._output.copy_(part)
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait for the result; a wait that ends at its limit can be repeated.

@@ -67,8 +67,8 @@ def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
     ending.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
     assert len(ranks.late) == 2
     ranks.late[0].set_result({"content": {}})
-    assert not ending.settled(now + 5.0, [])
-    assert not ending.settled(now + 1.0, [1])
-    assert ending.settled(now + 5.0, [1]), "one that has died answers no more"
+    assert not ending.settled(now + 5.0, set())
+    assert not ending.settled(now + 1.0, {1})
+    assert ending.settled(now + 5.0, {1}), "one that has died answers no more"
     ranks.late[1].set_result({"content": {}})
-    assert ending.settled(now + 0.1, [])
+    assert ending.settled(now + 0.1, set())
