@@ -44,27 +44,49 @@ def last_line(words: str) -> str:
 
 
 def place_of_crash(report: str) -> str:
-    """The cell's line, and the library's function that it had called: ` at line 3 (ctypes string_at)`; may be empty."""
-    for frames in _stacks(report.rpartition(_FATAL)[2] if _FATAL in report else ""):
+    """The cell's line, what of a library it had called there, and which thread has crashed if it was another.
+
+    Such as `` at line 3 (ctypes string_at)``, the library's first function and last, or `` at line 3, in another thread
+    (queue get)``; may be empty.
+    """
+    stacks = _stacks(report.rpartition(_FATAL)[2] if _FATAL in report else "")
+    for of_crash, frames in stacks:
         # IPython's run_code runs the cell's own frame: the line before it, as the newest call comes first.
         at = next((i for i, (file, _, name) in enumerate(frames) if name == "run_code" and "IPython" in file), 0)
         if at:
-            inner = [(file, name) for file, _, name in reversed(frames[: at - 1])]
-            called = [_function(file, name) for file, name in inner if name not in _DECORATORS and _library(file)]
-            return f" at line {frames[at - 1][1]}" + (f" ({called[0]})" if called else "")
+            called = _called(frames[: at - 1])
+            text = f" at line {frames[at - 1][1]}" + (f" ({' … '.join(called)})" if called else "")
+            return text if of_crash else text + _elsewhere(stacks)
     return ""
 
 
-def _stacks(report: str) -> list[list[tuple[str, int, str]]]:
-    """The threads' frames as (file, line, function), that of the crash first."""
+def _elsewhere(stacks: list[tuple[bool, list[tuple[str, int, str]]]]) -> str:
+    crashed = next((frames for of_crash, frames in stacks if of_crash), None)
+    if crashed is None:
+        return ", in a thread of C code"
+    return ", in another thread" + (f" ({_function(crashed[0][0], crashed[0][2])})" if crashed else "")
+
+
+def _called(frames: list[tuple[str, int, str]]) -> list[str]:
+    """The first function of a library that was called, and the last when it is another."""
+    inner = [(file, name) for file, _, name in reversed(frames)]
+    called = [_function(file, name) for file, name in inner if name not in _DECORATORS and _library(file)]
+    return list(dict.fromkeys([*called[:1], *called[-1:]]))
+
+
+def _stacks(report: str) -> list[tuple[bool, list[tuple[str, int, str]]]]:
+    """For each thread whether it has crashed, and its frames as (file, line, function); the one that has comes first.
+
+    None has when it was a thread in which no Python runs.
+    """
     stacks: list[tuple[bool, list[tuple[str, int, str]]]] = []
     for line in report.splitlines():
         frame = _FRAME.match(line)
         if _STACK.match(line):
-            stacks.append((not line.startswith("Current"), []))
+            stacks.append((line.startswith("Current"), []))
         elif frame and stacks:
             stacks[-1][1].append((frame["file"], int(frame["line"]), frame["name"]))
-    return [frames for _, frames in sorted(stacks, key=lambda stack: stack[0])]
+    return sorted(stacks, key=lambda stack: not stack[0])
 
 
 def _library(file: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from types import FrameType
@@ -11,6 +10,7 @@ from types import FrameType
 import torch
 
 from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function, is_public_call
+from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
 from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
@@ -33,7 +33,7 @@ class Sampler:
     def sample(self) -> RankState:
         """One sample, some 20 us."""
         session, now = self._session, time.monotonic_ns()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = main_frame() if session.cell is not None else None
         cell = session.cell
         line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
         waited = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
@@ -63,9 +63,7 @@ class Sampler:
 
     def via(self) -> tuple[str, int]:
         """The function that communicates though its name does not say so, and the number of the call waited for."""
-        ident = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(ident)
-        waited = activity.current_wait(ident)
+        frame, waited = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
         return find_function(frame, user_frame(frame)), waited.number if waited else 0
 
     def _look(self, frame: FrameType | None) -> tuple[int | None, str, int]:

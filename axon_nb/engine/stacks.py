@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import sysconfig
-import threading
 from collections.abc import Iterator
 from typing import Any
 
+from axon_nb.engine.frames import collecting_nothing, main_frame
 from axon_nb.engine.interrupts import Interrupts, user_frame
 from axon_nb.engine.kernel_hooks import RUN_CODE
 from axon_nb.engine.session import RankSession
@@ -52,7 +51,7 @@ def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, s
 
 
 def _from_thread() -> list[Point]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_frame()
     user = user_frame(frame)
     points: list[Point] = []
     while user is not None and frame is not None and len(points) < _MAX_WALK:
@@ -68,7 +67,8 @@ def _from_task(task: Any) -> Iterator[Point]:
     waiting = task.get_coro() if task is not None and not task.done() else None
     inside = False
     for _ in range(_MAX_WALK):
-        frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
+        with collecting_nothing():
+            frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
         if frame is None:
             return
         if inside:

@@ -19,6 +19,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 
+from axon_nb.host.rundir import base_dir
 from tests.kernel.labelled import merged, ranks_of
 
 __all__ = ["Kernel", "Reply"]
@@ -202,7 +203,7 @@ class Kernel:
     def ok(self, code: str, *, timeout: float = _LIMIT_S) -> Reply:
         """Run a cell that must succeed."""
         reply = self.run(code, timeout=timeout)
-        assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}"
+        assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}\n{_crash_reports()}"
         return reply
 
     def value(self, expression: str) -> Any:
@@ -249,6 +250,12 @@ class Kernel:
 
 def _belongs(message: dict[str, Any], request: str) -> bool:
     return bool(message["parent_header"].get("msg_id") == request)
+
+
+def _crash_reports() -> str:
+    """What Python wrote when C code crashed in a rank of any cluster whose files are still there."""
+    files = base_dir().rglob("*.crash")
+    return "\n".join(f"{file}:\n{text}" for file in files if (text := file.read_text(errors="replace")))
 
 
 def _text_of(message: dict[str, Any]) -> str:

@@ -9,13 +9,12 @@ function of torch.distributed, such as `barrier`, which needs the one begun last
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import flight
 from axon_nb.engine.groups.native import NativeGroups
 
@@ -41,7 +40,7 @@ def native_waits(
     seen = flight.parse(flight.dump(recorder), groups, since_ns=native.formed_at_ns)
     own = list(seen.pending)
     counts = {**counts, **seen.counts}
-    if own and not pending and synchronizes(sys._current_frames().get(threading.main_thread().ident or 0)):
+    if own and not pending and synchronizes(main_frame()):
         return {"pending": own, "counts": counts, "call": f"torch.cuda.synchronize() behind {own[0]['name']}"}
     newest = [call for call in own if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}

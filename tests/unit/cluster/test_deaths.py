@@ -21,6 +21,8 @@ Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
 """
 CELL = '  File "/tmp/ipykernel_16210/768407410.py", line 3 in <module>\n'
 CTYPES = '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at\n'
+ELSEWHERE = ", in another thread (threading wait)"
+POOL = '  File "/usr/lib/python3.11/multiprocessing/pool.py", line 364 in map\n'
 REDUCE = (
     '  File "/home/me/axon_nb/engine/groups/work.py", line 81 in wait\n'
     '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
@@ -63,7 +65,9 @@ def test_a_death_reads(event: dict[str, Any], text: str) -> None:
         (crash(CELL), " at line 3"),
         (crash(STEP + CELL), " at line 3"),
         (crash(CTYPES + STEP + CELL), " at line 3 (ctypes string_at)"),
-        (crash(CELL, head="Thread"), " at line 3"),
+        (crash(POOL + CTYPES + STEP + CELL), " at line 3 (ctypes string_at … pool map)"),
+        (crash(CELL, head="Thread"), " at line 3, in a thread of C code"),
+        (crash(CELL, head="Thread").replace("Thread", "Current thread", 1), f" at line 3{ELSEWHERE}"),
         (crash(CELL, name=" [python3]"), " at line 3"),
         ("Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  <no Python frame>\n", ""),
         ("no report", ""),

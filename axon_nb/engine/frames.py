@@ -1,0 +1,48 @@
+"""The main thread's frames, as another thread of the rank sees them, without taking the process down.
+
+CPython makes the object of a frame when somebody asks for it, in memory that before 3.12 may set off a garbage
+collection. What is collected runs Python, and so may let the main thread go on; the frame that was asked for is gone
+when its object is ready, and the next access ends the process (SIGSEGV, seen with 3.11.7 within a second;
+https://github.com/python/cpython/issues/111363). Or the collection waits for ever for a lock that `_current_frames`
+itself holds (https://github.com/python/cpython/issues/106883). So nothing is collected meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["collecting_nothing", "main_frame"]
+
+_COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+"""Later versions collect between two instructions only."""
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """No garbage collection in here; for a few microseconds, on any thread but the main one, which needs it not."""
+    if not _COLLECTS_ANYWHERE or threading.current_thread() is threading.main_thread():
+        yield
+        return
+    with _one_at_a_time:  # else the second one would find collection off, and leave it so
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
+
+
+def main_frame() -> FrameType | None:
+    """The innermost frame of the main thread, whose `f_back` may be followed to the end at any later time."""
+    with collecting_nothing():
+        innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:  # a frame that has its object keeps it for as long as it runs
+            frame = frame.f_back
+    return innermost

@@ -1,0 +1,89 @@
+"""Looking at the main thread's frames from another thread, with garbage that lets the main thread go on meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+from axon_nb.engine.frames import collecting_nothing, main_frame
+
+LOOKS = 2000
+# Before Python 3.12 this ends at once where garbage may be collected while frames are looked at.
+SCRIPT = f"""
+import faulthandler, gc, sys, threading, time, types, weakref
+from axon_nb.engine import frames
+
+class Ring:
+    def __init__(self): self.me = self
+
+def called(_):
+    time.sleep(0)  # gives Python's lock to the main thread
+
+kept = []
+
+def current_frames():
+    gc.set_threshold(0)
+    sys._getframe()  # the object of this frame is there
+    kept[:] = [weakref.ref(Ring(), called) for _ in range(3)]
+    gc.set_threshold(1)
+    return sys._current_frames()  # to make the object of the main thread's frame collects them, if anything may
+
+frames.sys = types.SimpleNamespace(_current_frames=current_frames)
+
+def look():
+    for _ in range({LOOKS}):
+        frame = frames.main_frame()
+        while frame is not None:
+            frame = frame.f_back
+
+def work(depth):
+    return work(depth - 1) + work(depth - 1) if depth else 1
+
+faulthandler.enable()
+sys.setswitchinterval(1e-6)
+looking = threading.Thread(target=look)
+looking.start()
+while looking.is_alive():
+    work(6)
+print("all is well")
+"""
+
+
+def test_frames_that_end_while_they_are_looked_at() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout) == (0, "all is well\n"), ran.stderr
+
+
+def test_the_frame_is_that_of_the_main_thread_wherever_it_is_asked_for() -> None:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(main_frame()))
+    thread.start()
+    thread.join()
+    names = []
+    frame = found[0]
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    assert "test_the_frame_is_that_of_the_main_thread_wherever_it_is_asked_for" in names
+    own = main_frame()
+    assert own is not None
+    assert own.f_code.co_name == "main_frame"
+
+
+def test_collection_is_on_again_or_stays_off() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        with collecting_nothing(), collecting_nothing():
+            seen.append(gc.isenabled())
+        seen.append(gc.isenabled())
+
+    for turn in (gc.disable, gc.enable):
+        turn()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    is_left_alone = sys.version_info >= (3, 12)
+    assert seen == [False, False, is_left_alone, True]
