@@ -85,6 +85,7 @@ def test_a_program_that_fails_leaves_nothing(folder: Path) -> None:
     assert leftovers(folder) == []
 
 
+@pytest.mark.slow
 def test_other_launchers_work_too(folder: Path) -> None:
     done = run_script(
         folder,

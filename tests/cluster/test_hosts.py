@@ -108,6 +108,7 @@ def test_stop_leaves_nothing_on_either_host(script: Script) -> None:
     assert until(lambda: not folder.exists())
 
 
+@pytest.mark.slow
 def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_path: Path) -> None:
     with Script(tmp_path, **link.environment) as script:
         # The limit is for the ranks alone: agent and controller are there before.

@@ -72,6 +72,7 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
     assert until(lambda: not folder.exists())
 
 
+@pytest.mark.slow
 def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         script.ok("import axon_nb\nc = axon_nb.start(2, engines='local', devices='cpu')")

@@ -9,8 +9,8 @@ import pytest
 from tests.fuzz.faults import COLLECTIVES, KINDS, POINTS, make_fault
 from tests.fuzz.rounds import SENT, Fuzz
 
-SEED = 2
-ROUNDS = 24
+SEED = 20
+ROUNDS = 12
 LONG = 200
 
 

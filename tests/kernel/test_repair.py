@@ -154,6 +154,7 @@ def test_a_second_interrupt_replaces_ranks_in_c_code(tmp_path: Path, what: str) 
         assert sorted(after.lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, None)", "[rank 2] (3.0, 2)"]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(tmp_path: Path) -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")

@@ -127,6 +127,7 @@ def test_random_numbers_are_the_sources() -> None:
         assert len(drawn.lines()) == 1, drawn.stdout
 
 
+@pytest.mark.slow
 def test_only_the_named_variables_and_large_ones() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
@@ -138,6 +139,7 @@ def test_only_the_named_variables_and_large_ones() -> None:
         assert after.lines() == ["[rank 1] (0, 39999999, [1, 2], False)"]
 
 
+@pytest.mark.slow
 def test_rank_0_and_unusual_ddp_objects_are_replaced_too() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3")

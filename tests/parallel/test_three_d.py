@@ -85,7 +85,7 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
     ("axes", "schedule", "microbatches"),
     [
         ({"pp": 2, "dp": 2, "tp": 2}, "1F1B", 4),
-        ({"dp": 2, "pp": 4}, "GPipe", 2),
+        pytest.param({"dp": 2, "pp": 4}, "GPipe", 2, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "dp": 2, "tp": 2}, "Interleaved1F1B", 4, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "dp": 2, "tp": 2}, "ZBVZeroBubble", 4, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2, "dp": 2}, "DualPipeV", 4, marks=pytest.mark.slow),

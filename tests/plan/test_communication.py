@@ -100,6 +100,7 @@ def test_pipeline_messages() -> None:
         assert found.calls("pp", "recv", place=place) == (1 if ends else 2) * 8
 
 
+@pytest.mark.slow
 def test_a_large_world_is_planned_at_once() -> None:
     config = GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34)
     found = plan.communication(config, 1024, links="ib-ndr", wrap=None)

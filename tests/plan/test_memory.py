@@ -94,7 +94,7 @@ DEPTH_CASES: dict[str, Any] = {
     "tp": {"mesh": {"dp": 2, "tp": 2}, "batch": 8},
     "offload": {"offload": "params", "device": "cuda"},
 }
-QUICK = ("full_shard", "ddp")
+QUICK = ("full_shard",)
 
 
 @pytest.mark.parametrize(
