@@ -6,10 +6,9 @@ help is on the notebook's names, and completions wait for the end of the cell.
 - `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
 - ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
   through in the same way while the cell is one of ours, which only waits for ranks.
-- So is what a page asks that is loaded again. It first asks what the kernel is, and sends nothing else until it knows
-  or 3 s are over (`DEFAULT_KERNEL_INFO_TIMEOUT` in @jupyterlab/services). Then it asks for all states of widgets at
-  once, and where these do not come within 4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for the list of
-  widgets and each state by itself: held back, that would leave the page without its views until the cell is over.
+- So is the list of widgets. A page that is loaded again asks for all states at once, and where these do not come within
+  4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for this list and each state by itself: held back, it
+  would leave the page without its views until the cell is over.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NEEDED = (
     "set_parent",
     "shell_main",
 )
-_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
+_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request")
 
 
 def missing(kernel: Any) -> list[str]:

@@ -37,7 +37,9 @@ for epoch in axon_nb.progress(range(100_000), desc="epochs"):
         dist.barrier()"""
 PANEL = ".axon-watch"
 MEMORY = ".axon-memory"
-_IDLE = "() => window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.status === 'idle'"
+_KERNEL = "window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel"
+_IDLE = f"() => {_KERNEL}.status === 'idle'"
+_ANSWERS = f"() => {_KERNEL}.requestIsComplete({{code: '1'}}).then(() => true)"
 
 
 def _updates(page: LabPage) -> int:
@@ -85,8 +87,9 @@ def _stop_by_button(page: LabPage) -> None:
     page.page.locator(".axon-watch-stop").click()
     page.page.locator(".axon-watch-heading", has_text="no cell is running").wait_for()
     page.wait_until("() => document.querySelector('.axon-watch-stop').disabled")
-    # Jupyter does not run a cell that is sent before the one before has failed.
+    # Jupyter does not run a cell that is sent before the one before has failed, and the kernel is through with that.
     page.wait_until(_IDLE)
+    page.page.evaluate(_ANSWERS)
 
 
 def _look_at_what_is_saved(page: LabPage) -> None:
