@@ -126,20 +126,25 @@ def launched(*, rounds: int, repeats: int) -> dict[str, Any]:
         return answer
 
 
+def _off(step: dict[str, Any]) -> float:
+    """Predicted over measured."""
+    return float(sum(step["parts"].values()) / (1e3 * step["measured"][-1]))
+
+
 def step_rows(steps: list[dict[str, Any]]) -> list[Row]:
     """How far predictions are off: the median of all rounds, each against the calibration right before it."""
     rows = []
     for name, group in itertools.groupby(sorted(steps, key=itemgetter("name")), key=itemgetter("name")):
         rounds = list(group)
-        ratios = sorted(sum(step["parts"].values()) / (1e3 * step["measured"][-1]) for step in rounds)
-        typical = statistics.median(ratios)
-        at = min(rounds, key=lambda step: abs(sum(step["parts"].values()) / (1e3 * step["measured"][-1]) - typical))
+        rounds.sort(key=_off)
+        typical = statistics.median(map(_off, rounds))
+        at = rounds[len(rounds) // 2]
         *phases, seconds = (1e3 * value for value in at["measured"])
         parts = ", ".join(f"{part} {value:.1f}" for part, value in at["parts"].items())
         split = ", ".join(f"{phase} {value:.1f}" for phase, value in zip(PHASES, phases, strict=True))
         note = (
-            f"predicted / measured {ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds; in a typical one "
-            f"predicted {sum(at['parts'].values()):.1f} ms: {parts}; measured {seconds:.1f} ms: {split}"
+            f"predicted / measured {_off(rounds[0]):.2f} to {_off(rounds[-1]):.2f} in {len(rounds)} rounds; in a "
+            f"typical one predicted {sum(at['parts'].values()):.1f} ms: {parts}; measured {seconds:.1f} ms: {split}"
         )
         rows.append(Row(f"error of a step, {name}", abs(typical - 1), "", limit=ERROR, note=note))
     return rows

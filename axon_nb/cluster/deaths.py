@@ -14,6 +14,8 @@ _FATAL = "Fatal Python error: "
 _STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _DECORATORS = ("wrapper", "decorate_context", "inner", "_fn")
 _MAX_LINE = 300
+Frames = list[tuple[str, int, str]]
+"""(file, line, function) of a thread's frames, the innermost first."""
 _MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 
 
@@ -60,26 +62,27 @@ def place_of_crash(report: str) -> str:
     return ""
 
 
-def _elsewhere(stacks: list[tuple[bool, list[tuple[str, int, str]]]]) -> str:
+def _elsewhere(stacks: list[tuple[bool, Frames]]) -> str:
+    """Which thread has crashed, when it is not the one that runs the cell."""
     crashed = next((frames for of_crash, frames in stacks if of_crash), None)
     if crashed is None:
         return ", in a thread of C code"
     return ", in another thread" + (f" ({_function(crashed[0][0], crashed[0][2])})" if crashed else "")
 
 
-def _called(frames: list[tuple[str, int, str]]) -> list[str]:
+def _called(frames: Frames) -> list[str]:
     """The first function of a library that was called, and the last when it is another."""
     inner = [(file, name) for file, _, name in reversed(frames)]
     called = [_function(file, name) for file, name in inner if name not in _DECORATORS and _library(file)]
     return list(dict.fromkeys([*called[:1], *called[-1:]]))
 
 
-def _stacks(report: str) -> list[tuple[bool, list[tuple[str, int, str]]]]:
-    """For each thread whether it has crashed, and its frames as (file, line, function); the one that has comes first.
+def _stacks(report: str) -> list[tuple[bool, Frames]]:
+    """Each thread of Python's: whether it has crashed, and its frames; the one that has comes first.
 
-    None has when it was a thread in which no Python runs.
+    Python marks none when a thread has crashed in which no Python runs.
     """
-    stacks: list[tuple[bool, list[tuple[str, int, str]]]] = []
+    stacks: list[tuple[bool, Frames]] = []
     for line in report.splitlines():
         frame = _FRAME.match(line)
         if _STACK.match(line):

@@ -29,7 +29,7 @@ def collecting_nothing() -> Iterator[None]:
     if not _COLLECTS_ANYWHERE or threading.current_thread() is threading.main_thread():
         yield
         return
-    with _one_at_a_time:  # else the second one would find collection off, and leave it so
+    with _one_at_a_time:  # else the first to leave would turn it on for the second
         was_on = gc.isenabled()
         gc.disable()
         try:

@@ -33,8 +33,8 @@ class Sampler:
     def sample(self) -> RankState:
         """One sample, some 20 us."""
         session, now = self._session, time.monotonic_ns()
-        frame = main_frame() if session.cell is not None else None
         cell = session.cell
+        frame = main_frame() if cell is not None else None
         line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
         waited = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
         if waited is not None and not call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import queue
 import re
@@ -254,8 +255,11 @@ def _belongs(message: dict[str, Any], request: str) -> bool:
 
 def _crash_reports() -> str:
     """What Python wrote when C code crashed in a rank of any cluster whose files are still there."""
-    files = base_dir().rglob("*.crash")
-    return "\n".join(f"{file}:\n{text}" for file in files if (text := file.read_text(errors="replace")))
+    reports: list[str] = []
+    with contextlib.suppress(OSError):  # a cluster may be removing its files
+        texts = ((file, file.read_text(errors="replace")) for file in base_dir().rglob("*.crash"))
+        reports.extend(f"{file}:\n{text}" for file, text in texts if text)
+    return "\n".join(reports)
 
 
 def _text_of(message: dict[str, Any]) -> str:
