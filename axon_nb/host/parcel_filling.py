@@ -1,93 +1,104 @@
-"""Copying memory into an anonymous file, by two cores where two are free.
+"""Copying memory into anonymous files, by two cores where there are two.
 
-What takes the time is that the kernel gets a page for every 4 KiB. Writes to one file wait for each other, and page
-faults of a mapping do not: so one thread writes from the front and another fills the end through a mapping.
+What takes the time is that the kernel gets a page for every 4 KiB, and writes to one file wait for each other: so what
+is large is cut in two, and two threads write a file each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import threading
+from collections.abc import Sequence
 
-from axon_nb.host.cores import usable_cores
+__all__ = ["border_of", "fill"]
 
-__all__ = ["fill"]
-
-_CHUNK = 32 << 20
+_CHUNK = 16 << 20
 """Bytes written at once: an interrupt is noticed between two of them."""
-_MAPPED_CHUNK = 2 << 20
-"""The same through the mapping, while which Python's lock is held."""
 _SHARED_FROM = 32 << 20
-"""Parts of fewer bytes are not worth a second thread."""
-_OWN_SHARE = 0.65
-"""Writing is the faster of the two ways."""
+"""Fewer bytes are not worth a second thread."""
+
+_Piece = tuple[int, memoryview]
 
 
-def fill(fd: int, place: int, view: memoryview, *, helped: bool) -> None:
-    """Copy `view` to offset `place` of a file that is as long as it will be.
+def border_of(size: int, *, helped: bool) -> int:
+    """How many bytes of `size` go into the first file; the rest goes into the second one.
 
     Args:
-        fd: The file.
-        place: In bytes.
-        view: Of bytes.
-        helped: Whether a second thread may help where a core is idle.
+        size: Of all.
+        helped: Whether there is a core for a second thread. On one that others use, too, it costs next to nothing.
     """
-    if not helped or view.nbytes < _SHARED_FROM or not _core_is_idle():
-        _write(fd, place, view)
+    if not helped or size < _SHARED_FROM:
+        return size
+    page = os.sysconf("SC_PAGE_SIZE")
+    return size // 2 // page * page
+
+
+def fill(files: tuple[int, int], pieces: Sequence[_Piece], border: int) -> None:
+    """Write all pieces.
+
+    Args:
+        files: Two, each as long as it will be.
+        pieces: Where each begins, in bytes from the first file's start, and its bytes.
+        border: Where the second file begins.
+    """
+    first = [(place, view[: max(0, border - place)]) for place, view in pieces if place < border]
+    second = [
+        (max(0, place - border), view[max(0, border - place) :])
+        for place, view in pieces
+        if place + view.nbytes > border
+    ]
+    if not second:
+        _write(files[0], first)
         return
-    border = int(view.nbytes * _OWN_SHARE)
-    border -= (place + border) % mmap.ALLOCATIONGRANULARITY
-    helper = _Helper(fd, place + border, view[border:])
+    helper = _Helper(files[1], second)
     helper.start()
     try:
-        _write(fd, place, view[:border])
-        helper.join()
-    finally:
+        _write(files[0], first)
+    except BaseException:
         helper.stop()
-    _write(fd, place + border + helper.done, view[border + helper.done :])
+        raise
+    helper.result()
 
 
-def _core_is_idle() -> bool:
-    """Whether fewer threads run now than this process has cores: where none is idle, two are slower than one."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            running = next(int(line.split()[1]) for line in file if line.startswith("procs_running "))
-    except (OSError, StopIteration, ValueError):
-        return False
-    return running < usable_cores()
-
-
-def _write(fd: int, place: int, view: memoryview) -> None:
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done : done + _CHUNK], place + done)
+def _write(fd: int, pieces: Sequence[_Piece], stopped: threading.Event | None = None) -> None:
+    for place, view in pieces:
+        done = 0
+        while done < view.nbytes and not (stopped is not None and stopped.is_set()):
+            done += os.pwrite(fd, view[done : done + _CHUNK], place + done)
 
 
 class _Helper(threading.Thread):
-    """Fills a stretch through a mapping; `done` are the bytes that it has."""
+    """Writes the second file."""
 
-    def __init__(self, fd: int, place: int, view: memoryview) -> None:
+    def __init__(self, fd: int, pieces: Sequence[_Piece]) -> None:
         super().__init__(name="axon_nb-parcel", daemon=True)
         self._fd = fd
-        self._place = place
-        self._view = view
+        self._pieces = pieces
         self._stopped = threading.Event()
-        self.done = 0
+        self._error: OSError | None = None
 
     def run(self) -> None:
-        """The thread's work; what it leaves is for others to write."""
-        with (
-            contextlib.suppress(OSError, ValueError),  # no address space, say
-            mmap.mmap(self._fd, self._view.nbytes, offset=self._place) as mapped,
-        ):
-            while self.done < self._view.nbytes and not self._stopped.is_set():
-                chunk = self._view[self.done : self.done + _MAPPED_CHUNK]
-                mapped[self.done : self.done + chunk.nbytes] = chunk
-                self.done += chunk.nbytes
+        """The thread's work."""
+        try:
+            _write(self._fd, self._pieces, self._stopped)
+        except OSError as error:  # no memory, say
+            self._error = error
 
     def stop(self) -> None:
         """It ends soon; returns when it has, for the file is closed after that."""
         self._stopped.set()
         self.join()
+
+    def result(self) -> None:
+        """Returns when all is written.
+
+        Raises:
+            OSError: it could not be.
+        """
+        try:
+            self.join()
+        except BaseException:  # an interrupt
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error

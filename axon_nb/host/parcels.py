@@ -5,32 +5,33 @@ the size of /dev/shm is no limit. The notebook alone holds it; a rank opens it t
 processes of the same user only. Its pages are written once, sealed, and mapped privately: each process has a
 copy of its own, page by page where it writes.
 
-A parcel is a sequence of parts: how many, their sizes, then each at a multiple of 64 bytes.
+A parcel is a sequence of parts: how many, their sizes, then each at a multiple of 64 bytes. It is one file, or two that
+follow each other: see `host.parcel_filling`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import struct
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from axon_nb.host.cores import usable_cores
-from axon_nb.host.parcel_filling import fill
+from axon_nb.host.parcel_filling import border_of, fill
+from axon_nb.host.parcel_mapping import map_files
 
 __all__ = ["Address", "Parcel", "ParcelUnreachable", "join_parts", "parcel_size", "read_parcel", "split_parts",
            "supported", "write_parcel"]  # fmt: skip
 
-Address = tuple[str, int]
-"""Where a process of the same user opens a parcel, and its inode: a number of a file that is gone may be used again."""
+Address = tuple[tuple[str, int], tuple[str, int]]
+"""Where a process of the same user opens a parcel's files, and their inodes: a number may be used again."""
 
 _ALIGN = 64
 _MAPPED = 1 << 20
-"""Smaller parcels are read, not mapped: a mapping of Python's takes a file descriptor as long as it lives."""
+"""Smaller parcels are read, not mapped, which takes longer for them."""
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class ParcelUnreachable(Exception):
@@ -46,30 +47,31 @@ class Parcel:
     """A parcel of this process; gone when it is closed and nobody maps it any more."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("axon_nb", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(self._fd, 0o600)
+        self._files = _new_file(), _new_file()
 
     @property
     def address(self) -> Address:
         """Where ranks open it."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
+        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in self._files)
+        return first, second
 
     @property
     def empty(self) -> bool:
         """Whether nothing was written."""
-        return not os.fstat(self._fd).st_size
+        return not os.fstat(self._files[0]).st_size
 
     def write(self, parts: Sequence[Any]) -> None:
         """Write all parts, and seal them."""
-        _write(self._fd, parts, writers=1)
+        _write(self._files, parts, writers=1)
 
     def read(self) -> list[memoryview]:
         """The parts, in memory that is this call's own."""
-        return _read(self._fd)
+        return _read(self._files)
 
     def close(self) -> None:
         """Let go of it."""
-        os.close(self._fd)
+        for fd in self._files:
+            os.close(fd)
 
     def __enter__(self) -> Parcel:
         return self
@@ -84,11 +86,8 @@ def read_parcel(address: Address) -> list[memoryview]:
     Raises:
         ParcelUnreachable: see there.
     """
-    fd = _open(address, os.O_RDONLY)
-    try:
-        return _read(fd)
-    finally:
-        os.close(fd)
+    with _opened(address, os.O_RDONLY) as files:
+        return _read(files)
 
 
 def write_parcel(address: Address, parts: Sequence[Any], *, writers: int = 1) -> None:
@@ -102,15 +101,30 @@ def write_parcel(address: Address, parts: Sequence[Any], *, writers: int = 1) ->
     Raises:
         ParcelUnreachable: see there.
     """
-    fd = _open(address, os.O_RDWR)
+    with _opened(address, os.O_RDWR) as files:
+        _write(files, parts, writers=writers)
+
+
+def _new_file() -> int:
+    fd = os.memfd_create("axon_nb", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+@contextlib.contextmanager
+def _opened(address: Address, flags: int) -> Iterator[tuple[int, int]]:
+    first = _open(*address[0], flags)
     try:
-        _write(fd, parts, writers=writers)
+        second = _open(*address[1], flags)
+        try:
+            yield first, second
+        finally:
+            os.close(second)
     finally:
-        os.close(fd)
+        os.close(first)
 
 
-def _open(address: Address, flags: int) -> int:
-    path, inode = address
+def _open(path: str, inode: int, flags: int) -> int:
     try:
         fd = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
@@ -144,35 +158,33 @@ def _head(sizes: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
 
 
-def _write(fd: int, parts: Sequence[Any], *, writers: int) -> None:
+def _write(files: tuple[int, int], parts: Sequence[Any], *, writers: int) -> None:
     views = _views(parts)
     sizes = [view.nbytes for view in views]
     places, total = _places(sizes)
-    helped = usable_cores() >= 2 * writers
-    os.ftruncate(fd, total)
-    os.pwrite(fd, _head(sizes), 0)
-    for place, view in zip(places, views, strict=True):
-        fill(fd, place, view, helped=helped)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    border = border_of(total, helped=usable_cores() >= 2 * writers)
+    for fd, size in zip(files, (border, total - border), strict=True):
+        os.ftruncate(fd, size)
+    fill(files, [(0, memoryview(_head(sizes))), *zip(places, views, strict=True)], border)
+    for fd in files:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def _read(fd: int) -> list[memoryview]:
+def _read(files: tuple[int, int]) -> list[memoryview]:
     # Sealed: it can neither change below us nor be cut short, which would end this process with SIGBUS.
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in files):
         raise ValueError("the parcel is not complete")
-    size = os.fstat(fd).st_size
-    if size >= _MAPPED:
-        with contextlib.suppress(OSError):  # no file descriptor is free
-            return split_parts(_map(fd, size))
-    data = bytearray(size)
-    if os.preadv(fd, [data], 0) != size:
-        raise ValueError("the parcel is not complete")
+    sized = [(fd, size) for fd in files if (size := os.fstat(fd).st_size)]
+    total = sum(size for _, size in sized)
+    if total >= _MAPPED:
+        with contextlib.suppress(OSError):  # there is no room: says the read below
+            return split_parts(map_files(sized))
+    data, done = bytearray(total), 0
+    for fd, size in sized:
+        end = done + size
+        while done < end:
+            done += os.preadv(fd, [memoryview(data)[done:end]], size - (end - done))
     return split_parts(data)
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    more: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, **more)
 
 
 def join_parts(parts: Sequence[Any]) -> bytearray:

@@ -49,12 +49,11 @@ def test_large_parts_are_mapped_at_multiples_of_64() -> None:
 
 def test_another_process_fills_and_seals_it() -> None:
     code = (
-        "import sys; from axon_nb.host.parcels import write_parcel\n"
-        "write_parcel((sys.argv[1], int(sys.argv[2])), [b'from the child', bytes(2 << 20)])"
+        "import ast, sys; from axon_nb.host.parcels import write_parcel\n"
+        "write_parcel(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
     )
     with Parcel() as parcel:
-        path, inode = parcel.address
-        subprocess.run([sys.executable, "-c", code, path, str(inode)], check=True)
+        subprocess.run([sys.executable, "-c", code, repr(parcel.address)], check=True)
         assert bytes(parcel.read()[0]) == b"from the child"
         with pytest.raises(PermissionError):
             parcel.write([b"again"])
@@ -65,13 +64,18 @@ def test_what_is_not_complete_is_refused() -> None:
         parcel.read()
 
 
-def test_a_parcel_that_is_gone_or_another_is_told() -> None:
+@pytest.mark.parametrize("file", [0, 1])
+def test_a_parcel_that_is_gone_or_another_is_told(file: int) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
     with Parcel() as parcel:
-        path, inode = parcel.address
+        address = list(parcel.address)
+        address[file] = address[file][0], address[file][1] + 1
         with pytest.raises(ParcelUnreachable, match="another file"):
-            read_parcel((path, inode + 1))
+            read_parcel((address[0], address[1]))
+        gone = parcel.address
     with pytest.raises(ParcelUnreachable):
-        write_parcel((path, inode), [b"late"])
+        write_parcel(gone, [b"late"])
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_other_users_cannot_open_it() -> None:
@@ -80,10 +84,9 @@ def test_other_users_cannot_open_it() -> None:
     with Parcel() as parcel:
         parcel.write(SMALL)
         code = "import os, sys; os.setuid(65534); open(sys.argv[1], 'rb')"
-        run = subprocess.run(
-            [sys.executable, "-c", code, parcel.address[0]], capture_output=True, text=True, check=False
-        )
-    assert "PermissionError" in run.stderr
+        for path, _ in parcel.address:
+            run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+            assert "PermissionError" in run.stderr
 
 
 def test_nothing_has_a_name_in_dev_shm() -> None:
@@ -96,7 +99,7 @@ def test_nothing_has_a_name_in_dev_shm() -> None:
     with Parcel() as parcel:
         parcel.write(LARGE)
         parts = parcel.read()
-        assert os.readlink(parcel.address[0]).startswith("/memfd:")
+        assert all(os.readlink(path).startswith("/memfd:") for path, _ in parcel.address)
         assert bytes(parts[1]) == LARGE[1]
         assert mapped() <= before
 
@@ -117,28 +120,71 @@ def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
     assert free_memory(tmp_path, tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("helped", [False, True])
-@pytest.mark.parametrize("place", [64, 4096 * 3 + 128])
-def test_large_memory_is_copied_by_one_or_two_threads(
-    place: int, helped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parcel_filling, "_core_is_idle", lambda: helped)
-    content = os.urandom(1 << 20) * 33 + b"the end"
-    fd = os.memfd_create("test")
+BORDER = 8192
+PIECES = {
+    "all in the first": [(0, 100), (192, BORDER - 192)],
+    "over the border": [(0, 100), (192, 3 * BORDER), (192 + 3 * BORDER, 7)],
+    "all but the head in the second": [(0, 8), (BORDER, 5000)],
+    "at the border and none": [(64, BORDER - 64), (BORDER, 0)],
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_written_to_the_file_that_they_belong_to(name: str) -> None:
+    pieces = [(place, memoryview(os.urandom(size))) for place, size in PIECES[name]]
+    wanted = bytearray(max(BORDER, *(place + len(view) for place, view in pieces)))
+    for place, view in pieces:
+        wanted[place : place + len(view)] = view
+    files = os.memfd_create("first"), os.memfd_create("second")
     try:
-        os.ftruncate(fd, place + len(content) + 5)
-        parcel_filling.fill(fd, place, memoryview(content), helped=helped)
-        assert os.pread(fd, place, 0) == bytes(place)
-        assert os.pread(fd, len(content), place) == content
-        assert os.pread(fd, 99, place + len(content)) == bytes(5)
+        for fd, size in zip(files, (BORDER, len(wanted) - BORDER), strict=True):
+            os.ftruncate(fd, size)
+        parcel_filling.fill(files, pieces, BORDER)
+        assert os.pread(files[0], BORDER, 0) + os.pread(files[1], len(wanted), 0) == wanted
     finally:
-        os.close(fd)
+        for fd in files:
+            os.close(fd)
 
 
-def test_what_the_second_thread_cannot_do_the_first_one_does() -> None:
-    content = os.urandom(1 << 20) * 40
-    with open("/dev/null", "wb") as nothing:
-        helper = parcel_filling._Helper(nothing.fileno(), 0, memoryview(content))
-        helper.start()
-        helper.stop()
-    assert helper.done == 0
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_is_large_is_two_files_where_there_are_two_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcels, "usable_cores", lambda: cores)
+    content = os.urandom(1 << 20) * 33 + b"the end"
+    opened = len(os.listdir("/proc/self/fd"))
+    with Parcel() as parcel:
+        parcel.write([b"head", content, b"tail"])
+        sizes = [os.stat(path).st_size for path, _ in parcel.address]
+        parts = parcel.read()
+        same = parcel.read()
+    assert (sizes[1] > 0) is (cores == 2)
+    assert sum(sizes) >= len(content)
+    same[1][:3] = b"own"
+    assert [bytes(part) for part in parts] == [b"head", content, b"tail"]
+    # Memory that is mapped keeps no file open, and goes with the last view of it.
+    assert len(os.listdir("/proc/self/fd")) == opened
+    maps = Path("/proc/self/maps")
+    assert "/memfd:axon_nb" in maps.read_text()
+    del parts, same
+    assert "/memfd:axon_nb" not in maps.read_text()
+
+
+def test_what_the_second_thread_cannot_do_is_told() -> None:
+    files = os.memfd_create("first"), os.open("/dev/zero", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            parcel_filling.fill(files, [(0, memoryview(bytes(10_000)))], 4096)
+    finally:
+        for fd in files:
+            os.close(fd)
+
+
+def test_without_address_space_a_parcel_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(files: object) -> mmap.mmap:
+        raise OSError("no room")
+
+    monkeypatch.setattr(parcels, "map_files", none)
+    monkeypatch.setattr(parcels, "usable_cores", lambda: 2)
+    with Parcel() as parcel:
+        parcel.write(HUGE)
+        assert os.stat(parcel.address[1][0]).st_size
+        assert [bytes(part) for part in parcel.read()] == HUGE
