@@ -75,7 +75,7 @@ class Page:
         '''As a page does: that it is there every four seconds, and that it has got a message after each.'''
         said = {}
         while True:
-            time.sleep(0.05)
+            time.sleep(0.2)
             now = time.monotonic()
             try:
                 shown = views() if self.on else []

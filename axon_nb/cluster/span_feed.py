@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb.cluster.span_store import SpanStore
+from axon_nb.records.beat import BEAT_S, until_beat
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
-_TICK_S, _SLOW_TICK_S = 0.08, 0.2
-"""Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else 5 times."""
-_BUSY_S, _SELDOM_S = 0.2, 0.5
-"""How often a rank is asked while a cell runs: where much comes, at most; and else, as far as `_MOST_PER_S` goes."""
+_TICK_S, _SLOW_TICK_S = 0.08, BEAT_S / 2
+"""Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else at most twice."""
+_BUSY_S = 0.16
+"""How often a rank is asked while a cell runs and much comes, at most; else at each beat, if there are few ranks."""
 _MUCH_PER_S = 500
 """Spans of a rank: if they were fetched seldom, each message to a page would be a large one."""
 _PER_S, _MOST_PER_S = 12, 40
-"""How many questions a second there are, and at most; ranks take turns, so that there is something new at each tick."""
+"""Questions a second where much comes, in turn, so that each tick has something new; and at most."""
 _IDLE_S = 1.0
 """How often idle ranks are asked, so that they are ready to record when a cell begins."""
 _WATCH_S = 5.0
@@ -103,7 +104,7 @@ class SpanFeed:
     def _run(self) -> None:
         while True:
             much = any(fast for _, fast in list(self._flows.values()))
-            time.sleep(_TICK_S if much else _SLOW_TICK_S)
+            time.sleep(_TICK_S if much else until_beat(_SLOW_TICK_S))
             with self._lock:
                 cluster = self._cluster()
                 if not self._views or cluster is None or not cluster.running:
@@ -131,17 +132,22 @@ class SpanFeed:
             self.running_since = None
         elif self.running_since is None:
             self.running_since = time.monotonic_ns() - round(_SLOW_TICK_S * 1e9)
-            count = len(cluster.ranks)
-            apart = _every_s(count, much=False) / count
-            self._due = {rank: now + number * apart for number, rank in enumerate(cluster.ranks)}
+            self._due.clear()
         self._take_answers()
         if wanted:
             due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
             self._ask(_WATCH_S, due)
-            for rank in due:
-                much = self._flows.get(rank, (0, False))[1]
-                every = _every_s(len(cluster.ranks), much=much) if self.running_since is not None else _IDLE_S
-                self._due[rank] = now + every - _TICK_S / 2
+            self._due.update({rank: now + self._pause_s(rank, cluster.ranks, now) for rank in due})
+
+    def _pause_s(self, rank: int, ranks: Sequence[int], now: float) -> float:
+        """Seconds until it is asked again."""
+        if self.running_since is None:
+            return _IDLE_S
+        seldom = max(1, round(len(ranks) / _MOST_PER_S / BEAT_S)) * BEAT_S
+        if not self._flows.get(rank, (0, False))[1]:
+            return until_beat(seldom, now=now)
+        every = max(_BUSY_S, min(len(ranks) / _PER_S, seldom))
+        return until_beat(every, now=now, late_s=every * ranks.index(rank) / len(ranks))
 
     def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
         cluster = self._cluster()
@@ -189,12 +195,6 @@ class SpanFeed:
         if best is None or trip < best[0]:
             best = self._offsets[rank] = (trip, (asked_ns + now_ns) // 2 - theirs_ns)
         return best[1]
-
-
-def _every_s(num_ranks: int, *, much: bool) -> float:
-    """How often each of so many ranks is asked while a cell runs, where much comes of it or little."""
-    seldom = max(_SELDOM_S, num_ranks / _MOST_PER_S)
-    return max(_BUSY_S, min(num_ranks / _PER_S, seldom)) if much else seldom
 
 
 _feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary()

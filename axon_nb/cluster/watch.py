@@ -15,7 +15,7 @@ from axon_nb.records.state import Activity, RankState
 
 __all__ = ["StateView", "Watch"]
 
-_HZ = 8.0
+_HZ = 4.0
 _LEASE_S = 10.0
 _RENEW_S = 4.0
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["LivingTensors", "storages_of"]
 
-_SHARE = 0.0025
+_SHARE = 0.001
 """At most this part of the time goes into looking."""
 
 

@@ -1,4 +1,7 @@
-"""Sends samples to the notebook while it watches, a few in a message; nothing otherwise."""
+"""Sends samples to the notebook while it watches, those of a beat in a message; nothing otherwise.
+
+A message costs this rank, the controller and the notebook ten times what a sample does.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from typing import Any
 
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import RankSession
+from axon_nb.records.beat import until_beat
 
 __all__ = ["Telemetry"]
 
 _MAX_HZ = 20.0
-_TOGETHER = 2
-"""Samples in a message, which costs this rank, the controller and the notebook ten times what a sample does."""
 
 
 class Telemetry:
@@ -42,6 +44,7 @@ class Telemetry:
 
     def _run(self) -> None:
         states: list[dict[str, Any]] = []
+        due = 0.0
         while True:
             with self._lock:
                 if time.monotonic() >= self._until:
@@ -49,10 +52,11 @@ class Telemetry:
                     return
                 period = self._period
             states.append(dataclasses.asdict(self._sampler.sample()))
-            if len(states) >= _TOGETHER:
+            now = time.monotonic()
+            if now >= due:
                 self._send(states)
-                states = []
-            self._wake.wait(period)
+                states, due = [], now + until_beat(now=now)
+            self._wake.wait(min(period, due - now))
             self._wake.clear()
 
     def _send(self, states: list[dict[str, Any]]) -> None:

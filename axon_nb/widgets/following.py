@@ -100,7 +100,7 @@ class FollowingPanel(ABC):
 
     def _follow(self) -> None:
         was_busy = False
-        while not self._closed.wait(self._pace.every_s):
+        while not self._closed.wait(self._pace.wait_s):
             busy = bool(self._cluster.busy)
             if busy != was_busy:
                 was_busy = busy

@@ -13,11 +13,11 @@ from axon_nb.widgets.memory import MemoryView
 
 __all__ = ["MemoryPanel"]
 
-_EVERY_S = 2.0
+_EVERY_S = 3.0
 
 
 class MemoryPanel(FollowingPanel):
-    """Asks every two seconds.
+    """Asks every third second.
 
     Args:
         cluster: Whose ranks are asked.

@@ -18,7 +18,7 @@ from axon_nb.widgets.shards import ShardsView
 
 __all__ = ["ShardsPanel"]
 
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 _log = logging.getLogger("axon_nb.panels")
 
 
@@ -86,7 +86,7 @@ class ShardsPanel:
             _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)
 
     def _follow(self) -> None:
-        while not self._closed.wait(self._pace.every_s):
+        while not self._closed.wait(self._pace.wait_s):
             if self.view.watched and self._cluster.busy:
                 self.update()
 

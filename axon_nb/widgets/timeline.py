@@ -35,10 +35,10 @@ _IN_FLIGHT = 2
 _PATIENCE_S = 1.0
 """Messages that no page has confirmed for so long are taken for lost."""
 _SIGN_OF_LIFE_S = 5.0
-_BEAT_S = 0.5
+_LISTENS_S = 0.5
 _LAST_MESSAGES = 20
 """So many at most follow each other at the end."""
-_FACTS_S = 1.0
+_FACTS_S = 3.0
 _FACTS_SHARE = 100
 """Facts are worked out so rarely that they take at most one part of so many of the time."""
 
@@ -126,7 +126,7 @@ class TimelineView(View):
         if self._loop is None:
             self._beat = time.monotonic()
             return
-        if not self._listening and time.monotonic() - self._beat > _BEAT_S:
+        if not self._listening and time.monotonic() - self._beat > _LISTENS_S:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self._listening = True
                 self._loop.call_soon_threadsafe(self._hears)

@@ -11,12 +11,12 @@ from axon_nb.widgets.watch import WatchView
 
 __all__ = ["WatchPanel", "ask_all"]
 
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 _MAX_ROUNDS = 8
 
 
 class WatchPanel(FollowingPanel):
-    """Asks once a second.
+    """Asks every other second.
 
     Args:
         cluster: Whose job is shown.

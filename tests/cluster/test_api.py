@@ -193,7 +193,7 @@ def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> 
     script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.places)")
     script.ok("from axon_nb.host import parcels\naddress = parcels.Parcel.address")
     elsewhere = "c.places[1] = {**c.places[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
-    unreachable = "parcels.Parcel.address = property(lambda self: ('/proc/1/fd/99999', 1))"  # as in a container
+    unreachable = "parcels.Parcel.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
     for difference in (elsewhere, unreachable):
         script.ok(difference)
         script.ok("c.push({'b': b, 'n': {'t': torch.ones(3)}})\nc.run('b[0] = rank', quiet=True)")
