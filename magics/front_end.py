@@ -6,15 +6,17 @@ help is on the notebook's names, and completions wait for the end of the cell.
 - `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
 - ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
   through in the same way while the cell is one of ours, which only waits for ranks.
-- So is the list of widgets. A page that is loaded again asks for all states at once, and where these do not come within
-  4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for this list and each state by itself: held back, it
-  would leave the page without its views until the cell is over.
+- So is what a page asks that is loaded again. It first asks what the kernel is, and sends nothing else until it knows
+  or 3 s are over (`DEFAULT_KERNEL_INFO_TIMEOUT` in @jupyterlab/services). Then it asks for all states of widgets at
+  once, and where these do not come within 4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for the list of
+  widgets and each state by itself: held back, that would leave the page without its views until the cell is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -39,7 +41,9 @@ _NEEDED = (
     "set_parent",
     "shell_main",
 )
-_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request")
+_MOST_A_CORE = 3.0
+"""Processes that want to run, of the last minute: with more the machine is overloaded."""
+_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
 
 
 def missing(kernel: Any) -> list[str]:
@@ -68,6 +72,8 @@ class FrontEnd:
         self._inspect: Any = getattr(kernel, "do_inspect", None)
         self.lets_through = False
         """Whether it answers during a cell, too."""
+        self._cell: tuple[Any, Any] = (None, {})
+        """Who has sent the last cell, and its message: what threads of the notebook show belongs to it."""
 
     def install(self) -> None:
         """Take over what can be; call it on the main thread."""
@@ -77,12 +83,15 @@ class FrontEnd:
         here = threading.current_thread() is threading.main_thread()
         if here and not [name for name in absent if name != "do_inspect"]:
             self.lets_through = True
+            self._cell_begins()  # the one that installs it
+            self._kernel.shell.events.register("pre_execute", self._cell_begins)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
 
     def uninstall(self) -> None:
         """Leave it to ipykernel again."""
         vars(self._kernel).pop("do_inspect", None)
         if self.lets_through:
+            self._kernel.shell.events.unregister("pre_execute", self._cell_begins)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
 
     def _do_inspect(
@@ -105,18 +114,23 @@ class FrontEnd:
             await kernel.shell_main(subshell_id, msg)
             return
         header = self._header(msg)
-        if header.get("msg_type") not in _SIDE_REQUESTS:
+        kind = header.get("msg_type")
+        if kind not in _SIDE_REQUESTS or (kind == "kernel_info_request" and _is_overloaded()):
             await kernel.shell_main(subshell_id, msg)
             return
         # As `shell_main` does for widgets' messages. The front end waits for "idle", and is told that the cell runs on.
-        parent, ident = kernel.get_parent("shell"), kernel._get_shell_context_var(kernel._shell_parent_ident)
         try:
             side = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
             await asyncio.create_task(side, context=copy_context())
         finally:
-            kernel.set_parent(ident, parent, channel="shell")
+            kernel.set_parent(*self._cell, channel="shell")
         kernel._publish_status("idle", "shell", parent={"header": header})
-        kernel._publish_status("busy", "shell", parent=parent)
+        if kernel._main_asyncio_lock.locked():  # else the cell has ended meanwhile, and said "idle" for the last time
+            kernel._publish_status("busy", "shell", parent=self._cell[1])
+
+    def _cell_begins(self) -> None:
+        kernel = self._kernel
+        self._cell = kernel._get_shell_context_var(kernel._shell_parent_ident), kernel.get_parent("shell")
 
     def _header(self, msg: Any) -> dict[str, Any]:
         session = self._kernel.session
@@ -131,6 +145,17 @@ class FrontEnd:
 def _waits_for_ranks() -> bool:
     cluster = current.get()
     return cluster is not None and bool(cluster.busy)
+
+
+def _is_overloaded() -> bool:
+    """Whether so much runs here that a page on this machine needs the seconds that it waits for the kernel.
+
+    It starts until then; anywidget gives up a view that is not there 2 s after it was begun (`Runtime`), for good.
+    """
+    try:
+        return os.getloadavg()[0] > _MOST_A_CORE * (os.cpu_count() or 1)
+    except OSError:  # nobody knows
+        return True
 
 
 _installed: list[FrontEnd] = []

@@ -60,7 +60,7 @@ def page(lab: LabServer, chromium: Browser) -> Iterator[LabPage]:
     context = chromium.new_context(viewport=WINDOW, device_scale_factor=1)
     shown = LabPage(context.new_page(), lab)
     yield shown
-    errors = list(shown.errors)
+    errors = shown.real_errors()
     context.close()
     lab.end_kernels()
     assert not errors, "the page's console has errors:\n" + "\n".join(errors)

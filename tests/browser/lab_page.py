@@ -12,6 +12,10 @@ from tests.browser.lab_server import LIMIT, LabServer
 
 __all__ = ["LabPage"]
 
+_OF_OTHERS = ("Comm not found for comm id", "[anywidget] Failed to initialize model")
+"""What JupyterLab says when a comm ends that a page which was loaded again never had, and what anywidget throws for a
+view that it has not begun within 2 s, as on a busy machine. Each test waits for the views that have to be there."""
+
 _READY = """async (kernel) => {
     const widget = window.jupyterapp?.shell.currentWidget;
     if (!widget?.context) return false;
@@ -54,6 +58,10 @@ class LabPage:
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
             self.errors.append(f"{message.text} ({message.location.get('url', '')})")
+
+    def real_errors(self) -> list[str]:
+        """Errors of the page, without those that only tell of a busy machine."""
+        return [error for error in self.errors if not any(words in error for words in _OF_OTHERS)]
 
     def open_notebook(self, name: str, *, kernel: bool = True) -> None:
         """Show a notebook; without `kernel`, one that names no kernel, and start none."""

@@ -61,4 +61,4 @@ class NotebookPage(LabPage):
 
     def real_errors(self) -> list[str]:
         """Errors of the page, without Notebook's own."""
-        return [error for error in self.errors if OF_NOTEBOOKS_OWN not in error]
+        return [error for error in super().real_errors() if OF_NOTEBOOKS_OWN not in error]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.kernel.driver import Kernel
 
 LIMIT_S = 60.0
+MOST_A_CORE = "__import__('axon_nb.magics.front_end', fromlist=['x'])._MOST_A_CORE"
 
 
-def test_the_list_of_widgets_is_told_while_a_cell_runs(kernel: Kernel, tmp_path: Path) -> None:
+@pytest.fixture
+def idle(kernel: Kernel) -> Iterator[Kernel]:
+    """A kernel that takes its machine for idle, whatever else runs there."""
+    before = kernel.value(MOST_A_CORE)
+    kernel.ok("import axon_nb.magics.front_end\naxon_nb.magics.front_end._MOST_A_CORE = 1e9")
+    yield kernel
+    kernel.ok(f"axon_nb.magics.front_end._MOST_A_CORE = {before}")
+
+
+def test_the_kernel_and_the_list_of_widgets_are_told_while_a_cell_runs(idle: Kernel, tmp_path: Path) -> None:
+    kernel = idle
     kernel.ok("import ipywidgets\nt_slider = ipywidgets.IntSlider()")
     known = kernel.value("t_slider.comm.comm_id")
     flag = tmp_path / "flag"
@@ -20,6 +35,82 @@ def test_the_list_of_widgets_is_told_while_a_cell_runs(kernel: Kernel, tmp_path:
     message = kernel.client.get_shell_msg(timeout=LIMIT_S)
     assert (message["msg_type"], message["parent_header"]["msg_id"]) == ("comm_info_reply", asked)
     assert known in message["content"]["comms"]
+    asked = kernel.client.kernel_info()
+    message = kernel.client.get_shell_msg(timeout=LIMIT_S)
+    assert (message["msg_type"], message["parent_header"]["msg_id"]) == ("kernel_info_reply", asked)
+    assert message["content"]["language_info"]["name"] == "python"
     flag.touch()
     assert kernel.collect(request).ok
     kernel.ok("t_slider.close()")
+
+
+def test_on_an_overloaded_machine_a_page_waits_for_the_kernel(idle: Kernel, tmp_path: Path) -> None:
+    """It needs the time for itself: see `axon_nb.magics.front_end`."""
+    idle.ok("axon_nb.magics.front_end._MOST_A_CORE = -1.0")
+    flag = tmp_path / "flag"
+    cell = f"import os, time\nprint('on')\nwhile not os.path.exists({str(flag)!r}):\n    time.sleep(0.01)"
+    request = idle.submit(f"%%distributed\n{cell}")
+    idle.wait_for_output(request, "on")
+    kernel_info, widgets = idle.client.kernel_info(), idle.client.comm_info("jupyter.widget")
+    answered = [idle.client.get_shell_msg(timeout=LIMIT_S)["parent_header"]["msg_id"]]
+    flag.touch()
+    answered += [idle.client.get_shell_msg(timeout=LIMIT_S)["parent_header"]["msg_id"] for _ in range(2)]
+    assert answered == [widgets, request, kernel_info]
+    idle.settle()
+
+
+def test_a_page_never_takes_the_kernel_for_busy_after_a_cell(idle: Kernel) -> None:
+    """Whatever it asks, and whenever: in a cell, at its end, or several things at once."""
+    kernel = idle
+    for round_ in range(24):
+        cell = kernel.submit(f"%%distributed\nimport time\ntime.sleep({round_ % 3} * 0.02)")
+        open_, said = {cell}, list[str]()
+        for _ in range(round_ % 5 + 1):
+            open_.add(kernel.client.kernel_info())
+            open_.add(kernel.client.comm_info("jupyter.widget"))
+            time.sleep(round_ % 4 * 0.005)
+        while open_:
+            message = kernel.client.get_iopub_msg(timeout=LIMIT_S)
+            if message["msg_type"] == "status":
+                said.append(message["content"]["execution_state"])
+                if said[-1] == "idle":
+                    open_.discard(message["parent_header"]["msg_id"])
+        # From now on the kernel has nothing to do: what it says next is that it answers this.
+        last = kernel.client.kernel_info()
+        while True:
+            message = kernel.client.get_iopub_msg(timeout=LIMIT_S)
+            if message["parent_header"].get("msg_id") == last:
+                break
+            if message["msg_type"] == "status":
+                said.append(message["content"]["execution_state"])
+        assert said[-1] == "idle", said
+        while message["msg_type"] != "status" or message["content"]["execution_state"] != "idle":
+            message = kernel.client.get_iopub_msg(timeout=LIMIT_S)
+
+
+SHOWS = """import os, threading, time
+from IPython.display import display
+def t_shows():
+    while not os.path.exists({!r}):
+        time.sleep(0.01)
+    display('shown')
+threading.Thread(target=t_shows).start()"""
+
+
+def test_what_a_thread_of_the_notebook_shows_stays_with_the_cell_that_runs(idle: Kernel, tmp_path: Path) -> None:
+    """It belongs to that cell, not to a question that was answered meanwhile."""
+    kernel = idle
+    show, end = tmp_path / "show", tmp_path / "end"
+    kernel.ok(SHOWS.format(str(show)))
+    cell = f"import os, time\nprint('on')\nwhile not os.path.exists({str(end)!r}):\n    time.sleep(0.01)"
+    request = kernel.submit(f"%%distributed\n{cell}")
+    kernel.wait_for_output(request, "on")
+    for _ in range(10):
+        kernel.client.kernel_info()
+        kernel.client.comm_info("jupyter.widget")
+    for _ in range(20):
+        kernel.client.get_shell_msg(timeout=LIMIT_S)
+    show.touch()
+    kernel.wait_for_output(request, "shown")
+    end.touch()
+    assert kernel.collect(request).ok
