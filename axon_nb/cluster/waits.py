@@ -48,4 +48,5 @@ def read_waits(answer: dict[str, Any]) -> RankWaits:
     """The record that a rank's answer to ``axon_waits`` holds; what else is in it is left out."""
     pending = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in answer["pending"])
     names = ("rank", "running", "line", "call", "counts", "via", "waited")
-    return RankWaits(**{name: answer[name] for name in names if name in answer}, pending=pending)
+    told = {name: answer[name] for name in names if name in answer}
+    return RankWaits(**told, pending=pending, threads=tuple(answer.get("threads", ())))

@@ -7,8 +7,10 @@ import threading
 __all__ = ["note_own_threads", "users_threads"]
 
 _own: set[int | None] = set()
-_HARMLESS = ("axon_nb", "IPython", "IOPub", "Control", "Heartbeat", "asyncio")
-"""How the names of threads begin that do not run the user's code."""
+_HARMLESS = ("axon_nb", "IPython", "IOPub", "Control", "Heartbeat", "asyncio", "QueueFeederThread", "InductorSubproc")
+"""How the names of threads begin that do not run the user's code: the kernel's, a DataLoader's, torch.compile's."""
+_PINS_MEMORY = "(_pin_memory_loop)"
+"""How that of a DataLoader's other thread ends."""
 
 
 def note_own_threads() -> None:
@@ -23,6 +25,7 @@ def users_threads() -> list[str]:
         for thread in threading.enumerate()
         if thread.ident not in _own
         and not thread.name.startswith(_HARMLESS)
+        and not thread.name.endswith(_PINS_MEMORY)
         # Started by every progress bar, and only ever redraws.
         and type(thread).__module__.partition(".")[0] != "tqdm"
     ]

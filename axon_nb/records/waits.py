@@ -11,6 +11,8 @@ from axon_nb.records.ranks import format_ranks
 __all__ = ["PendingCall", "RankWaits", "awaited", "explain", "named"]
 
 _SAME_SIZE = frozenset({"allreduce", "broadcast", "reduce"})
+_THREADS_S = 30.0
+"""For so long a rank on which a thread of the user's runs may still come, whatever its main thread does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class RankWaits:
     """The function that communicates though its name does not say so, such as ``full_tensor``; empty for others."""
     waited: int = 0
     """Number of the call that the main thread waits for; 0 when it is not known."""
+    threads: tuple[str, ...] = ()
+    """Names of the threads that the user has started and that still run: they may communicate, too."""
 
     @property
     def blocked_in(self) -> PendingCall | None:
@@ -92,7 +96,7 @@ def explain(reports: Mapping[int, RankWaits], cell_ranks: Collection[int], after
     """Why the cell cannot end by itself; None when it can, or when that is not proven.
 
     A rank is hopeless when it waits for one that is not running the cell (any more), or for one that is hopeless
-    itself; a merely slow rank makes nobody hopeless.
+    itself; a merely slow rank makes nobody hopeless, nor, for 30 s, one on which a thread of the user's runs.
 
     Args:
         reports: What each rank says, all asked at the same time.
@@ -102,7 +106,11 @@ def explain(reports: Mapping[int, RankWaits], cell_ranks: Collection[int], after
     blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
     if (mismatch := _mismatch(blocked, reports)) is not None:
         return mismatch + advice_for(reports[rank].via for rank in blocked)
-    missing = {rank: _missing(reports[rank], call, reports) for rank, call in blocked.items()}
+    threaded = {rank for rank, own in reports.items() if own.threads}
+    missing = {
+        rank: _missing(reports[rank], call, reports) - (threaded if call.seconds < _THREADS_S else set())
+        for rank, call in blocked.items()
+    }
     finished = {rank for rank, own in reports.items() if not own.running}
     hopeless = set(blocked)
     while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from axon_nb.records.waits import PendingCall, RankWaits, explain
 
 
@@ -71,3 +73,15 @@ def test_different_sizes_and_calls() -> None:
     text = judge(waiting(0), waiting(1, name="barrier", line=6), computing(2))
     assert text is not None
     assert text.startswith("The ranks do not meet: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
+
+
+def test_one_whose_thread_runs_may_still_come_for_a_while() -> None:
+    thread = replace(finished(1), threads=("Thread-5 (receive)",))
+    assert judge(waiting(0), thread, finished(2, count=1)) is None
+    assert judge(waiting(0), replace(waiting(1, sequence=2), threads=("Thread-5",)), computing(2, count=2)) is None
+    # Its own thread helps nobody who waits for another one.
+    assert judge(replace(waiting(0), threads=("Thread-5",)), finished(1), computing(2, count=1)) is not None
+    late = replace(waiting(0), pending=tuple(replace(call, seconds=31.0) for call in waiting(0).pending))
+    assert judge(late, thread, finished(2, count=1)) == (
+        "rank 0 waits in all_reduce at line 3 for rank 1, which has finished the cell."
+    )

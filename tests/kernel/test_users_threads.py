@@ -1,0 +1,42 @@
+"""Threads on the ranks besides the main one: the user's may still communicate, a data loader's do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.kernel.driver import Kernel
+
+RECEIVES_LATER = """%%distributed
+import os, threading, time
+got = torch.zeros(1)
+def receive():
+    while not os.path.exists({!r}):
+        time.sleep(0.01)
+    dist.recv(got, 0)
+if rank == 1:
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+if rank == 0:
+    dist.send(torch.ones(1), 1)"""
+WAITS_IN_A_RING = """%%distributed
+from torch.utils.data import DataLoader
+for number, batch in enumerate(DataLoader(torch.arange(8), num_workers=1)):
+    if number == 2 and rank in (2, 3):
+        dist.recv(torch.zeros(1), 5 - rank)"""
+
+
+def test_a_thread_that_comes_later_is_waited_for_though_its_rank_has_finished(kernel: Kernel, tmp_path: Path) -> None:
+    come = tmp_path / "come"
+    request = kernel.submit(RECEIVES_LATER.format(str(come)))
+    kernel.wait_for_output(request, "rank 0 has been in send")
+    come.touch()
+    assert kernel.collect(request).ok
+    assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.item()").lines() == ["[rank 1] 1.0"]
+
+
+def test_threads_of_a_data_loader_keep_nobody_waiting(kernel: Kernel) -> None:
+    """They run on each rank while it is in the loop, and never communicate."""
+    reply = kernel.run(WAITS_IN_A_RING)
+    assert "rank 2 waits in recv at line 5 for rank 3; rank 3 waits in recv at line 5 for rank 2" in reply.traceback
+    assert reply.seconds < 25, "as threads of the user's are waited for"
+    kernel.ok("%%distributed\ndist.all_reduce(torch.ones(1))")
