@@ -46,9 +46,9 @@ class ExportReport:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in self.paths)
             lines.append(f"Not known here, so the script wants files with them: {options}.")
         if self.left_out:
+            cells = "1 cell" if self.left_out == 1 else f"{self.left_out} cells"
             lines.append(
-                f"Left out {self.left_out} cells that nothing later depends on; if they drew random numbers, later "
-                "ones differ."
+                f"Left out {cells} that nothing later depends on; if they drew random numbers, later ones differ."
             )
         if self.undefined:
             lines.append(f"Used in the script and defined nowhere in it: {', '.join(self.undefined)}.")
