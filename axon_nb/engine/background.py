@@ -1,31 +1,34 @@
-"""Threads of the user's own that live on between cells, and so may communicate while no cell runs."""
+"""Threads that may still communicate while the main thread waits, or when it has ended the cell."""
 
 from __future__ import annotations
 
+import os
 import threading
+from types import CodeType
 
-__all__ = ["note_own_threads", "users_threads"]
+from axon_nb.engine.frames import code_by_thread
+from axon_nb.engine.libraries import library_of
 
-_own: set[int | None] = set()
-_HARMLESS = ("axon_nb", "IPython", "IOPub", "Control", "Heartbeat", "asyncio", "QueueFeederThread", "InductorSubproc")
-"""How the names of threads begin that do not run the user's code: the kernel's, a DataLoader's, torch.compile's."""
-_PINS_MEMORY = "(_pin_memory_loop)"
-"""How that of a DataLoader's other thread ends."""
+__all__ = ["users_threads"]
 
-
-def note_own_threads() -> None:
-    """The threads that there are now are the kernel's and ours; call it before the first cell."""
-    _own.update(thread.ident for thread in threading.enumerate())
+_COMMUNICATES = os.path.join("", "torch", "distributed", "")
 
 
 def users_threads() -> list[str]:
-    """Names of the threads that have come since and may be running the user's code."""
+    """Names of the threads that run the user's code, communicate or wait to begin (`threading.Timer`) right now.
+
+    Those of libraries run code of their own: of data loaders, progress bars, log writers. One of a pool that has
+    nothing to do gets work from the user's code alone, and so counts when that runs.
+    """
+    running = code_by_thread()
     return [
         thread.name
         for thread in threading.enumerate()
-        if thread.ident not in _own
-        and not thread.name.startswith(_HARMLESS)
-        and not thread.name.endswith(_PINS_MEMORY)
-        # Started by every progress bar, and only ever redraws.
-        and type(thread).__module__.partition(".")[0] != "tqdm"
+        if thread is not threading.main_thread()
+        and not thread.name.startswith("axon_nb")
+        and (isinstance(thread, threading.Timer) or any(map(_may_communicate, running.get(thread.ident or 0, ()))))
     ]
+
+
+def _may_communicate(code: CodeType) -> bool:
+    return not library_of(code.co_filename) or _COMMUNICATES in code.co_filename

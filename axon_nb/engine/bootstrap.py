@@ -29,7 +29,6 @@ from axon_nb.engine import (
     traceback_size,
 )
 from axon_nb.engine.assist import Assistant
-from axon_nb.engine.background import note_own_threads
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
@@ -150,4 +149,3 @@ def _install(session: RankSession) -> None:
     kernel_hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
     kernel_hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
     session.extras["runner"] = runner
-    note_own_threads()

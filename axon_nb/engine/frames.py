@@ -1,4 +1,4 @@
-"""The main thread's frames, as another thread of the rank sees them, without taking the process down.
+"""Frames of the main thread and of others, as one thread of the rank sees them, without taking the process down.
 
 CPython makes the object of a frame when somebody asks for it, in memory that before 3.12 may set off a garbage
 collection. What is collected runs Python, and so may let the main thread go on; the frame that was asked for is gone
@@ -14,9 +14,9 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
-__all__ = ["collecting_nothing", "main_frame"]
+__all__ = ["code_by_thread", "collecting_nothing", "main_frame"]
 
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 """Later versions collect between two instructions only."""
@@ -46,3 +46,16 @@ def main_frame() -> FrameType | None:
         while frame is not None:  # a frame that has its object keeps it for as long as it runs
             frame = frame.f_back
     return innermost
+
+
+def code_by_thread() -> dict[int, list[CodeType]]:
+    """What each thread runs, by its ident, innermost first."""
+    found: dict[int, list[CodeType]] = {}
+    with collecting_nothing():
+        for ident, innermost in sys._current_frames().items():
+            frame: FrameType | None = innermost
+            found[ident] = []
+            while frame is not None:
+                found[ident].append(frame.f_code)
+                frame = frame.f_back
+    return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import linecache
-import os
-import sysconfig
 from collections.abc import Iterator
 from typing import Any
 
 from axon_nb.engine.frames import collecting_nothing, main_frame
 from axon_nb.engine.interrupts import Interrupts, user_frame
 from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.libraries import library_of
 from axon_nb.engine.session import RankSession
 
 __all__ = ["cell_stack"]
@@ -19,10 +18,6 @@ _MAX_WALK = 5000
 _FIRST, _LAST = 15, 25
 """Of a deep stack so many entries are kept at its two ends."""
 _MAX_WIDTH = 160
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = tuple(
-    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
-)
 
 Point = tuple[Any, int]
 """(code object, line)"""
@@ -36,7 +31,7 @@ def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, s
     entries: list[dict[str, str]] = []
     folded: list[Point] = []
     for code, line in points:
-        library = _library(code.co_filename)
+        library = library_of(code.co_filename)
         if library:
             folded.append((code, line))
             continue
@@ -78,21 +73,10 @@ def _from_task(task: Any) -> Iterator[Point]:
         waiting = next((w for n in names if (w := getattr(waiting, n, None)) is not None), None)
 
 
-def _library(filename: str) -> str:
-    """Name of the package that a file belongs to; empty for the user's own code."""
-    if filename.startswith(os.path.join(_PACKAGE, "")):
-        return os.path.basename(_PACKAGE)
-    for folder in _LIBRARIES:
-        if filename.startswith(folder):
-            first = filename.removeprefix(folder).split(os.sep)
-            return first[0].removesuffix(".py") if "packages" in folder else "Python"
-    return "Python" if filename.startswith("<frozen") else ""
-
-
 def _fold(points: list[Point]) -> list[dict[str, str]]:
     if not points:
         return []
-    packages = ", ".join(dict.fromkeys(_library(code.co_filename) for code, _ in points))
+    packages = ", ".join(dict.fromkeys(library_of(code.co_filename) for code, _ in points))
     first, last = points[0][0].co_name, points[-1][0].co_name
     if len(points) == 1:
         return [{"place": f"… 1 frame of {packages}: {first}"}]

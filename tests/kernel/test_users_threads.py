@@ -1,4 +1,4 @@
-"""Threads on the ranks besides the main one: the user's may still communicate, a data loader's do not."""
+"""Threads on the ranks besides the main one: the user's may still communicate, those of libraries do not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ if rank == 1:
     receiver.start()
 if rank == 0:
     dist.send(torch.ones(1), 1)"""
+TIMER = """%%distributed
+import threading
+got = torch.zeros(1)
+if rank == 1:
+    receiver = threading.Timer(4, dist.recv, (got, 0))
+    receiver.start()
+if rank == 0:
+    dist.send(torch.ones(1), 1)"""
 WAITS_IN_A_RING = """%%distributed
+import time
+from concurrent.futures import ThreadPoolExecutor
 from torch.utils.data import DataLoader
+pool = ThreadPoolExecutor(1)
+pool.submit(time.time).result()
 for number, batch in enumerate(DataLoader(torch.arange(8), num_workers=1)):
     if number == 2 and rank in (2, 3):
         dist.recv(torch.zeros(1), 5 - rank)"""
@@ -34,9 +46,14 @@ def test_a_thread_that_comes_later_is_waited_for_though_its_rank_has_finished(ke
     assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.item()").lines() == ["[rank 1] 1.0"]
 
 
-def test_threads_of_a_data_loader_keep_nobody_waiting(kernel: Kernel) -> None:
-    """They run on each rank while it is in the loop, and never communicate."""
+def test_so_is_a_timer_that_has_not_begun(kernel: Kernel) -> None:
+    kernel.ok(TIMER)
+    assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.item()").lines() == ["[rank 1] 1.0"]
+
+
+def test_threads_of_libraries_keep_nobody_waiting(kernel: Kernel) -> None:
+    """Those of a data loader and of a pool without work run on each rank here."""
     reply = kernel.run(WAITS_IN_A_RING)
-    assert "rank 2 waits in recv at line 5 for rank 3; rank 3 waits in recv at line 5 for rank 2" in reply.traceback
+    assert "rank 2 waits in recv at line 9 for rank 3; rank 3 waits in recv at line 9 for rank 2" in reply.traceback
     assert reply.seconds < 25, "as threads of the user's are waited for"
-    kernel.ok("%%distributed\ndist.all_reduce(torch.ones(1))")
+    kernel.ok("%%distributed\npool.shutdown()\ndist.all_reduce(torch.ones(1))")

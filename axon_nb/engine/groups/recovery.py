@@ -46,7 +46,8 @@ def abort(*, again: bool) -> None:
     threads = []
     if not again:
         # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        threads = [threading.Thread(target=group.poisoner(), daemon=True) for group in all_groups()]
+        poisoners = [group.poisoner() for group in all_groups()]
+        threads = [threading.Thread(target=poison, name="axon_nb-poison", daemon=True) for poison in poisoners]
     for thread in threads:
         thread.start()
     fail_all()

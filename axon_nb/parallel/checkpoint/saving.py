@@ -46,7 +46,7 @@ class PendingSave:
         self._stop = threading.Event()
         self._failure: str | None = None
         self._path: Path | None = None
-        self._thread = threading.Thread(target=self._run, name=f"axon-save-{step}", daemon=False)
+        self._thread = threading.Thread(target=self._run, name=f"axon_nb-save-{step}", daemon=False)
 
     def start(self) -> None:
         """Begin to write."""

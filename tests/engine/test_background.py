@@ -1,0 +1,71 @@
+"""Threads that may still communicate are told from those of libraries."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+
+from axon_nb.engine.background import users_threads
+from axon_nb.engine.libraries import library_of
+
+
+def test_a_thread_of_the_users_counts_until_it_is_over() -> None:
+    go_on = threading.Event()
+    thread = threading.Thread(target=lambda: go_on.wait(60), name="the user's")
+    thread.start()
+    assert "the user's" in users_threads()
+    go_on.set()
+    thread.join()
+    assert "the user's" not in users_threads()
+
+
+def test_one_of_a_pool_counts_while_it_runs_the_users_code() -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(60)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        pool.submit(os.getpid).result()
+        assert "pool_0" in [thread.name for thread in threading.enumerate()]
+        assert "pool_0" not in users_threads()
+        job = pool.submit(work)
+        begun.wait(60)
+        assert "pool_0" in users_threads()
+        go_on.set()
+        job.result()
+
+
+def test_a_timer_counts_before_it_has_begun() -> None:
+    timer = threading.Timer(600, os.getpid)
+    timer.name = "timer"
+    timer.start()
+    assert "timer" in users_threads()
+    timer.cancel()
+    timer.join()
+
+
+def test_threads_of_a_data_loader_and_of_other_libraries_do_not_count() -> None:
+    thread = threading.Thread(target=queue.Queue[int]().get, name="waits in a library", daemon=True)
+    thread.start()
+    before = set(users_threads())
+    loader = iter(DataLoader(range(8), num_workers=1))
+    next(loader)
+    assert {thread.name for thread in threading.enumerate()} >= {"QueueFeederThread", "waits in a library"}
+    assert set(users_threads()) == before
+    assert "waits in a library" not in before
+
+
+def test_whose_code_a_file_is(tmp_path: Path) -> None:
+    import torch
+
+    assert library_of(torch.__file__) == "torch"
+    assert library_of(threading.__file__) == "Python"
+    assert library_of(library_of.__code__.co_filename) == "axon_nb"
+    assert library_of(str(tmp_path / "train.py")) == ""
