@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from io import FileIO
 
 __all__ = ["border_of", "fill"]
 
@@ -50,9 +51,10 @@ def fill(files: tuple[int, int], pieces: Sequence[_Piece], border: int) -> None:
     if not second:
         _write(files[0], first)
         return
-    helper = _Helper(files[1], second)
-    helper.start()
+    # A file object of its own: whatever an interrupt leaves undone here, it never writes to a number that is reused.
+    helper = _Helper(FileIO(f"/proc/self/fd/{files[1]}", "r+"), second)
     try:
+        helper.start()
         _write(files[0], first)
     except BaseException:
         helper.stop()
@@ -70,24 +72,32 @@ def _write(fd: int, pieces: Sequence[_Piece], stopped: threading.Event | None = 
 class _Helper(threading.Thread):
     """Writes the second file."""
 
-    def __init__(self, fd: int, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, file: FileIO, pieces: Sequence[_Piece]) -> None:
         super().__init__(name="axon_nb-parcel", daemon=True)
-        self._fd = fd
+        self._file = file
         self._pieces = pieces
         self._stopped = threading.Event()
         self._error: OSError | None = None
 
     def run(self) -> None:
         """The thread's work."""
+        if self._stopped.is_set():
+            return
         try:
-            _write(self._fd, self._pieces, self._stopped)
+            with self._file:
+                _write(self._file.fileno(), self._pieces, self._stopped)
         except OSError as error:  # no memory, say
             self._error = error
 
     def stop(self) -> None:
-        """It ends soon; returns when it has, for the file is closed after that."""
+        """It ends soon; returns when it has, for what it reads may be let go of after that."""
         self._stopped.set()
-        self.join()
+        if self.ident is not None:
+            self.join()
+            return
+        # It has not begun, and will do nothing. One whose start was interrupted Python keeps for ever, so this lets go.
+        self._file.close()
+        self._pieces = ()
 
     def result(self) -> None:
         """Returns when all is written.

@@ -7,6 +7,9 @@ copy of its own, page by page where it writes.
 
 A parcel is a sequence of parts: how many, their sizes, then each at a multiple of 64 bytes. It is one file, or two that
 follow each other: see `host.parcel_filling`.
+
+Files are objects of `FileIO` from the moment that they are open: an interrupt may come after any call, and one that is
+only a number by then stays open for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from typing import Any
 
 from axon_nb.host.cores import usable_cores
@@ -31,6 +35,8 @@ Address = tuple[tuple[str, int], tuple[str, int]]
 _ALIGN = 64
 _MAPPED = 1 << 20
 """Smaller parcels are read, not mapped, which takes longer for them."""
+_NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
+"""Of its two files."""
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -47,18 +53,22 @@ class Parcel:
     """A parcel of this process; gone when it is closed and nobody maps it any more."""
 
     def __init__(self) -> None:
-        self._files = _new_file(), _new_file()
+        # One call of C for both, see the module.
+        self._files = tuple(map(FileIO, map(os.memfd_create, _NAMES, _FLAGS), _MODES))
+        for file in self._files:
+            os.fchmod(file.fileno(), 0o600)
 
     @property
     def address(self) -> Address:
         """Where ranks open it."""
-        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in self._files)
+        numbers = [file.fileno() for file in self._files]
+        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in numbers)
         return first, second
 
     @property
     def empty(self) -> bool:
         """Whether nothing was written."""
-        return not os.fstat(self._files[0]).st_size
+        return not os.fstat(self._files[0].fileno()).st_size
 
     def write(self, parts: Sequence[Any]) -> None:
         """Write all parts, and seal them."""
@@ -70,8 +80,8 @@ class Parcel:
 
     def close(self) -> None:
         """Let go of it."""
-        for fd in self._files:
-            os.close(fd)
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> Parcel:
         return self
@@ -86,7 +96,7 @@ def read_parcel(address: Address) -> list[memoryview]:
     Raises:
         ParcelUnreachable: see there.
     """
-    with _opened(address, os.O_RDONLY) as files:
+    with _opened(address, "r") as files:
         return _read(files)
 
 
@@ -101,38 +111,25 @@ def write_parcel(address: Address, parts: Sequence[Any], *, writers: int = 1) ->
     Raises:
         ParcelUnreachable: see there.
     """
-    with _opened(address, os.O_RDWR) as files:
+    with _opened(address, "r+") as files:
         _write(files, parts, writers=writers)
 
 
-def _new_file() -> int:
-    fd = os.memfd_create("axon_nb", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(fd, 0o600)
-    return fd
-
-
 @contextlib.contextmanager
-def _opened(address: Address, flags: int) -> Iterator[tuple[int, int]]:
-    first = _open(*address[0], flags)
-    try:
-        second = _open(*address[1], flags)
-        try:
-            yield first, second
-        finally:
-            os.close(second)
-    finally:
-        os.close(first)
+def _opened(address: Address, mode: str) -> Iterator[tuple[FileIO, ...]]:
+    with _open(*address[0], mode) as first, _open(*address[1], mode) as second:
+        yield first, second
 
 
-def _open(path: str, inode: int, flags: int) -> int:
+def _open(path: str, inode: int, mode: str) -> FileIO:
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC)
+        file = FileIO(path, mode)
     except OSError as error:
         raise ParcelUnreachable(f"{path}: {error.strerror}") from None
-    if os.fstat(fd).st_ino != inode:
-        os.close(fd)
+    if os.fstat(file.fileno()).st_ino != inode:
+        file.close()
         raise ParcelUnreachable(f"{path} is another file")
-    return fd
+    return file
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -158,23 +155,25 @@ def _head(sizes: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
 
 
-def _write(files: tuple[int, int], parts: Sequence[Any], *, writers: int) -> None:
+def _write(files: tuple[FileIO, ...], parts: Sequence[Any], *, writers: int) -> None:
+    first, second = (file.fileno() for file in files)
     views = _views(parts)
     sizes = [view.nbytes for view in views]
     places, total = _places(sizes)
     border = border_of(total, helped=usable_cores() >= 2 * writers)
-    for fd, size in zip(files, (border, total - border), strict=True):
-        os.ftruncate(fd, size)
-    fill(files, [(0, memoryview(_head(sizes))), *zip(places, views, strict=True)], border)
-    for fd in files:
+    os.ftruncate(first, border)
+    os.ftruncate(second, total - border)
+    fill((first, second), [(0, memoryview(_head(sizes))), *zip(places, views, strict=True)], border)
+    for fd in (first, second):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def _read(files: tuple[int, int]) -> list[memoryview]:
+def _read(files: tuple[FileIO, ...]) -> list[memoryview]:
+    numbers = [file.fileno() for file in files]
     # Sealed: it can neither change below us nor be cut short, which would end this process with SIGBUS.
-    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in files):
+    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in numbers):
         raise ValueError("the parcel is not complete")
-    sized = [(fd, size) for fd in files if (size := os.fstat(fd).st_size)]
+    sized = [(fd, size) for fd in numbers if (size := os.fstat(fd).st_size)]
     total = sum(size for _, size in sized)
     if total >= _MAPPED:
         with contextlib.suppress(OSError):  # there is no room: says the read below

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import zmq
 from torch.utils.data import DataLoader
 
 from axon_nb.engine.background import users_threads
@@ -60,6 +61,17 @@ def test_threads_of_a_data_loader_and_of_other_libraries_do_not_count() -> None:
     assert {thread.name for thread in threading.enumerate()} >= {"QueueFeederThread", "waits in a library"}
     assert set(users_threads()) == before
     assert "waits in a library" not in before
+
+
+def test_that_of_zmq_does_not_count_which_every_rank_has_after_a_large_message() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        sender.bind("inproc://background")
+        receiver.connect("inproc://background")
+        sender.send(bytes(1 << 20), copy=False)
+        receiver.recv()
+        found = [thread.name for thread in threading.enumerate() if type(thread).__module__ == "zmq.utils.garbage"]
+        assert found
+        assert not set(found) & set(users_threads())
 
 
 def test_whose_code_a_file_is(tmp_path: Path) -> None:
