@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import PairedRow
-from benchmarks.report import write
+from benchmarks.report import Row, median, write
 from tests.kernel.driver import Kernel
 
 ROOT = Path(__file__).parents[1]
@@ -31,22 +31,36 @@ def _ask(kernel: Kernel, expression: str) -> Any:
 
 
 def operations(kernel: Kernel, *, pairs: int, budget_s: float) -> list[PairedRow]:
-    """Each operation at each size."""
+    """Each operation at each size, and the smallest on plain Gloo against itself."""
     rows = []
     for name, limit in OPERATIONS.items():
         for size in SIZES:
-            call = f"workloads.time_operations(groups, {name!r}, {size}, pairs={pairs}, budget_s={budget_s})"
-            rows.append(PairedRow.of_differences(f"{name} of {_size(size)}, longer a call", _ask(kernel, call), limit))
+            call = f"workloads.time_operations({{}}, {name!r}, {size}, pairs={pairs}, budget_s={budget_s})"
+            measure = f"{name} of {_size(size)}"
+            rows.append(
+                PairedRow.of_differences(f"{measure}, longer a call", _ask(kernel, call.format("groups")), limit)
+            )
+            if size == SIZES[0]:
+                noise = _ask(kernel, call.format("plain"))
+                rows.append(PairedRow.of_differences(f"{measure}, two plain groups", noise, None))
     return rows
 
 
 def steps(kernel: Kernel, *, pairs: int, count: int) -> list[PairedRow]:
-    """Each training step."""
+    """Each training step, also on plain Gloo against itself."""
     rows = []
     for name, limit in STEPS.items():
-        call = f"workloads.time_steps(groups, {name!r}, pairs={pairs}, count={count})"
-        rows.append(PairedRow.of_ratios(f"{name} training step", _ask(kernel, call), limit))
+        call = f"workloads.time_steps({{}}, {name!r}, pairs={pairs}, count={count})"
+        rows.append(PairedRow.of_ratios(f"{name} training step", _ask(kernel, call.format("groups")), limit))
+        noise = _ask(kernel, call.format("plain"))
+        rows.append(PairedRow.of_ratios(f"{name} training step, two plain groups", noise, None))
     return rows
+
+
+def hand_over(kernel: Kernel) -> Row:
+    """One thread wakes another and is woken by it, while nothing else runs."""
+    seconds = _ask(kernel, "workloads.time_hand_overs(500) if rank == 0 else []")
+    return Row("a second thread is woken and answers", median(seconds) * 1e6, "us")
 
 
 def main() -> None:
@@ -56,16 +70,20 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    pairs, budget_s, count = (4, 0.01, 2) if options.quick else (options.pairs, 0.1, 5)
+    pairs, budget_s, count = (4, 0.01, 2) if options.quick else (options.pairs, 0.1, 3)
     with Kernel() as kernel:
         kernel.ok(
             "%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2 --devices cpu", timeout=120
         )
         kernel.ok(
             f"%%distributed\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks import workloads\n"
-            "groups = workloads.make_groups()"
+            "groups = workloads.make_groups()\nplain = workloads.make_groups()[1], groups[1]"
         )
-        rows = [*steps(kernel, pairs=pairs, count=count), *operations(kernel, pairs=pairs, budget_s=budget_s)]
+        rows = [
+            *steps(kernel, pairs=3 * pairs, count=count),
+            *operations(kernel, pairs=pairs, budget_s=budget_s),
+            hand_over(kernel),
+        ]
         kernel.ok("%distributed stop")
     print(write("overhead", rows, options.out))
 

@@ -54,7 +54,7 @@ class PairedRow(Row):
         return cells
 
     @classmethod
-    def of_ratios(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float) -> PairedRow:
+    def of_ratios(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None) -> PairedRow:
         """From (ours, peer) in seconds: how much longer, as a ratio."""
         ratios = [ours / peer for ours, peer in pairs]
         low, high = interval(ratios)
@@ -65,7 +65,7 @@ class PairedRow(Row):
         )  # fmt: skip
 
     @classmethod
-    def of_differences(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float) -> PairedRow:
+    def of_differences(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None) -> PairedRow:
         """From (ours, peer) in seconds: how much longer, in microseconds."""
         differences = [(ours - peer) * 1e6 for ours, peer in pairs]
         low, high = interval(differences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["OPERATIONS", "STEPS", "Groups", "make_groups", "time_operations", "time_steps", "transformer"]
+__all__ = [
+    "OPERATIONS",
+    "STEPS",
+    "Groups",
+    "make_groups",
+    "time_hand_overs",
+    "time_operations",
+    "time_steps",
+    "transformer",
+]
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -181,3 +191,26 @@ def time_steps(groups: Groups, name: str, *, pairs: int, count: int) -> list[tup
     """Seconds of one training step on both groups, in pairs; collective."""
     steps = tuple(STEPS[name](group) for group in groups)
     return _pairs(steps, groups, pairs, count)
+
+
+def time_hand_overs(count: int) -> list[float]:
+    """Seconds that it takes to wake a second thread and be woken by it: what a send or recv that has to wait adds."""
+    asked, answered = threading.Lock(), threading.Lock()
+    asked.acquire()
+    answered.acquire()
+
+    def answer() -> None:
+        for _ in range(count):
+            asked.acquire()
+            answered.release()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        asked.release()
+        answered.acquire()
+        seconds.append(time.perf_counter() - began)
+    thread.join()
+    return seconds
