@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ __all__ = ["code_by_thread", "collecting_nothing", "main_frame"]
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 """Later versions collect between two instructions only."""
 _one_at_a_time = threading.RLock()
+# A process that is forked meanwhile would never collect again.
+os.register_at_fork(
+    before=_one_at_a_time.acquire, after_in_parent=_one_at_a_time.release, after_in_child=_one_at_a_time.release
+)
 
 
 @contextlib.contextmanager

@@ -87,3 +87,31 @@ def test_collection_is_on_again_or_stays_off() -> None:
         thread.join()
     is_left_alone = sys.version_info >= (3, 12)
     assert seen == [False, False, is_left_alone, True]
+
+
+FORKED = """
+import gc, os, threading
+from axon_nb.engine.frames import collecting_nothing
+
+def look():
+    with collecting_nothing():
+        inside.set()
+        forked.wait(0.3)
+
+inside, forked = threading.Event(), threading.Event()
+thread = threading.Thread(target=look)
+thread.start()
+inside.wait(60)
+child = os.fork()
+if not child:
+    print(gc.isenabled(), flush=True)
+    os._exit(0)
+forked.set()
+thread.join()
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_is_forked_meanwhile_collects() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKED], check=False, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
