@@ -86,6 +86,25 @@ def interrupted(kernel: Kernel, code: str, *, after_s: float = 0.3, presses: int
     return reply
 
 
+def place_everywhere(kernel: Kernel) -> set[Any]:
+    """What `place` says, by rank: one value when all are at the same."""
+    kernel.ok("%%distributed --out places\nplace()")
+    return set(kernel.value("places.values").values())
+
+
+def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
+    """Models and optimizers anew, where a test before or `reply` has left ranks a step apart, and has said so."""
+    apart = len(place_everywhere(kernel)) > 1 if reply is None else told_apart(reply)
+    if apart:
+        kernel.ok(SETUP)
+        kernel.ok(PLACE)
+
+
+def told_apart(reply: Reply) -> list[str]:
+    """The lines by which a cell says that ranks are a step apart."""
+    return [line for line in reply.lines() if " at step " in line]
+
+
 def told_ranks(reply: Reply) -> set[int]:
     """The ranks of which the report says what they did."""
     ranks: set[int] = set()
@@ -164,10 +183,12 @@ def test_code_that_swallows_is_ended_when_another_rank_raises(trained: Kernel, f
 
 @pytest.mark.parametrize("seed", range(3))
 def test_presses_while_groups_are_formed_anew_change_nothing(trained: Kernel, seed: int) -> None:
+    begin_together(trained)
     every = random.Random(seed).uniform(0.005, 0.05)
     reply = interrupted(trained, "while True: step()", presses=8, every_s=every)
     assert reply.ename in STOPPED, reply.traceback
     assert check_next_cell(trained) == ""
+    begin_together(trained, reply)
     assert "[ranks 0-3] True" in trained.ok("%%distributed\nstep()\nlen(weights()) == 2").lines()
 
 
@@ -244,17 +265,15 @@ def test_ranks_are_at_the_same_step_after_100_interrupts(trained: Kernel) -> Non
 def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> None:
     rng = random.Random(7)
     together = 0
+    begin_together(kernel)
     for _ in range(rounds):
         reply = interrupted(kernel, code, after_s=rng.uniform(0, 0.6))
         assert reply.ename == "CellInterrupt", reply.traceback
-        kernel.ok("%%distributed --out places\nplace()")
-        places = set(kernel.value("places.values").values())
-        told = [line for line in reply.lines() if " at step " in line]
+        places = place_everywhere(kernel)
+        told = told_apart(reply)
         assert (len(places) == 1 and next(iter(places))[0]) or told, (places, reply.stdout)
         together += not told
-        if told:
-            kernel.ok(SETUP)  # from a common place again
-            kernel.ok(PLACE)
+        begin_together(kernel, reply)
     print(f"{together} of {rounds} interrupts left all ranks at the same step")
 
 

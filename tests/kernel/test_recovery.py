@@ -134,7 +134,7 @@ def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, wha
     trained.interrupt()
     reply = trained.collect(request)
     assert reply.ename == "CellInterrupt"
-    if "`%distributed sync`" in reply.stdout + reply.stderr:
+    if " at step " in reply.stdout:
         # Where a machine is too busy for the cut, ranks may be a step apart, and that is told.
         assert what == "training"
         trained.ok(SETUP)
