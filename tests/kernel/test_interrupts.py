@@ -93,11 +93,18 @@ def place_everywhere(kernel: Kernel) -> set[Any]:
 
 
 def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
-    """Models and optimizers anew, where a test before or `reply` has left ranks a step apart, and has said so."""
-    apart = len(place_everywhere(kernel)) > 1 if reply is None else told_apart(reply)
-    if apart:
+    """Models and optimizers anew, where `reply` tells that ranks are a step apart, or a test before has left them so.
+
+    Ranks that were apart have other weights afterwards, also when they have made as many steps again.
+    """
+    if told_apart(reply) if reply else not are_together(place_everywhere(kernel)):
         kernel.ok(SETUP)
         kernel.ok(PLACE)
+
+
+def are_together(places: set[Any]) -> bool:
+    """Whether all ranks have made the same steps, and have the same weights."""
+    return len(places) == 1 and bool(next(iter(places))[0])
 
 
 def told_apart(reply: Reply) -> list[str]:
@@ -271,7 +278,7 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> None:
         assert reply.ename == "CellInterrupt", reply.traceback
         places = place_everywhere(kernel)
         told = told_apart(reply)
-        assert (len(places) == 1 and next(iter(places))[0]) or told, (places, reply.stdout)
+        assert are_together(places) or told, (places, reply.stdout)
         together += not told
         begin_together(kernel, reply)
     print(f"{together} of {rounds} interrupts left all ranks at the same step")
