@@ -14,53 +14,7 @@ from tests.kernel.driver import Kernel, Reply
 from tests.kernel.pressing import LIMIT_S, STOPPED, check_next_cell
 from tests.kernel.processes import until
 from tests.kernel.test_recovery import SETUP
-
-PLACE = """%%distributed
-import os, subprocess
-from torch.utils.data import DataLoader
-
-class Slow(torch.optim.Optimizer):
-    "A step that takes a while, in Python: an interrupt would tear it."
-    def __init__(self, params, fail=False):
-        super().__init__(params, {})
-        self.fail = fail
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                time.sleep(0.002)
-                p.add_(1)
-        if self.fail:
-            raise ValueError("a step that fails")
-
-class Talking(Slow):
-    "A step that communicates."
-    def step(self, closure=None):
-        super().step()
-        if rank == 0:
-            dist.barrier()
-
-class Outer(torch.optim.Optimizer):
-    "An optimizer that steps another one, twice."
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params, {})
-        self.inner = Slow(params)
-    def step(self, closure=None):
-        self.inner.step()
-        self.inner.step()
-
-def many(count=20):
-    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
-
-def place():
-    own = torch.cat([p.data.flatten() for p in ddp.module.parameters()])
-    others = [torch.zeros_like(own) for _ in range(world_size)]
-    dist.all_gather(others, own)
-    equal = all(torch.equal(own, other) for other in others)
-    states = [next(iter(optimizer.state.values()))["step"] for optimizer in (ddp_optimizer, sharded_optimizer)]
-    return equal, *map(int, states)
-"""
+from tests.kernel.together import PLACE, are_together, begin_together, place_everywhere, told_apart
 
 
 @pytest.fixture(scope="module")
@@ -84,32 +38,6 @@ def interrupted(kernel: Kernel, code: str, *, after_s: float = 0.3, presses: int
     reply = kernel.collect(request, timeout=LIMIT_S)
     kernel.settle()  # a press just before a cell is sent may be noticed just after
     return reply
-
-
-def place_everywhere(kernel: Kernel) -> set[Any]:
-    """What `place` says, by rank: one value when all are at the same."""
-    kernel.ok("%%distributed --out places\nplace()")
-    return set(kernel.value("places.values").values())
-
-
-def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
-    """Models and optimizers anew, where `reply` tells that ranks are a step apart, or a test before has left them so.
-
-    Ranks that were apart have other weights afterwards, also when they have made as many steps again.
-    """
-    if told_apart(reply) if reply else not are_together(place_everywhere(kernel)):
-        kernel.ok(SETUP)
-        kernel.ok(PLACE)
-
-
-def are_together(places: set[Any]) -> bool:
-    """Whether all ranks have made the same steps, and have the same weights."""
-    return len(places) == 1 and bool(next(iter(places))[0])
-
-
-def told_apart(reply: Reply) -> list[str]:
-    """The lines by which a cell says that ranks are a step apart."""
-    return [line for line in reply.lines() if " at step " in line]
 
 
 def told_ranks(reply: Reply) -> set[int]:
