@@ -194,7 +194,7 @@ def time_steps(groups: Groups, name: str, *, pairs: int, count: int) -> list[tup
 
 
 def time_hand_overs(count: int) -> list[float]:
-    """Seconds that it takes to wake a second thread and be woken by it: what a send or recv that has to wait adds."""
+    """Seconds that it takes to wake a second thread and be woken by it: the least that a send or recv adds."""
     asked, answered = threading.Lock(), threading.Lock()
     asked.acquire()
     answered.acquire()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 
@@ -13,6 +14,7 @@ _FOLDERS = tuple(
 )
 
 
+@functools.lru_cache(4096)  # asked for each frame of each thread
 def library_of(filename: str) -> str:
     """The package that a file belongs to, ``Python`` for the standard library; empty for the user's own code."""
     if filename.startswith(os.path.join(_PACKAGE, "")):

@@ -79,5 +79,5 @@ def test_whose_code_a_file_is(tmp_path: Path) -> None:
 
     assert library_of(torch.__file__) == "torch"
     assert library_of(threading.__file__) == "Python"
-    assert library_of(library_of.__code__.co_filename) == "axon_nb"
+    assert library_of(users_threads.__code__.co_filename) == "axon_nb"
     assert library_of(str(tmp_path / "train.py")) == ""

@@ -16,6 +16,45 @@ from tests.kernel.processes import until
 from tests.kernel.test_recovery import SETUP
 from tests.kernel.together import PLACE, are_together, begin_together, place_everywhere, told_apart
 
+OPTIMIZERS_OF_RANKS = """%%distributed
+import os, subprocess
+from torch.utils.data import DataLoader
+
+class Slow(torch.optim.Optimizer):
+    "A step that takes a while, in Python: an interrupt would tear it."
+    def __init__(self, params, fail=False):
+        super().__init__(params, {})
+        self.fail = fail
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                time.sleep(0.002)
+                p.add_(1)
+        if self.fail:
+            raise ValueError("a step that fails")
+
+class Talking(Slow):
+    "A step that communicates."
+    def step(self, closure=None):
+        super().step()
+        if rank == 0:
+            dist.barrier()
+
+class Outer(torch.optim.Optimizer):
+    "An optimizer that steps another one, twice."
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = Slow(params)
+    def step(self, closure=None):
+        self.inner.step()
+        self.inner.step()
+
+def many(count=20):
+    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+"""
+
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Kernel]:
@@ -23,6 +62,7 @@ def trained() -> Iterator[Kernel]:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4 --devices cpu")
         kernel.ok(SETUP)
+        kernel.ok(OPTIMIZERS_OF_RANKS)
         kernel.ok(PLACE)
         yield kernel
 

@@ -1,4 +1,4 @@
-"""Whether ranks that train are at the same step, and models built anew where they are not."""
+"""Whether ranks that train are at the same step, and models built anew where they are not; ranks have run `PLACE`."""
 
 from __future__ import annotations
 
@@ -10,43 +10,6 @@ from tests.kernel.test_recovery import SETUP
 __all__ = ["PLACE", "are_together", "begin_together", "place_everywhere", "told_apart"]
 
 PLACE = """%%distributed
-import os, subprocess
-from torch.utils.data import DataLoader
-
-class Slow(torch.optim.Optimizer):
-    "A step that takes a while, in Python: an interrupt would tear it."
-    def __init__(self, params, fail=False):
-        super().__init__(params, {})
-        self.fail = fail
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                time.sleep(0.002)
-                p.add_(1)
-        if self.fail:
-            raise ValueError("a step that fails")
-
-class Talking(Slow):
-    "A step that communicates."
-    def step(self, closure=None):
-        super().step()
-        if rank == 0:
-            dist.barrier()
-
-class Outer(torch.optim.Optimizer):
-    "An optimizer that steps another one, twice."
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params, {})
-        self.inner = Slow(params)
-    def step(self, closure=None):
-        self.inner.step()
-        self.inner.step()
-
-def many(count=20):
-    return [nn.Parameter(torch.zeros(1)) for _ in range(count)]
-
 def place():
     own = torch.cat([p.data.flatten() for p in ddp.module.parameters()])
     others = [torch.zeros_like(own) for _ in range(world_size)]
@@ -70,7 +33,6 @@ def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
     """
     if told_apart(reply) if reply else not are_together(place_everywhere(kernel)):
         kernel.ok(SETUP)
-        kernel.ok(PLACE)
 
 
 def are_together(places: set[Any]) -> bool:
