@@ -13,11 +13,13 @@ from axon_nb.cluster import remote
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.hosts import LOOPBACK, Seat, seats
 from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.reach import reach
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.sealing import store_key
+from axon_nb.records.ranks import format_ranks
 
-__all__ = ["gather", "join_settings", "join_world", "store_address"]
+__all__ = ["await_reached", "gather", "join_settings", "join_world", "store_address"]
 
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 
@@ -29,8 +31,10 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
         StartError: a rank failed to join, or the world did not form within `timeout_s` seconds.
     """
     client, ranks = connection.client, range(layout.num_ranks)
+    end = time.monotonic() + timeout_s
+    await_reached(connection, ranks, timeout_s)
     places = gather(
-        {rank: remote.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, timeout_s, connection
+        {rank: remote.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, _left(end), connection
     )
     seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
     store = store_address(connection, {place["host"] for place in places.values()})
@@ -40,8 +44,19 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
         )
         for rank in ranks
     }
-    answers = gather(joins, timeout_s, connection)
+    answers = gather(joins, _left(end), connection)
     return [answers[rank] for rank in ranks]
+
+
+def await_reached(connection: Connection, ranks: Iterable[int], timeout_s: float) -> None:
+    """Wait until all channels of ranks that have just registered are up: what is sent before is lost.
+
+    Raises:
+        StartError: one was not reached within `timeout_s` seconds, or the cluster is gone.
+    """
+    gone = connection.agent.closed.is_set
+    if missed := reach(connection.client, ranks, timeout_s=timeout_s, give_up=gone):
+        raise StartError(f"Ranks {format_ranks(missed)} did not join: {_why(connection, timeout_s)}.")
 
 
 def store_address(connection: Connection, hosts: Collection[str]) -> str:
@@ -86,13 +101,20 @@ def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connec
     answers = {}
     for rank, future in futures.items():
         if not future.done():
-            reason = "the host agent is gone" if connection.agent.closed.is_set() else f"no answer in {timeout_s:.0f} s"
-            raise StartError(f"Rank {rank} did not join: {reason}.")
+            raise StartError(f"Rank {rank} did not join: {_why(connection, timeout_s)}.")
         try:
             answers[rank] = future.result()
         except Exception as error:
             raise StartError(f"Rank {rank} could not join: {error}") from None
     return answers
+
+
+def _why(connection: Connection, timeout_s: float) -> str:
+    return "the host agent is gone" if connection.agent.closed.is_set() else f"no answer in {timeout_s:.0f} s"
+
+
+def _left(end: float) -> float:
+    return max(1.0, end - time.monotonic())
 
 
 def _wait(futures: Iterable[Future[Any]], give_up: Callable[[], bool]) -> None:

@@ -19,7 +19,8 @@ from axon_nb.errors import StartError
 
 __all__ = ["CellHandler", "RankClient", "connect", "missing"]
 
-_NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send")
+_NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send", "_update_engines")
+_ASK_S = 0.5
 
 
 def missing() -> list[str]:
@@ -50,6 +51,7 @@ class RankClient(ipp.Client):
         self._cells: dict[str, tuple[int, CellHandler]] = {}
         self._on_telemetry: Callable[[dict[str, Any]], None] | None = None
         self._registered = threading.Condition()
+        self._asked_at = 0.0
         super().__init__(str(connection_file), **kwargs)
         self._queue_handlers["execute_reply"] = self._on_execute_reply
         self._registration_callbacks.append(self._notify_registered)
@@ -67,10 +69,31 @@ class RankClient(ipp.Client):
         return sorted(self._engines)
 
     def wait_registered(self, ranks: Iterable[int], timeout_s: float) -> bool:
-        """Wait until engines with these ids are registered, at most `timeout_s` seconds."""
-        wanted = set(ranks)
-        with self._registered:
-            return self._registered.wait_for(lambda: wanted <= set(self._engines), timeout_s)
+        """Wait until engines with these ids are registered, at most `timeout_s` seconds.
+
+        The controller is asked, too: what it told before its connection to this client was up is lost.
+        """
+        wanted, end = set(ranks), time.monotonic() + timeout_s
+        while not wanted <= set(self._engines):
+            if (left := end - time.monotonic()) <= 0:
+                return False
+            self._ask_registered()
+            with self._registered:
+                self._registered.wait_for(lambda: wanted <= set(self._engines), min(_ASK_S, left))
+        return True
+
+    def _ask_registered(self) -> None:
+        if time.monotonic() - self._asked_at < _ASK_S:
+            return
+        self._asked_at = time.monotonic()
+
+        def take(answer: Any) -> None:
+            there = {int(key): ident for key, ident in answer.result()["content"]["engines"].items()}
+            # One that is known already may have been replaced since this was said.
+            self._update_engines({rank: ident for rank, ident in there.items() if rank not in self._engines})
+            self._notify_registered({})
+
+        self._send(self._query_stream, "connection_request").add_done_callback(take)
 
     def wait_unregistered(self, ranks: Iterable[int], timeout_s: float) -> bool:
         """Wait until no engine with one of these ids is registered, at most `timeout_s` seconds."""
@@ -100,9 +123,15 @@ class RankClient(ipp.Client):
         for message_id in message_ids:
             self._cells.pop(message_id, None)
 
-    def request(self, rank: int, msg_type: str, **content: Any) -> Any:
-        """Ask a rank on its control channel, which answers while the main thread is stuck; a future of the reply."""
-        return self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+    def request(self, rank: int, msg_type: str, *, handler: CellHandler | None = None, **content: Any) -> Any:
+        """Ask a rank on its control channel, which answers while the main thread is stuck; a future of the reply.
+
+        With a `handler`, that is told when the rank's output so far has come; until `forget` is called.
+        """
+        future = self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+        if handler is not None:
+            self._cells[future.msg_id] = (rank, handler)
+        return future
 
     def on_telemetry(self, handler: Callable[[dict[str, Any]], None] | None) -> None:
         """Have `handler` called, on the IO thread, with each telemetry message's content."""

@@ -49,6 +49,8 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
         # An engine is registered at its first heartbeat: the default of 3000 ms is most of a start's time.
         "--HeartMonitor.period=100",
         "--HeartMonitor.max_heartmonitor_misses=600",
+        # A rank whose heart does not beat in the default of 30 s would not be told of any more, and wait for ever.
+        "--IPController.registration_timeout=600",
     ]
 
 
@@ -82,6 +84,7 @@ def fork_request(
             f"--work-dir={folder}",  # its default is the folder in which the agent imported it
             "--IPEngine.enable_nanny=False",
             "--IPEngine.max_heartbeat_misses=0",
+            "--IPEngine.timeout=60",  # its default is 5 s, which a controller may need on a busy machine
             "--log-level=30",
             *engine_args,
         ],

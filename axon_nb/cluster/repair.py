@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
-from axon_nb.cluster.bringup import gather, join_settings, store_address
+from axon_nb.cluster.bringup import await_reached, gather, join_settings, store_address
 from axon_nb.cluster.hosts import seats
 from axon_nb.cluster.launcher import fork_request
 from axon_nb.cluster.launching import rank_environment
@@ -183,3 +183,4 @@ def _fork(connection: Connection, cluster: Cluster, ranks: Sequence[int]) -> Non
         raise StartError(
             f"Ranks {format_ranks(ranks)} did not come up within {_LIMIT_S:.0f} s: see {connection.run_dir.path}."
         )
+    await_reached(connection, ranks, _LIMIT_S)

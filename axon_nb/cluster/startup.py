@@ -18,6 +18,7 @@ from axon_nb.cluster.kept import end_kept, find, running
 from axon_nb.cluster.launching import launch_engines, stop_engines
 from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
+from axon_nb.cluster.reach import hear
 from axon_nb.cluster.resume import resume
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import StartError, UsageError
@@ -26,6 +27,8 @@ __all__ = ["attach", "restart", "start"]
 
 _REGISTERED_S = 20.0
 """The controller tells a new client of engines within milliseconds; longer on a machine that is busy."""
+_HEARD_S = 5.0
+"""For output to come to a new client; longer only where all ranks are in C code that keeps Python's lock."""
 
 
 def start(
@@ -146,6 +149,7 @@ def attach(name: str | None = None) -> Cluster:
     if not living:
         connection.stop()
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
+    hear(connection.client, living, timeout_s=_HEARD_S)
     cluster = Cluster(
         connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
     )

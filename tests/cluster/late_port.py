@@ -1,0 +1,64 @@
+"""A port whose connections are only taken up some seconds later, as those of a process that has no core to run on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["LatePort", "delay"]
+
+
+class LatePort:
+    """Stands before `port` of loopback and hands on both ways, from `seconds` after each connection on."""
+
+    def __init__(self, port: int, *, seconds: float) -> None:
+        self._target = port
+        self._seconds = seconds
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> LatePort:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for end in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):  # its peer has gone already
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                self._open.append(near)
+                threading.Thread(target=self._join, args=(near,), daemon=True).start()
+
+    def _join(self, near: socket.socket) -> None:
+        time.sleep(self._seconds)
+        with contextlib.suppress(OSError):  # its target has gone
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._open.append(far)
+            threading.Thread(target=_copy, args=(near, far), daemon=True).start()
+            _copy(far, near)
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # one of them has gone
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+def delay(connection_file: Path, channel: str, *, seconds: float) -> LatePort:
+    """Put a late port before one channel of an ipyparallel connection file, for those who read it from now on."""
+    facts = json.loads(connection_file.read_text())
+    late = LatePort(facts[channel], seconds=seconds)
+    connection_file.write_text(json.dumps({**facts, channel: late.port}))
+    return late

@@ -1,0 +1,95 @@
+"""Channels of ranks that connect late, as on a machine that is busy: what is sent before is lost, and sent again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.script import run_script
+
+START = """
+import contextlib
+
+from axon_nb.cluster.bringup import join_world
+from axon_nb.cluster.client import connect
+from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.launcher import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launching import launch_engines
+from axon_nb.cluster.layout import plan_layout
+from axon_nb.cluster.settings import settings
+from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.rundir import RunDir
+from tests.cluster.late_port import delay
+
+run_dir = RunDir.create()
+pid = spawn_agent(run_dir, controller=controller_command(run_dir), entry=ENGINE_ENTRY)
+agent = AgentClient(run_dir, owner="late", agent_pid=pid)
+connect(run_dir.client_file, timeout_s=100, alive=lambda: True).close()
+layout = plan_layout(2, devices="cpu", backend="auto", threads=None)
+with contextlib.ExitStack() as stack:
+    for channel in {channels!r}:
+        stack.enter_context(delay(run_dir.{side}_file, channel, seconds=2.0))
+    connection = Connection(run_dir, agent, connect(run_dir.client_file, timeout_s=100, alive=lambda: True))
+    launch_engines(connection, layout, engines="axon", timeout_s=100)
+    print(len(join_world(connection, layout, settings, timeout_s=100)))
+    connection.stop()
+"""
+
+REPAIR = """
+import os, time, axon_nb
+from tests.cluster.late_port import delay
+
+cluster = axon_nb.start(2, devices="cpu", name="late")
+pid = cluster.run("os.getpid()", ranks=[1], quiet=True)[1] if cluster.run("import os", quiet=True).ok else 0
+agent = cluster.connection.agent
+agent.call("signal", rank=1, signal=9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
+     delay(cluster.connection.run_dir.engine_file, "iopub", seconds=1.5):
+    cluster.repair()
+    result = cluster.run("import os\\nprint('rank', rank)\\nos.getpid()")
+    print(result[1] != pid, sorted(result.values))
+    cluster.stop()
+"""
+
+
+ATTACH = """
+import axon_nb
+from axon_nb.cluster import current
+from tests.cluster.late_port import delay
+
+first = axon_nb.start(2, devices="cpu", name="late")
+current.drop(first)
+first.connection.close()  # as when its notebook has gone
+with delay(first.connection.run_dir.client_file, "iopub", seconds=2.0):
+    cluster = axon_nb.attach("late")
+    cluster.run("print(f'rank {rank} here')")
+    cluster.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("side", "channels"),
+    [
+        ("client", ["notification"]),  # the controller tells of the ranks while nobody hears it
+        ("client", ["iopub", "control"]),
+        ("engine", ["mux"]),  # a rank is told of as soon as its heart beats
+        ("engine", ["control", "iopub"]),
+    ],
+)
+def test_a_start_waits_for_all_channels(side: str, channels: list[str]) -> None:
+    done = run_script(START.format(side=side, channels=channels))
+    assert (done.code, done.out) == (0, "2\n"), done.err
+
+
+def test_a_repair_waits_for_all_channels_of_the_new_rank() -> None:
+    done = run_script(REPAIR)
+    assert done.code == 0, done.err
+    assert "rank 0" in done.out
+    assert "rank 1" in done.out
+    assert done.out.splitlines()[-1] == "True [0, 1]"
+
+
+def test_an_attach_waits_for_the_output_channel() -> None:
+    done = run_script(ATTACH)
+    assert (done.code, done.out.splitlines()) == (0, ["[rank 0] rank 0 here", "[rank 1] rank 1 here"]), done.err
