@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import code as cell_code
@@ -28,6 +29,7 @@ from axon_nb.cluster.repair import auto_repair, replace_stuck
 from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
+from axon_nb.cluster.untested import after_failure, plain_torch
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
 
@@ -51,6 +53,7 @@ class CellRunning:
     connection: Connection
     settings: Settings
     health: Health
+    places: list[Mapping[str, Any]]
 
     def _keep_cells(self) -> None:
         self._numbers = itertools.count(1)
@@ -126,6 +129,8 @@ class CellRunning:
         """
         for run in self._runs:
             self.health.follow_stuck(run)
+        if version := plain_torch(self.places):
+            print(after_failure(version), file=sys.stderr)
         if self.backend == "nccl":
             self.health.tell_unproven()
             self.health.lost.update(lost_contexts(ended.errors) if ended is not None else [])

@@ -18,6 +18,7 @@ from axon_nb.cluster.launching import rank_environment
 from axon_nb.cluster.recovery import next_epoch
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.takeover import copy_variables
+from axon_nb.cluster.untested import plain_torch, refusal
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.ranks import format_ranks
 
@@ -70,6 +71,7 @@ def auto_repair(cluster: Cluster) -> None:
     """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
     dead = cluster.health.dead
     possible = cluster.engines == "axon" and len(dead) < cluster.world_size and not cluster.health.gone
+    possible = possible and not plain_torch(cluster.places)
     if dead and possible and not cluster.busy and not cluster.health.stuck:
         print("\n".join(repair(cluster, None).lines(why=True)))
 
@@ -89,6 +91,8 @@ def _refuse(
 ) -> None:
     if not chosen:
         raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
+    if version := plain_torch(cluster.places):
+        raise UsageError(refusal(version))
     if cluster.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {cluster.engines!r} cannot be replaced one by one: `%distributed restart`."

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 import time
 from typing import Any
 
-from axon_nb.cluster import current, warmup
+from axon_nb.cluster import current, untested, warmup
 from axon_nb.cluster.bringup import join_world
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.connection import Connection, open_existing, open_new
@@ -85,6 +86,8 @@ def start(
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
+        for note in untested.at_start(places, timeout_s=settings.collective_timeout):
+            print(note, file=sys.stderr)
         cluster = _publish(connection, layout, title, chosen, places)
     except BaseException:
         if launched is not None:

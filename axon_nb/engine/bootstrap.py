@@ -94,7 +94,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
         leaving.install()
-    form_default_group(
+    recoverable = form_default_group(
         config.backend,
         store=store,
         rank=config.rank,
@@ -116,7 +116,13 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
     wrappers.follow_wrappers()
-    return {**describe(), "device": str(device), "hooks_missing": missing, "seed": torch.initial_seed()}
+    return {
+        **describe(),
+        "device": str(device),
+        "hooks_missing": missing,
+        "plain_torch": "" if recoverable else torch.__version__,
+        "seed": torch.initial_seed(),
+    }
 
 
 def _shell() -> Any:

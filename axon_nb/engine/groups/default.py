@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from datetime import timedelta
 
 import torch
@@ -24,7 +23,7 @@ def form_default_group(
     device: torch.device,
     timeout_s: float,
     epoch: int = 0,
-) -> None:
+) -> bool:
     """Join the default group; collective over all ranks.
 
     Args:
@@ -35,21 +34,19 @@ def form_default_group(
         device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
         timeout_s: Limit of every collective, in seconds.
         epoch: How often the groups have been formed anew.
+
+    Returns:
+        Whether groups can be formed anew after a failure; else this torch is not one that was tested.
     """
     late = False
-    if install.supported() and (backend == "gloo" or not swap.missing()):
+    recoverable = install.supported() and (backend == "gloo" or not swap.missing())
+    if recoverable:
         install.install(store, rank=rank, epoch=epoch)
         if backend == "nccl":
             nccl.install(store, device=device, timeout=timedelta(seconds=timeout_s))
             fence.install()
             # A newcomer connects as those do that were there before: in `NativeGroups.reform`, all groups in order.
             late = epoch > 0
-    else:
-        warnings.warn(
-            f"axon_nb has not been tested with torch {torch.__version__}: a failing rank may leave the others waiting "
-            f"for up to {timeout_s:.0f} s, and then needs `%distributed restart`.",
-            stacklevel=2,
-        )
     dist.init_process_group(
         backend,
         store=PrefixStore(f"join{epoch}/", store),  # who joins later finds no keys of those before
@@ -58,3 +55,4 @@ def form_default_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" and not late else None,
     )
+    return recoverable
