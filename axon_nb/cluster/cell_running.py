@@ -146,7 +146,7 @@ class CellRunning:
             raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
         self.health.follow_stuck(run)
         replaced = replace_stuck(self._whole, run.to_replace)
-        failure = failure_of(run, replaced)
+        failure = failure_of(run, replaced, way_back=self.health.way_back)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []

@@ -19,9 +19,11 @@ __all__ = ["Health"]
 class Health:
     """Fed by the host agent's events and by ipyparallel's registrations, from any thread; told to the running cells."""
 
-    def __init__(self, name: str, runs: Callable[[], list[CellRun]]) -> None:
+    def __init__(self, name: str, runs: Callable[[], list[CellRun]], *, way_back: str = REPAIR) -> None:
         self._name = name
         self._runs = runs
+        self.way_back = way_back
+        """What gives a rank that is dead or stuck back, as a sentence."""
         self.dead: dict[int, str] = {}
         """Why each dead rank died; reads after its name."""
         self.awaited: set[int] = set()
@@ -73,7 +75,7 @@ class Health:
         if rank in self.awaited:
             self.awaited.discard(rank)
         elif news and not any(rank in run.ranks for run in runs):
-            print(f"rank {rank} {reason}, while it was idle. {REPAIR}", file=sys.stderr, flush=True)
+            print(f"rank {rank} {reason}, while it was idle. {self.way_back}", file=sys.stderr, flush=True)
 
     def tell(self, run: CellRun) -> None:
         """Tell a new cell what is known already."""
@@ -99,12 +101,12 @@ class Health:
         dead = [rank for rank in ranks if rank in self.dead]
         if dead:
             reasons = "; ".join(f"rank {rank} {self.dead[rank]}" for rank in dead)
-            raise ClusterGone(f"{reasons}. {REPAIR} `--ranks` runs a cell on those that are left.")
+            raise ClusterGone(f"{reasons}. {self.way_back} `--ranks` runs a cell on those that are left.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
             raise ClusterGone(
                 f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
-                "`%distributed repair --ranks …` replaces them by fresh ones."
+                + self.way_back.replace("repair`", "repair --ranks …`")
             )
 
     def tell_unproven(self) -> None:

@@ -20,8 +20,8 @@ _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
 
 
-def hint_for(errors: Iterable[RankError]) -> str:
-    """A sentence or two, empty where there is nothing to add."""
+def hint_for(errors: Iterable[RankError], *, way_back: str = REPAIR) -> str:
+    """A sentence or two, empty where there is nothing to add; `way_back`: `Health.way_back`."""
     hints: list[str] = []
     everything = list(errors)
     wanted = [_NO_MODULE.search(error.evalue) for error in everything if error.ename == "ModuleNotFoundError"]
@@ -29,7 +29,7 @@ def hint_for(errors: Iterable[RankError]) -> str:
     if any(_NO_COMPILER.search(error.evalue) for error in everything):
         hints.append("C++ is compiled here: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
     if {error.kind for error in everything} & {"died", "stuck"}:
-        hints.append(REPAIR)
+        hints.append(way_back)
     if any(_NO_SHARED_MEMORY.search(error.evalue) for error in everything):
         hints.append(
             f"Shared memory is full: /dev/shm holds {_size('/dev/shm')}, and DataLoader workers hand over their "

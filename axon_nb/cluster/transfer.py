@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
-from axon_nb.cluster.failures import REPAIR, cell_error, root_cause
+from axon_nb.cluster.failures import cell_error, root_cause
 from axon_nb.cluster.hints import hint_for
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.host.parcels import Address, Parcel, ParcelUnreachable, join_parts, parcel_size, split_parts, supported
@@ -228,7 +228,8 @@ def _answer(cluster: Cluster, rank: int, future: Any, what: str) -> Any:
             if cluster.health.gone:
                 raise ClusterGone(f"The cluster {cluster.name!r} {cluster.health.gone}: it cannot {what}.")
             if rank in cluster.health.dead:
-                raise ClusterGone(f"rank {rank} {cluster.health.dead[rank]}, and cannot {what}. {REPAIR}")
+                why, way_back = cluster.health.dead[rank], cluster.health.way_back
+                raise ClusterGone(f"rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
     except (ClusterGone, KeyboardInterrupt):
         with contextlib.suppress(Exception):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["after_failure", "at_start", "plain_torch", "refusal"]
+__all__ = ["RESTART", "after_failure", "at_start", "plain_torch", "refusal"]
+
+RESTART = "`%distributed restart` starts all ranks afresh."
+"""What gives a dead or stuck rank back where it cannot be replaced."""
 
 Places = Sequence[Mapping[str, Any]]
 """What each rank has said of itself when it joined."""
@@ -26,8 +29,9 @@ def at_start(places: Places, *, timeout_s: float) -> list[str]:
     notes = []
     if version := plain_torch(places):
         notes.append(
-            f"axon_nb has not been tested with torch {version}: when a rank fails, the others may wait for it for up "
-            f"to {timeout_s:g} s (`%distributed config collective_timeout=…`), and the groups may be of no use after that."
+            f"axon_nb has not been tested with torch {version}: when a rank fails, the others may wait for it for "
+            f"up to {timeout_s:g} s (`%distributed config collective_timeout=…`), and their groups may be of no use "
+            "after that."
         )
     if absent := sorted({name for place in places for name in place.get("hooks_missing", ())}):
         notes.append(
