@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
+
+from playwright.sync_api import TimeoutError as PageTimeout
 
 from tests.browser.lab_page import LabPage
 from tests.browser.lab_server import LIMIT, LabServer
@@ -12,6 +15,9 @@ __all__ = ["NotebookPage", "NotebookServer"]
 
 OF_NOTEBOOKS_OWN = "reading 'schema'"
 """What Notebook 7.6 itself throws while a page is loaded."""
+_AGAIN_S = 5.0
+_PROMPT_DIFFERS = """([i, before]) =>
+    document.querySelectorAll('.jp-Notebook .jp-CodeCell')[i].querySelector('.jp-InputPrompt').innerText !== before"""
 
 
 class NotebookServer(LabServer):
@@ -37,9 +43,15 @@ class NotebookPage(LabPage):
             self.page.locator(idle).first.wait_for(state="attached")
 
     def run_cell(self, i: int) -> None:
-        """Start a cell."""
-        self.cell(i).locator(".cm-content").click()
-        self.page.keyboard.press("Control+Enter")
+        """Start a cell; keys that are pressed before the page has loaded its shortcuts do nothing."""
+        before = self.prompt(i)
+        for _ in range(round(LIMIT / _AGAIN_S)):
+            self.cell(i).locator(".cm-content").click()
+            self.page.keyboard.press("Control+Enter")
+            with contextlib.suppress(PageTimeout):
+                self.page.wait_for_function(_PROMPT_DIFFERS, arg=[i, before], timeout=_AGAIN_S * 1000)
+                return
+        raise TimeoutError(f"cell {i} did not start in {LIMIT:.0f} s")
 
     def interrupt(self) -> None:
         """Press the stop button."""
