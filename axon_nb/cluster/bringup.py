@@ -11,6 +11,7 @@ from typing import Any
 
 from axon_nb.cluster import remote
 from axon_nb.cluster.connection import Connection
+from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.hosts import LOOPBACK, Seat, seats
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.reach import reach
@@ -52,10 +53,11 @@ def await_reached(connection: Connection, ranks: Iterable[int], timeout_s: float
     """Wait until all channels of ranks that have just registered are up: what is sent before is lost.
 
     Raises:
-        StartError: one was not reached within `timeout_s` seconds, or the cluster is gone.
+        StartError: one was not reached within `timeout_s` seconds or has ended, or the cluster is gone.
     """
-    gone = connection.agent.closed.is_set
-    if missed := reach(connection.client, ranks, timeout_s=timeout_s, give_up=gone):
+    ranks = list(ranks)
+    if missed := reach(connection.client, ranks, timeout_s=timeout_s, give_up=lambda: _over(connection, ranks)):
+        _raise_if_ended(connection, ranks)
         raise StartError(f"Ranks {format_ranks(missed)} did not join: {_why(connection, timeout_s)}.")
 
 
@@ -94,10 +96,12 @@ def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connec
     """The results of one future a rank; ends early when the cluster is gone.
 
     Raises:
-        StartError: a rank failed, the agent is gone, or the time is over.
+        StartError: a rank failed or ended, the agent is gone, or the time is over.
     """
     end = time.monotonic() + timeout_s
-    _wait(futures.values(), lambda: connection.agent.closed.is_set() or time.monotonic() > end)
+    _wait(futures.values(), lambda: _over(connection, futures) or time.monotonic() > end)
+    if not all(future.done() for future in futures.values()):
+        _raise_if_ended(connection, futures)
     answers = {}
     for rank, future in futures.items():
         if not future.done():
@@ -107,6 +111,16 @@ def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connec
         except Exception as error:
             raise StartError(f"Rank {rank} could not join: {error}") from None
     return answers
+
+
+def _over(connection: Connection, ranks: Iterable[int]) -> bool:
+    return connection.agent.closed.is_set() or any(rank in connection.agent.exits for rank in ranks)
+
+
+def _raise_if_ended(connection: Connection, ranks: Iterable[int]) -> None:
+    for rank in ranks:
+        if event := connection.agent.exits.get(rank):
+            raise StartError(f"Rank {rank} has not answered: it {describe_death(event)}.")
 
 
 def _why(connection: Connection, timeout_s: float) -> str:

@@ -32,6 +32,7 @@ _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 _SHARDED = "axon_nb.engine.sharded"
 _LIMIT_S = 30.0
+_ABORTED_S = 2.0
 
 
 def repair(
@@ -132,10 +133,26 @@ def _replace(cluster: Cluster, chosen: Sequence[int], survivors: Sequence[int]) 
         arguments = join_settings(cluster.layout, cluster.settings, rank, seated[rank], store)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
-    answers = gather(calls, _LIMIT_S, connection)
+    try:
+        answers = gather(calls, _LIMIT_S, connection)
+    except AxonError:
+        _leave(connection, chosen, survivors)
+        raise
     for rank in chosen:
         cluster.replaced(rank, answers[rank])
     cluster.health.broken = ""
+
+
+def _leave(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+    """A newcomer has failed: the others need not wait for it until their limit."""
+    client = connection.client
+    ended = [client.request(rank, "axon_abort", again=True) for rank in survivors]
+    end = time.monotonic() + _ABORTED_S
+    for future in ended:
+        future.wait(max(0.0, end - time.monotonic()))
+    reason = f"rank {format_ranks(chosen)} could not be replaced; `%distributed repair` tries again"
+    for rank in survivors:
+        remote.call(client, rank, f"{_RECOVERY}:stand_down", reason=reason)
 
 
 @contextlib.contextmanager

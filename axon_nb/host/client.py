@@ -64,6 +64,8 @@ class AgentClient:
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._handlers: list[Callable[[dict[str, Any]], None]] = []
+        self.exits: dict[int, dict[str, Any]] = {}
+        """The last exit event of each rank that has not been forked again since."""
         self.closed = threading.Event()
         self.ending = ""
         """Why the cluster has ended by itself, a sentence; empty while it has not."""
@@ -83,6 +85,8 @@ class AgentClient:
 
     def send(self, cmd: str, **content: Any) -> Future[dict[str, Any]]:
         """Send a command; the future gets the reply, or `ClusterGone`."""
+        if cmd == "fork":
+            self.exits.pop(content.get("rank", -1), None)
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
         line = json.dumps({"id": number, "cmd": cmd, **content}).encode() + b"\n"
@@ -124,6 +128,8 @@ class AgentClient:
                     if "event" in message:
                         if message["event"] == "controller_exit":
                             self.ending = describe_controller(message["code"], message["words"])
+                        elif message["event"] == "exit" and message["rank"] is not None:
+                            self.exits[message["rank"]] = message
                         self._emit(message)
                     elif (future := self._replies.pop(message.get("id"), None)) is not None:
                         future.set_result(message)

@@ -8,7 +8,7 @@ from tests.cluster.script import run_script
 from tests.kernel.processes import until
 
 START = """
-import os, signal, time
+import os, shutil, signal, tempfile, time
 import ipyparallel as ipp
 
 cluster = ipp.Cluster(n=2, engines="axon", log_level=40)
@@ -35,11 +35,16 @@ try:
     view.execute("1 / 0", block=True)
 except ipp.CompositeError as error:
     print(len(error.elist))
-busy = view.apply_async(time.sleep, 600)
-end = time.monotonic() + 100
-while not busy.ready() and time.monotonic() < end:
-    cluster.signal_engines_sync(signal.SIGINT)
-    busy.wait(0.2)
+def nap(folder):
+    import os, time
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    time.sleep(600)
+busy = view.apply_async(nap, folder := tempfile.mkdtemp())
+while len(os.listdir(folder)) < 2:  # ipykernel drops a request that is interrupted before its function runs
+    time.sleep(0.02)
+cluster.signal_engines_sync(signal.SIGINT)
+busy.wait(100)
+shutil.rmtree(folder)
 print("interrupted", busy.ready(), view.apply_sync(lambda: 1))
 """
         + STOP

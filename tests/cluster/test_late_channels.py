@@ -68,6 +68,74 @@ with delay(first.connection.run_dir.client_file, "iopub", seconds=2.0):
 """
 
 
+KILLED = """
+import os, signal, threading, time, axon_nb, psutil
+from tests.cluster.late_port import delay
+
+def kill_the_newcomer(known):
+    while not (new := {child.pid for child in agent.children()} - known):
+        time.sleep(0.01)
+    while 1 not in client.registered:
+        time.sleep(0.01)
+    os.kill(new.pop(), signal.SIGKILL)
+
+cluster = axon_nb.start(3, devices="cpu", name="late")
+run_dir, client = cluster.connection.run_dir, cluster.client
+agent = psutil.Process(cluster.places[0]["pid"]).parent()
+cluster.run("import torch, torch.distributed as dist")
+cluster.connection.agent.call("signal", rank=1, signal=9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+known = {child.pid for child in agent.children()}
+with delay(run_dir.engine_file, "mux", seconds=100.0):
+    thread = threading.Thread(target=kill_the_newcomer, args=(known,))
+    thread.start()
+    try:
+        cluster.repair()
+    except axon_nb.AxonError as error:
+        print(error)
+    thread.join()
+"""
+KILLED_JOINING = """
+import time, axon_nb
+
+cluster = axon_nb.start(3, devices="cpu", name="late")
+cluster.run("import torch, torch.distributed as dist")
+cluster.connection.agent.call("signal", rank=1, signal=9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+startup = cluster.connection.run_dir.profile / "startup" / "00-die.py"
+startup.write_text('''
+import threading
+
+def die_when_joining():
+    import contextlib, os, signal, time
+    from axon_nb.engine.session import current
+    while True:
+        time.sleep(0.001)
+        with contextlib.suppress(RuntimeError):
+            current()
+            break
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=die_when_joining, daemon=True).start()
+''')
+try:
+    cluster.repair()
+except axon_nb.AxonError as error:
+    print(error)
+try:
+    cluster.run("dist.all_reduce(torch.ones(1))", ranks=[0, 2])
+except axon_nb.AxonError as error:
+    print("refused" if "tries again" in str(error) else error)
+startup.unlink()
+cluster.repair()
+code = "import torch, torch.distributed as dist\\nx = torch.ones(1)\\ndist.all_reduce(x)\\nx.item()"
+print(sorted(cluster.run(code).values.values()))
+cluster.stop()
+"""
+
+
 @pytest.mark.parametrize(
     ("side", "channels"),
     [
@@ -93,3 +161,17 @@ def test_a_repair_waits_for_all_channels_of_the_new_rank() -> None:
 def test_an_attach_waits_for_the_output_channel() -> None:
     done = run_script(ATTACH)
     assert (done.code, done.out.splitlines()) == (0, ["[rank 0] rank 0 here", "[rank 1] rank 1 here"]), done.err
+
+
+def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
+    done = run_script(KILLED)
+    assert (done.code, done.out) == (0, "Rank 1 has not answered: it was killed by SIGKILL.\n"), done.err
+
+
+def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
+    done = run_script(KILLED_JOINING)
+    assert done.code == 0, done.err
+    told, refused, shared = done.out.splitlines()
+    assert told == "Rank 1 has not answered: it was killed by SIGKILL."
+    assert refused == "refused"
+    assert shared == "[3.0, 3.0, 3.0]"
