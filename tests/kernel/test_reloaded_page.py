@@ -104,13 +104,15 @@ def test_what_a_thread_of_the_notebook_shows_stays_with_the_cell_that_runs(idle:
     kernel.ok(SHOWS.format(str(show)))
     cell = f"import os, time\nprint('on')\nwhile not os.path.exists({str(end)!r}):\n    time.sleep(0.01)"
     request = kernel.submit(f"%%distributed\n{cell}")
-    kernel.wait_for_output(request, "on")
-    for _ in range(10):
-        kernel.client.kernel_info()
-        kernel.client.comm_info("jupyter.widget")
-    for _ in range(20):
-        kernel.client.get_shell_msg(timeout=LIMIT_S)
-    show.touch()
-    kernel.wait_for_output(request, "shown")
-    end.touch()
+    try:
+        kernel.wait_for_output(request, "on")
+        for _ in range(10):
+            kernel.client.kernel_info()
+            kernel.client.comm_info("jupyter.widget")
+        for _ in range(20):
+            kernel.client.get_shell_msg(timeout=LIMIT_S)
+        show.touch()
+        kernel.wait_for_output(request, "shown")
+    finally:
+        end.touch()  # else the cell would keep all tests after this one waiting
     assert kernel.collect(request).ok
