@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
@@ -31,9 +31,9 @@ from axon_nb.magics.heads import target_rank
 __all__ = ["install", "missing", "uninstall"]
 
 _NEEDED = (
-    "_get_shell_context_var",
     "_main_asyncio_lock",
     "_publish_status",
+    "_shell_parent",
     "_shell_parent_ident",
     "dispatch_shell",
     "do_inspect",
@@ -60,6 +60,10 @@ def _thread(kernel: Any) -> Any:
     return getattr(kernel, "shell_channel_thread", None)
 
 
+_aside: ContextVar[bool] = ContextVar("axon_nb_aside", default=False)
+"""Whether a question is answered beside the cell that runs."""
+
+
 class FrontEnd:
     """Answers for one kernel.
 
@@ -70,10 +74,11 @@ class FrontEnd:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._inspect: Any = getattr(kernel, "do_inspect", None)
+        self._set_for_all: Any = getattr(kernel, "set_parent", None)
         self.lets_through = False
         """Whether it answers during a cell, too."""
-        self._cell: tuple[Any, Any] = (None, {})
-        """Who has sent the last cell, and its message: what threads of the notebook show belongs to it."""
+        self._cell: dict[str, Any] = {}
+        """The message of the last cell."""
 
     def install(self) -> None:
         """Take over what can be; call it on the main thread."""
@@ -84,6 +89,7 @@ class FrontEnd:
         if here and not [name for name in absent if name != "do_inspect"]:
             self.lets_through = True
             self._cell_begins()  # the one that installs it
+            self._kernel.set_parent = self._set_parent
             self._kernel.shell.events.register("pre_execute", self._cell_begins)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
 
@@ -91,6 +97,7 @@ class FrontEnd:
         """Leave it to ipykernel again."""
         vars(self._kernel).pop("do_inspect", None)
         if self.lets_through:
+            del self._kernel.set_parent
             self._kernel.shell.events.unregister("pre_execute", self._cell_begins)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
 
@@ -119,18 +126,24 @@ class FrontEnd:
             await kernel.shell_main(subshell_id, msg)
             return
         # As `shell_main` does for widgets' messages. The front end waits for "idle", and is told that the cell runs on.
-        try:
-            side = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
-            await asyncio.create_task(side, context=copy_context())
-        finally:
-            kernel.set_parent(*self._cell, channel="shell")
+        aside = copy_context()
+        aside.run(_aside.set, True)
+        side = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
+        await asyncio.create_task(side, context=aside)
         kernel._publish_status("idle", "shell", parent={"header": header})
         if kernel._main_asyncio_lock.locked():  # else the cell has ended meanwhile, and said "idle" for the last time
-            kernel._publish_status("busy", "shell", parent=self._cell[1])
+            kernel._publish_status("busy", "shell", parent=self._cell)
+
+    def _set_parent(self, ident: Any, parent: dict[str, Any], channel: str = "shell") -> None:
+        # Not for all threads: what one of the notebook shows meanwhile is the cell's.
+        if _aside.get():
+            self._kernel._shell_parent_ident.set(ident)
+            self._kernel._shell_parent.set(parent)
+        else:
+            self._set_for_all(ident, parent, channel)
 
     def _cell_begins(self) -> None:
-        kernel = self._kernel
-        self._cell = kernel._get_shell_context_var(kernel._shell_parent_ident), kernel.get_parent("shell")
+        self._cell = self._kernel.get_parent("shell")
 
     def _header(self, msg: Any) -> dict[str, Any]:
         session = self._kernel.session
