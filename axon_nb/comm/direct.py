@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.overrides import has_torch_function
 
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
+from axon_nb.torch_api import torch_api
 
 __all__ = [
     "BACKENDS",
@@ -35,15 +36,10 @@ __all__ = [
 ]
 
 
-def _first_of(*names: str) -> Any:
-    """The first of these methods that torch's groups have; None: they have none."""
-    return next((name for name in names if hasattr(dist.ProcessGroup, name)), None)
-
-
-GATHER = _first_of("all_gather_single", "_allgather_base")
-"""The method that gathers into one tensor."""
-SCATTER = _first_of("reduce_scatter_single", "_reduce_scatter_base")
-"""The method that reduces one tensor and scatters it."""
+GATHER = torch_api().gather_method
+"""The method of torch's groups that gathers into one tensor."""
+SCATTER = torch_api().scatter_method
+"""The method of torch's groups that reduces one tensor and scatters it."""
 BACKENDS = ("_allgather_base", "_reduce_scatter_base")
 """What backends call the two."""
 TorchWorld: Any = getattr(c10d, "_World", None)
@@ -54,13 +50,9 @@ num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) or (lambda
 
 def missing() -> list[str]:
     """Names of what is used here that this torch does not have."""
-    wanted = {
-        "ProcessGroup.all_gather_single": GATHER,
-        "ProcessGroup.allreduce": _first_of("allreduce"),
-        "ProcessGroup.broadcast": _first_of("broadcast"),
-        "ProcessGroup.reduce_scatter_single": SCATTER,
-        "_world.pg_coalesce_state": getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None,
-    }
+    methods = (GATHER, "allreduce", "broadcast", SCATTER)
+    wanted = {f"ProcessGroup.{name}": hasattr(dist.ProcessGroup, name) for name in methods}
+    wanted["_world.pg_coalesce_state"] = getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None
     world = getattr(c10d, "_world", None)
     if type(world) is TorchWorld:  # else within a mock world
         wanted |= {f"_world.{name}": hasattr(world, name) for name in ("_default_pg", "_pg_coalesce_state")}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from axon_nb.engine.groups.fsdp_reset import param_groups
+from axon_nb.torch_api import torch_api
 
 __all__ = ["missing", "whole_parameters"]
 
@@ -40,7 +40,7 @@ def whole_parameters(modules: Iterable[Any]) -> dict[int, Any]:
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
             continue
-        for group in param_groups(module._get_fsdp_state()):
+        for group in torch_api().fsdp_parameter_groups(module._get_fsdp_state()):
             for parameter in getattr(group, "fsdp_params", ()):
                 if getattr(parameter, "sharded_state", None) is state_type.UNSHARDED:
                     found[id(parameter.unsharded_param)] = parameter.sharded_param

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from axon_nb.engine.groups.fsdp_reset import param_groups
 from axon_nb.engine.last_call import called_with, look_at_next_call
 from axon_nb.engine.pipeline_facts import first_stage, held_stages, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharded import is_dtensor, loaded
 from axon_nb.engine.skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup
+from axon_nb.torch_api import torch_api
 
 __all__ = ["ModelFacts", "facts_of", "model_key"]
 
@@ -178,5 +178,6 @@ def _computes_in(inner: nn.Module) -> str:
 
 def _keeps_whole(inner: nn.Module) -> bool:
     """Whether units stay whole from forward to backward; the root does so by default, and does not count."""
-    groups = [group for own, state in _states(inner) if own is not inner for group in param_groups(state)]
+    states = [state for own, state in _states(inner) if own is not inner]
+    groups = [group for state in states for group in torch_api().fsdp_parameter_groups(state)]
     return bool(groups) and all(getattr(group, "post_forward_mesh_info", True) is None for group in groups)

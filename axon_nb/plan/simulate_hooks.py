@@ -37,7 +37,6 @@ __all__ = [
     "fakes",
     "mesh_of",
     "missing",
-    "static_stages",
 ]
 
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
@@ -159,28 +158,3 @@ def _remembering() -> Iterator[None]:
     finally:
         for names, before in zip(found, kept, strict=True):
             names[_TRACING] = before
-
-
-@contextlib.contextmanager
-def static_stages() -> Iterator[None]:
-    """Within it a pipeline's stages take the shapes that they were given, and ask no other rank for them.
-
-    Up to torch 2.11 they do so of themselves.
-    """
-    from torch.distributed.pipelining import schedules
-
-    base: Any = schedules._PipelineSchedule
-    vote = getattr(base, "_warmup_p2p", None)
-    if vote is None:
-        yield
-        return
-
-    def given(self: Any, stages: list[Any], *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = schedules.InferenceMode.STATIC  # type: ignore[attr-defined]
-
-    base._warmup_p2p = given
-    try:
-        yield
-    finally:
-        base._warmup_p2p = vote

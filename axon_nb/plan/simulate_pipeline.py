@@ -16,9 +16,9 @@ from axon_nb.parallel.pipeline.split import Section, balanced, costs_of, section
 from axon_nb.parallel.pipeline.torch_hooks import schedule_class
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.simulate_hooks import static_stages
 from axon_nb.plan.simulate_model import Question, explained, optimizer_of
 from axon_nb.plan.simulate_training import Enter, Meshes, Training, cut_layers
+from axon_nb.torch_api import torch_api
 
 __all__ = ["pipeline_of", "stages_on"]
 
@@ -108,7 +108,7 @@ def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
 
     def compute(enter: Enter) -> None:
         enters[:] = [enter]
-        with static_stages():
+        with torch_api().static_stages():
             driver.step(*given, target=wanted, return_outputs=False)
 
     return Training(part, optimizer, compute, (given, wanted))

@@ -189,7 +189,7 @@ class Stop(Exception):
     """Raised in the middle of a step."""
 
 
-def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str], *, forced: bool = False) -> list[float]:
+def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> list[float]:
     """Weights after as many steps as `stops` has; each is first run up to its place, aborted and run again.
 
     Args:
@@ -197,7 +197,6 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str], *, for
         rank: This rank.
         groups: What is aborted and formed anew.
         stops: For each step, where it stops; empty: it does not.
-        forced: Whether FSDP2 modules are reset as for a torch without `reset_iter_state`.
     """
     model, optimizer = make(kind)
     for number, place in enumerate(stops):
@@ -211,23 +210,7 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str], *, for
         except Stop:
             wait_for_threads()
             assert groups.abort(limit_s=60) == []
-            groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number + 500 * forced)
-            _reset(model, forced=forced)
+            groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
+            reset_wrappers()
             step(model, optimizer, number, rank, lambda here: None)
     return weights(model)
-
-
-def _reset(model: nn.Module, *, forced: bool) -> None:
-    if not forced:
-        reset_wrappers()
-        return
-    from axon_nb.engine.groups import fsdp_reset
-
-    for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "_get_fsdp_state") else []:
-            group._all_gather_result = None
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-                parameter.unsharded_accumulated_grad = None
-    fsdp_reset.reset_root_by_hand(model)

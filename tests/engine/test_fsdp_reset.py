@@ -1,8 +1,7 @@
-"""FSDP2 after an aborted step: torch's own reset, and ours for the versions that have none, give the same weights."""
+"""FSDP2 after an aborted step: the step that is run again gives the weights of an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from axon_nb.comm import World
 from axon_nb.engine.groups import wrappers
-from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root, reset_root_by_hand
 from tests.comm.models import batch, blocks, loss_of
 
 N = 2
@@ -56,13 +54,8 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, fail: str = "
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("reset", [reset_root, reset_root_by_hand])
 @pytest.mark.parametrize("fail", WHERE)
-def test_a_step_run_again_gives_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, reset: Callable[[Any], None], fail: str
-) -> None:
-    monkeypatch.setattr(wrappers, "reset_root", reset)
-
+def test_a_step_run_again_gives_the_same_bits(fail: str) -> None:
     def work(world: World, fail: str) -> list[torch.Tensor]:
         model = _build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -80,13 +73,3 @@ def test_a_step_run_again_gives_the_same_bits(
     for weights in World.mock(N).run(work, fail):
         for weight, reference in zip(weights, undisturbed, strict=True):
             assert torch.equal(weight, reference)
-
-
-def test_one_group_a_module_as_in_torch_2_11() -> None:
-    class State:
-        _fsdp_param_group: Any = "the one"
-
-    state = State()
-    assert param_groups(state) == ["the one"]
-    state._fsdp_param_group = None
-    assert param_groups(state) == []

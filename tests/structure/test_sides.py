@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 NOTEBOOK_ONLY = {"IPython", "anywidget", "ipykernel", "ipyparallel", "ipywidgets", "plotly"}
-WITHOUT_A_NOTEBOOK = ("comm", "compat", "host", "parallel", "plan", "records")
+WITHOUT_A_NOTEBOOK = ("comm", "compat", "host", "parallel", "plan", "records", "torch_api")
 STDLIB_ONLY = {"host": {"host", "records", "errors"}, "records": {"records", "errors"}}
 """Packages that import only the standard library, and the siblings that they may import besides."""
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c_api
 
+from axon_nb.torch_api import torch_api
+
 __all__ = ["RankContext", "isolated_threads", "missing"]
 
 c10d = dist.distributed_c10d
@@ -43,6 +45,7 @@ class _World:
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
         self.pg_config_info: list[dict[str, Any]] = []
+        vars(self).update({name: kind() for name, kind in torch_api().world_fields.items()})
 
 
 class RankContext:

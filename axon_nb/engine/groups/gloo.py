@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.threads import run_in_helper
 from axon_nb.engine.store import give_up_waits, want_waits
+from axon_nb.torch_api import torch_api
 
 __all__ = ["LOOPBACK", "connect", "leak", "leaked", "listen_on", "poison", "shared_device"]
 
@@ -95,7 +96,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
         raise box[0]
     backend = box[0]
     backend._set_default_timeout(timeout)
-    backend._set_sequence_number_for_group()
+    torch_api().begin_sequence(backend)
     return backend
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.torch_api import torch_api
 
 __all__ = ["all_groups", "groups_state", "install", "missing", "named_group", "supported"]
 
@@ -75,6 +76,7 @@ def install(root: Store, *, rank: int, epoch: int = 0) -> None:
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    torch_api().register_group_class(_NAME)
     original = c10d._new_process_group_helper
 
     def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:

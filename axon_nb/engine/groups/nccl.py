@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.torch_api import torch_api
 
 __all__ = ["ABORT_LIMIT_S", "DEFAULTS", "REQUIRED", "groups", "install", "set_environment"]
 
@@ -85,7 +86,7 @@ def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: 
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
     backend = kind(store, group.rank(), group.size(), options)
-    backend._set_sequence_number_for_group()
+    torch_api().begin_sequence(backend)
     backend.eager_connect_single_device(device)
     return backend
 

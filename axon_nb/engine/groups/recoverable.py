@@ -7,6 +7,7 @@ Gloo this is the only way: it has no abort, and a poisoned backend cannot be men
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -52,27 +53,14 @@ _SLICED = frozenset(
         "scatter",
     }
 )
-# Names differ between versions of torch (`_allgather_base` became `all_gather_single`): those that exist are wrapped.
-_CANDIDATES = sorted(
-    _SLICED
-    | _POINT_TO_POINT
-    | {
-        "_reduce_scatter_base",
-        "all_gather_single_coalesced",
-        "allgather_coalesced",
-        "allgather_into_tensor_coalesced",
-        "alltoall",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-        "reduce_scatter_tensor_coalesced",
-    }
-)
+# Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
+# operation that is not known here is waited for in a helper thread, which is right for any.
+_OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
 
 
 def operations() -> list[str]:
     """The operations of torch's `ProcessGroup` that are wrapped, by name."""
-    return [name for name in _CANDIDATES if hasattr(dist.ProcessGroup, name)]
+    return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]
 
 
 class RecoverableGroup(NamedGroup):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.compat import deepspeed_reset
-from axon_nb.engine.groups.fsdp_reset import param_groups, reset_root
 from axon_nb.engine.living import living
+from axon_nb.torch_api import torch_api
 
 __all__ = ["follow_engines", "follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
 
@@ -42,21 +42,22 @@ def reset_wrappers() -> int:
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
     """Reset these DDP and FSDP2 modules and pipeline schedules."""
+    api = torch_api()
     for module in ddp:
         module._has_rebuilt_buckets = False
         module.reducer._reset_state()
     for module in fsdp:
-        for group in param_groups(module._get_fsdp_state()):
+        for group in api.fsdp_parameter_groups(module._get_fsdp_state()):
             # An all-gather of the aborted step would be waited for in the next forward.
             group._all_gather_result = None
             for parameter in group.fsdp_params:
                 # Half-reduced gradients would be added to the next step's: weights then are silently wrong.
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-                parameter.unsharded_accumulated_grad = None
+                api.drop_accumulated_gradient(parameter)
     for module in fsdp:
         if module._get_fsdp_state()._is_root:
-            reset_root(module)
+            api.reset_fsdp(module)
     for schedule in schedules:
         _reset_schedule(schedule)
 

@@ -1,0 +1,29 @@
+"""torch 2.11: what was different before 2.12."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from axon_nb.torch_api.torch_2_12 import Torch212
+
+__all__ = ["Torch211"]
+
+
+class Torch211(Torch212):
+    """The adapter for torch 2.11, the oldest that is supported."""
+
+    last = (2, 11)
+
+    def fsdp_parameter_groups(self, state: Any) -> list[Any]:
+        """A module has at most one group."""
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+    def _drop_reductions(self, communication: Any) -> None:
+        communication.reduce_scatter_state = None
+
+    @contextlib.contextmanager
+    def static_stages(self) -> Iterator[None]:
+        """Stages take the shapes that they were given."""
+        yield

@@ -1,0 +1,42 @@
+"""Which adapter a torch gets, and that it fits the torch that runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axon_nb.torch_api import TorchApi, adapter_for, torch_api
+from axon_nb.torch_api.torch_2_11 import Torch211
+from axon_nb.torch_api.torch_2_12 import Torch212
+from axon_nb.torch_api.torch_2_13 import Torch213
+from axon_nb.torch_api.torch_2_14 import Torch214
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("2.11.0", Torch211),
+        ("2.11.1+cu130", Torch211),
+        ("2.12.0a0+git123", Torch212),
+        ("2.13.0+cpu", Torch213),
+        ("2.14.1+cu130", Torch214),
+        ("2.15.0+cu132", TorchApi),
+        ("2.16.0.dev20261101", TorchApi),
+        ("3.0.0", TorchApi),
+    ],
+)
+def test_each_version_gets_its_adapter_and_a_newer_one_the_newest(version: str, expected: type[TorchApi]) -> None:
+    assert adapter_for(version) is expected
+
+
+def test_the_adapter_names_methods_that_this_torch_has() -> None:
+    api = torch_api()
+    assert type(api) is adapter_for(torch.__version__)
+    assert callable(getattr(dist.ProcessGroup, api.gather_method))
+    assert callable(getattr(dist.ProcessGroup, api.scatter_method))
+    assert callable(api.all_gather_single)
+    assert callable(api.reduce_scatter_single)
+    fields = {name for name, value in vars(dist.distributed_c10d._World).items() if isinstance(value, property)}
+    assert set(api.world_fields) <= fields
+    assert bool(api.nccl_classes()) == dist.is_nccl_available()
