@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from axon_nb.cluster import remote
+from axon_nb.cluster.compatibility import can_recover, collective_timeout
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.hosts import LOOPBACK, Seat, seats
@@ -39,9 +40,13 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     )
     seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
     store = store_address(connection, {place["host"] for place in places.values()})
+    recoverable = can_recover(places.values(), layout.backend)
     joins = {
         rank: remote.call(
-            client, rank, f"{_BOOTSTRAP}:join", **join_settings(layout, settings, rank, seated[rank], store)
+            client,
+            rank,
+            f"{_BOOTSTRAP}:join",
+            **join_settings(layout, settings, rank, seated[rank], store, recoverable=recoverable),
         )
         for rank in ranks
     }
@@ -79,7 +84,9 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
     return f"tcp:{connection.ip}:{port}"
 
 
-def join_settings(layout: Layout, settings: Settings, rank: int, seat: Seat, store: str) -> dict[str, Any]:
+def join_settings(
+    layout: Layout, settings: Settings, rank: int, seat: Seat, store: str, *, recoverable: bool
+) -> dict[str, Any]:
     """How `rank` joins: the fields of the engine's `JoinConfig`."""
     return {
         **dataclasses.asdict(seat),
@@ -87,7 +94,8 @@ def join_settings(layout: Layout, settings: Settings, rank: int, seat: Seat, sto
         "world_size": layout.num_ranks,
         "backend": layout.backend,
         "store": store,
-        "timeout_s": settings.collective_timeout,
+        "timeout_s": collective_timeout(settings, recoverable=recoverable),
+        "recoverable": recoverable,
         "output_limit": settings.output_limit,
     }
 

@@ -13,6 +13,7 @@ from axon_nb.cluster import code as cell_code
 from axon_nb.cluster import transfer
 from axon_nb.cluster.alone import nobody_else
 from axon_nb.cluster.cell import CellRun
+from axon_nb.cluster.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.cuda_errors import lost_contexts
 from axon_nb.cluster.deadlock import DeadlockWatch
@@ -29,7 +30,6 @@ from axon_nb.cluster.repair import auto_repair, replace_stuck
 from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
-from axon_nb.cluster.untested import after_failure, plain_torch
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
 
@@ -129,8 +129,9 @@ class CellRunning:
         """
         for run in self._runs:
             self.health.follow_stuck(run)
-        if version := plain_torch(self.places):
-            print(after_failure(version), file=sys.stderr)
+        limit_s = collective_timeout(self.settings, recoverable=False)
+        if note := after_failure(self.places, self.backend, timeout_s=limit_s):
+            print(note, file=sys.stderr)
         if self.backend == "nccl":
             self.health.tell_unproven()
             self.health.lost.update(lost_contexts(ended.errors) if ended is not None else [])

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import asking, journal, presses, transfer, untested
+from axon_nb.cluster import asking, compatibility, journal, presses, transfer
 from axon_nb.cluster.cell_running import LEFT, CellRunning
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.difference import difference_frame
@@ -64,7 +64,7 @@ class Cluster(CellRunning):
         """What each rank says of its host: host, pid, device, cores, gpus."""
         self.running_cell: CellHandle | None = None
         """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
-        way_back = untested.RESTART if untested.plain_torch(places) else REPAIR
+        way_back = REPAIR if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
         self.health = Health(name, lambda: list(self._runs), way_back=way_back)
         self._keep_cells()
         connection.agent.on_event(self.health.on_event)

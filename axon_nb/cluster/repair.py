@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
 from axon_nb.cluster.bringup import await_reached, gather, join_settings, store_address
+from axon_nb.cluster.compatibility import can_replace, refusal
 from axon_nb.cluster.hosts import seats
 from axon_nb.cluster.launcher import fork_request
 from axon_nb.cluster.launching import rank_environment
 from axon_nb.cluster.recovery import next_epoch
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.takeover import copy_variables
-from axon_nb.cluster.untested import plain_torch, refusal
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.ranks import format_ranks
 
@@ -72,7 +72,7 @@ def auto_repair(cluster: Cluster) -> None:
     """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
     dead = cluster.health.dead
     possible = cluster.engines == "axon" and len(dead) < cluster.world_size and not cluster.health.gone
-    possible = possible and not plain_torch(cluster.places)
+    possible = possible and can_replace(cluster.places, cluster.backend)
     if dead and possible and not cluster.busy and not cluster.health.stuck:
         print("\n".join(repair(cluster, None).lines(why=True)))
 
@@ -92,8 +92,8 @@ def _refuse(
 ) -> None:
     if not chosen:
         raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
-    if version := plain_torch(cluster.places):
-        raise UsageError(refusal(version))
+    if reason := refusal(cluster.places, cluster.backend):
+        raise UsageError(reason)
     if cluster.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {cluster.engines!r} cannot be replaced one by one: `%distributed restart`."
@@ -130,7 +130,7 @@ def _replace(cluster: Cluster, chosen: Sequence[int], survivors: Sequence[int]) 
     seated = seats(cluster.layout, cluster.places)
     store = store_address(connection, {place["host"] for place in cluster.places})
     for rank in chosen:
-        arguments = join_settings(cluster.layout, cluster.settings, rank, seated[rank], store)
+        arguments = join_settings(cluster.layout, cluster.settings, rank, seated[rank], store, recoverable=True)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     try:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from axon_nb.cluster import current, untested, warmup
+from axon_nb.cluster import compatibility, current, warmup
 from axon_nb.cluster.bringup import join_world
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.connection import Connection, open_existing, open_new
@@ -86,7 +86,8 @@ def start(
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
-        for note in untested.at_start(places, timeout_s=settings.collective_timeout):
+        limit_s = compatibility.collective_timeout(settings, recoverable=False)
+        for note in compatibility.at_start(places, layout.backend, timeout_s=limit_s):
             print(note, file=sys.stderr)
         cluster = _publish(connection, layout, title, chosen, places)
     except BaseException:

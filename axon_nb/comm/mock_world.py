@@ -15,6 +15,7 @@ from axon_nb.comm.errors import CommError, InvalidRank
 from axon_nb.comm.group import GroupFacts, ProcessGroup, checked_ranks
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, Hub, MockBackend, MockGroup, RankContext, Turns, isolated_threads, missing
+from axon_nb.torch_api import torch_api
 
 __all__ = ["MockWorld"]
 
@@ -150,3 +151,4 @@ def _register() -> None:
         return run.make_group(options.group_id, ranks, options.group_rank)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    torch_api().register_group_class(NAME)

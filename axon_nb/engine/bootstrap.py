@@ -36,6 +36,7 @@ from axon_nb.engine.groups import form_default_group, nccl, recovery, wrappers
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.self_test import begin_in_child, current_verdict
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.engine.steps import OptimizerSteps
@@ -52,13 +53,15 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it ends; the entry of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
+    begin_in_child()
     native_output.keep_crash_reports()
     IPEngine.launch_instance(argv=argv, out_stream_factory=native_output.RankStream)
 
 
 def describe() -> dict[str, Any]:
-    """Where this process is, before it joins: host and pid, cores that it may use and GPUs that it sees."""
+    """What this process is before it joins: host and pid, usable cores and GPUs, and the self-test's verdict."""
     return {
+        "self_test": current_verdict().without_passed().to_json(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cores": usable_cores(),
@@ -85,8 +88,6 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         torch.cuda.set_device(device)
     session = RankSession(config=config, kernel=kernel, device=device)
     set_current(session)
-    # Before ours are set under the same names.
-    missing = [*kernel_hooks.missing(kernel), *traceback_size.missing(kernel.shell)]
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
@@ -94,7 +95,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
         leaving.install()
-    recoverable = form_default_group(
+    form_default_group(
         config.backend,
         store=store,
         rank=config.rank,
@@ -102,14 +103,10 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         device=device,
         timeout_s=config.timeout_s,
         epoch=epoch,
+        recoverable=config.recoverable,
     )
-    native = nccl.groups()
-    if epoch and native is not None:
-        recovery.recreate(list(groups))
-        native.reform(epoch)
-    elif epoch:  # the other ranks are in `recover`
-        whole = recovery.agree_on_groups({group["name"]: group["ranks"] for group in groups})
-        recovery.recreate([group for group in groups if group["name"] in whole])
+    if epoch:
+        recovery.join_groups(list(groups), epoch=epoch)
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     dist_hooks.install()
     namespace.inject_names(kernel.shell.user_ns, config, device)
@@ -119,8 +116,6 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     return {
         **describe(),
         "device": str(device),
-        "hooks_missing": missing,
-        "plain_torch": "" if recoverable else torch.__version__,
         "seed": torch.initial_seed(),
     }
 

@@ -32,6 +32,8 @@ class JoinConfig:
     """Number of intra-op threads torch gets."""
     timeout_s: float
     """Limit of every collective, in seconds."""
+    recoverable: bool
+    """Whether groups can be rebuilt after a failure, as the self-test found."""
     output_limit: int
     """Bytes of text that one cell may print on this rank before lines are dropped and counted."""
     master_addr: str = "127.0.0.1"

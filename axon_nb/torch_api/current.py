@@ -75,7 +75,26 @@ class TorchApi:
         """
         # A reduction that an aborted backward left open belongs to a root that is reset as well.
         root._get_fsdp_state()._comm_ctx.active_gradient_reduction = None
+        # torch drops the sharded gradients of earlier backwards, too, which an abort elsewhere has not touched.
+        states = root._get_fsdp_state()._state_ctx.all_states
+        groups = [group for state in states for group in self.fsdp_parameter_groups(state)]
+        parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
+        gradients = [parameter.grad for parameter in parameters]
         root.reset_iter_state()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def reset_stage(self, stage: Any) -> None:
+        """Forget what a pipeline stage held when its step was aborted."""
+        if stage._gradient_reduction_handle is not None:  # `clear_runtime_states` would wait for it, in vain
+            stage._gradient_reduction_handle = None
+            stage.submod.set_manual_backward_finalization(False)
+        stage.clear_runtime_states()
+        # Their connections are closed, so that nothing writes to these buffers; torch would refuse another step.
+        for received in (stage.args_recv_info, stage.grad_recv_info):
+            for infos in received.values():
+                for info in infos:
+                    info.buffer = None
 
     def static_stages(self) -> AbstractContextManager[None]:
         """Within it a pipeline in a fake world takes the shapes that its stages were given.

@@ -27,3 +27,7 @@ class Torch214(TorchApi):
     def reset_fsdp(self, root: Any) -> None:
         """As in 2.15; a backward leaves no reduction open yet."""
         root.reset_iter_state()
+
+    def reset_stage(self, stage: Any) -> None:
+        """Forget what a pipeline stage held; its next step allocates the buffers for receiving again."""
+        stage.clear_runtime_states()

@@ -6,10 +6,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups import fence, install, nccl, swap
-from axon_nb.engine.store import AgentStore
+from axon_nb.engine.groups import fence, install, nccl
 
 __all__ = ["form_default_group"]
 
@@ -17,13 +16,14 @@ __all__ = ["form_default_group"]
 def form_default_group(
     backend: str,
     *,
-    store: AgentStore,
+    store: Store,
     rank: int,
     world_size: int,
     device: torch.device,
     timeout_s: float,
     epoch: int = 0,
-) -> bool:
+    recoverable: bool,
+) -> None:
     """Join the default group; collective over all ranks.
 
     Args:
@@ -33,13 +33,10 @@ def form_default_group(
         world_size: Number of ranks.
         device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
         timeout_s: Limit of every collective, in seconds.
-        epoch: How often the groups have been formed anew.
-
-    Returns:
-        Whether groups can be formed anew after a failure; else this torch is not one that was tested.
+        epoch: How often the groups have been rebuilt.
+        recoverable: Whether groups are rebuilt after a failure; else they are torch's own, with their timeout.
     """
     late = False
-    recoverable = install.supported() and (backend == "gloo" or not swap.missing())
     if recoverable:
         install.install(store, rank=rank, epoch=epoch)
         if backend == "nccl":
@@ -55,4 +52,3 @@ def form_default_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" and not late else None,
     )
-    return recoverable

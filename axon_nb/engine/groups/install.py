@@ -1,29 +1,26 @@
 """Making torch build recoverable groups: private hooks into torch.distributed, all of them.
 
-Users go on writing "gloo". `supported()` says whether this torch is one that the hooks were tested with; on others
-torch's own groups are used, with their timeouts, and one warning says so.
+Users go on writing "gloo". The self-test tries the hooks; where they do not work, torch's own groups are used, with
+their timeouts, and the start says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.torch_api import torch_api
 
-__all__ = ["all_groups", "groups_state", "install", "missing", "named_group", "supported"]
+__all__ = ["all_groups", "groups_state", "install", "missing", "named_group"]
 
 _NAME = "axon_nb"
-_TESTED = ((2, 11), (2, 13))
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
 
 c10d = dist.distributed_c10d
@@ -42,13 +39,6 @@ class GroupsState:
 
 
 groups_state = GroupsState()
-
-
-def supported() -> bool:
-    """Whether the private hooks were tested with this torch."""
-    numbers = re.findall(r"\d+", torch.__version__)
-    version = (int(numbers[0]), int(numbers[1]))
-    return _TESTED[0] <= version <= _TESTED[1] and not missing()
 
 
 def missing() -> list[str]:

@@ -26,6 +26,7 @@ __all__ = [
     "agree_on_groups",
     "agree_on_names",
     "condition",
+    "join_groups",
     "recover",
     "recreate",
     "registry",
@@ -132,6 +133,23 @@ def recreate(groups: list[dict[str, Any]]) -> None:
                 use_local_synchronization=True,
                 group_desc=group["desc"] or None,
             )
+
+
+def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
+    """On a replaced rank that has joined the default group: join its predecessor's groups; collective over all ranks.
+
+    The other ranks are in `recover`.
+
+    Args:
+        groups: What `registry` returned on the other ranks, for the groups that this rank is in.
+        epoch: How often the groups have been rebuilt.
+    """
+    if (native := nccl.groups()) is not None:
+        recreate(groups)
+        native.reform(epoch)
+        return
+    whole = agree_on_groups({group["name"]: group["ranks"] for group in groups})
+    recreate([group for group in groups if group["name"] in whole])
 
 
 def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:

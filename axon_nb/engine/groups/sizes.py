@@ -24,7 +24,6 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.naming import call_in_words
-from axon_nb.engine.store import AgentStore
 from axon_nb.errors import UsageError
 
 __all__ = ["Table", "cell_begins", "open_table"]
@@ -248,9 +247,10 @@ def cell_begins(run: str) -> None:
 
 def open_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> Table | None:
     """The table of one group, beside the store's socket; None where there is none: sizes then go unchecked."""
-    if not isinstance(root, AgentStore) or root.folder is None:
+    folder: Path | None = getattr(root, "folder", None)
+    if folder is None:
         return None
     try:
-        return Table(root.folder, name=name, epoch=epoch, rank=rank, size=size)
+        return Table(folder, name=name, epoch=epoch, rank=rank, size=size)
     except (OSError, ValueError):
         return None

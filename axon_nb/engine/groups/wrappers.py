@@ -75,7 +75,7 @@ def _reset_schedule(schedule: Any) -> None:
         if hasattr(schedule, name := f"_{stages}_{way}_initialized"):
             setattr(schedule, name, False)
     for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
-        stage.clear_runtime_states()
+        torch_api().reset_stage(stage)
         # Gradients that were not sent yet, and work on weights that was put off.
         stage.bwd_cache.clear()
         stage.backward_state.clear()

@@ -1,0 +1,11 @@
+"""Whether the private hooks work with the installed versions: tried for real, once per build, instead of assumed.
+
+Each capability has a check that does what a failing cell would need, in processes of its own (`checks`). The verdict
+is cached per build of torch, Python and axon_nb (`verdict`); a start reads it, and `axon-nb doctor` shows it.
+"""
+
+from __future__ import annotations
+
+from axon_nb.engine.self_test.verdict import begin_in_child, current_verdict
+
+__all__ = ["begin_in_child", "current_verdict"]

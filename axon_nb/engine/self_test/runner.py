@@ -1,0 +1,123 @@
+"""Running the checks: each in forked processes of its own, with a time limit, so that a crash or a hang is a result."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from axon_nb.engine.self_test.catalog import CHECKS, Check, failed, passed
+from axon_nb.engine.self_test.place import Place
+from axon_nb.host.parentage import end_with_parent
+from axon_nb.records.capability import Capability
+
+__all__ = ["run"]
+
+_LIMIT_S = 30.0
+_POLL_S = 0.002
+_HEAVY = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor", "torch._dynamo")
+"""What the checks import: once here instead of in each of their processes."""
+
+
+def run() -> list[Capability]:
+    """Run every check; the verdicts in the order of `CHECKS`."""
+    for name in _HEAVY:
+        with contextlib.suppress(ImportError):  # the check that needs it says so
+            importlib.import_module(name)
+    return [_verdict(check) for check in CHECKS]
+
+
+def _verdict(check: Check) -> Capability:
+    with tempfile.TemporaryDirectory(prefix="axon_nb-self-test-") as folder:
+        reason = _run(check, Path(folder))
+    return failed(check, reason) if reason else passed(check)
+
+
+def _run(check: Check, folder: Path) -> str:
+    """Why the check failed; empty when it passed."""
+    with _ranks() as pids:
+        for rank in range(check.num_ranks):
+            pids[_fork(check, Place(folder, rank, check.num_ranks))] = rank
+        end = time.monotonic() + _LIMIT_S
+        while pids:
+            pid, status = _next_exit(pids)
+            if pid == 0:
+                if time.monotonic() > end:
+                    ranks = sorted(pids.values())
+                    return f"not done after {_LIMIT_S:g} s on {'rank' if len(ranks) == 1 else 'ranks'} {ranks}"
+                time.sleep(_POLL_S)
+                continue
+            rank = pids.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            place = Place(folder, rank, check.num_ranks)
+            if code == Place.DIED_ON_PURPOSE:  # a newcomer takes its rank
+                pids[_fork(check, Place(folder, rank, check.num_ranks, newcomer=True))] = rank
+            elif code < 0:
+                return f"rank {rank} died of {signal.Signals(-code).name}"
+            elif code:
+                return place.failure() or f"rank {rank} exited with status {code}"
+    return ""
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[dict[int, int]]:
+    """Ranks by pid; those that still run at the end are killed."""
+    pids: dict[int, int] = {}
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _next_exit(pids: dict[int, int]) -> tuple[int, int]:
+    for pid in pids:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return found, status
+    return 0, 0
+
+
+def _fork(check: Check, place: Place) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        _be_quiet(place)
+        check.body(place)
+        code = 0
+    except BaseException as error:
+        place.fail(error)
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # a poisoned Gloo group cannot be freed
+
+
+def _be_quiet(place: Place) -> None:
+    """Whatever the check and torch print goes to a file: the engine's output belongs to cells."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)

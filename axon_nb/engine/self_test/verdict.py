@@ -1,0 +1,159 @@
+"""The verdict of the self-test: cached per build, made once however many ranks ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import ipykernel._version
+import ipyparallel
+import IPython
+import torch
+
+from axon_nb._version import __version__
+from axon_nb.records.capability import Capability, Verdict
+
+__all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save"]
+
+_LIMIT_S = 90.0
+_PIECE_S = 0.02
+_SOURCES = ("engine/groups", "engine/self_test", "torch_api")
+
+
+def cache_folder() -> Path:
+    """Where verdicts are kept: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "axon_nb" / "self_test"
+
+
+@functools.cache
+def _key() -> str:
+    """What the verdict depends on: the builds of torch, Python, ipykernel, IPython and ipyparallel, and our hooks."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((package / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    own = (IPython.__version__, ipykernel._version.__version__, ipyparallel.__version__, __version__)
+    parts = (torch.__version__, torch.version.git_version, platform.python_version(), sys.platform, *own)
+    digest.update("\0".join(map(str, parts)).encode())
+    return f"torch-{torch.__version__}-py{platform.python_version()}-{digest.hexdigest()[:16]}"
+
+
+def _path() -> Path:
+    return cache_folder() / f"{_key()}.json"
+
+
+def cached_verdict() -> Verdict | None:
+    """The verdict of an earlier run with these very builds; None where there is none."""
+    try:
+        return Verdict.from_json(json.loads(_path().read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def run_and_save() -> Verdict:
+    """Run the test in processes forked from this one, which must not have run a torch operation yet.
+
+    A verdict with which everything works is cached; one with a failure is not, since a failure may pass.
+    """
+    from axon_nb.engine.self_test.runner import run
+
+    start = time.monotonic()
+    capabilities = run()
+    verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
+    if not verdict.lost:
+        with contextlib.suppress(OSError):
+            _write(_path(), json.dumps(verdict.to_json()))
+    return verdict
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def begin_in_child() -> None:
+    """Begin the test in a forked child where no verdict is cached, and return at once.
+
+    For a process that is about to become a rank: it has one thread and has run no torch operation.
+    """
+    if cached_verdict() is not None:
+        return
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with _locked(wait_s=0.0) as alone:
+                if alone and cached_verdict() is None:
+                    run_and_save()
+        finally:
+            os._exit(0)
+    threading.Thread(target=os.waitpid, args=(pid, 0), name="axon_nb-self-test", daemon=True).start()
+
+
+def current_verdict(*, in_process: bool = False) -> Verdict:
+    """The cached verdict; where there is none the test runs, in one process of this user at a time.
+
+    Args:
+        in_process: Whether this process may fork the checks itself; else a fresh interpreter does.
+    """
+    if (found := cached_verdict()) is not None:
+        return found
+    with _locked(wait_s=_LIMIT_S):
+        if (found := cached_verdict()) is not None:
+            return found
+        return run_and_save() if in_process else _run_in_interpreter()
+
+
+@contextlib.contextmanager
+def _locked(*, wait_s: float) -> Iterator[bool]:
+    """Hold the lock of this key; yields whether it was got. Without a cache folder there is nothing to share."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        handle = os.open(_path().with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    yield False
+                    return
+            time.sleep(_PIECE_S)
+        yield True
+    finally:
+        os.close(handle)
+
+
+def _run_in_interpreter() -> Verdict:
+    command = [sys.executable, "-m", "axon_nb.engine.self_test", "--json", "--fresh"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+        return Verdict.from_json(json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, IndexError) as error:
+        from axon_nb.engine.self_test.catalog import CHECKS, failed
+
+        reason = f"the self-test did not run: {type(error).__name__}: {str(error)[:200]}"
+        capabilities: tuple[Capability, ...] = tuple(failed(check, reason) for check in CHECKS)
+        return Verdict(torch.__version__, platform.python_version(), 0.0, capabilities)
