@@ -30,8 +30,8 @@ def at_start(places: Places, *, timeout_s: float) -> list[str]:
     if version := plain_torch(places):
         notes.append(
             f"axon_nb has not been tested with torch {version}: when a rank fails, the others may wait for it for "
-            f"up to {timeout_s:g} s (`%distributed config collective_timeout=…`), and their groups may be of no use "
-            "after that."
+            f"up to {timeout_s:g} s (`%distributed config collective_timeout=…`, then `%distributed restart`, changes "
+            "that), and their groups may be of no use after that."
         )
     if absent := sorted({name for place in places for name in place.get("hooks_missing", ())}):
         notes.append(

@@ -33,7 +33,7 @@ class JoinConfig:
     timeout_s: float
     """Limit of every collective, in seconds."""
     output_limit: int
-    """Bytes of text that one cell may print on this rank before lines are dropped and counted."""
+    """Bytes of text that one cell may print on this rank before lines are dropped and counted; a cell may set it."""
     master_addr: str = "127.0.0.1"
     """What scripts read from MASTER_ADDR; nothing listens there."""
     master_port: int = 29500
