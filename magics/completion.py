@@ -86,8 +86,7 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     if words and words[-1] in _VALUES:
         return partial, _beginning(_VALUES[words[-1]], partial), "value"
     if name == "config":
-        lines = (line.replace(" = ", "=") for line in settings.lines())
-        return partial, _beginning(lines, partial), "setting"
+        return partial, _beginning(settings.assignments(), partial), "setting"
     if name == "auto":
         return partial, _beginning(("on", "off"), partial), "value"
     if name in _RANK_NAMES and (cluster := current.get()) is not None:

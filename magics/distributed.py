@@ -46,8 +46,8 @@ def _attach_parser() -> LineParser:
 
 
 def _config_parser() -> LineParser:
-    parser = LineParser("%distributed config", "Show or change settings.")
-    parser.add_argument("assignments", nargs="*", metavar="key=value")
+    parser = LineParser("%distributed config", "Show or change settings; says when a change takes effect.")
+    parser.add_argument("assignments", nargs="*", metavar="key=value", help="such as keep_alive=5min output_limit=4MiB")
     return parser
 
 
@@ -184,5 +184,4 @@ class DistributedMagics(Magics):
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)
-        lines = [settings.set(item) for item in options.assignments] if options.assignments else settings.lines()
-        print("\n".join(lines))
+        print("\n".join(settings.set(" ".join(options.assignments)) or settings.lines()))

@@ -18,7 +18,7 @@ EXAMPLES = {
     "attach": "%distributed attach                  after the kernel was restarted",
     "auto": "%distributed auto on                 and `%distributed auto off`",
     "cancel": "%distributed cancel                  ends a cell that was started with --noblock",
-    "config": "%distributed config keep_alive=600   or without a key: shows all settings",
+    "config": "%distributed config keep_alive=10min  or without key=value: shows all settings",
     "debug": "%distributed debug --ranks 2         after a cell has failed on rank 2; `p loss` shows a variable",
     "diff": "%distributed diff model --from 0     where other ranks' model is not as that of rank 0",
     "export": "%distributed export train.py         the cells that ran, as a script for torchrun",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
@@ -47,6 +49,7 @@ def load(shell: InteractiveShell) -> None:
     shell.events.register("post_run_cell", journal.ran)
     lifecycle.install()
     stop_button.install()
+    settings.acting["warm_up"] = _warm
     if current.get() is not None:
         return
     try:
@@ -69,6 +72,7 @@ def unload(shell: InteractiveShell) -> None:
     for transformer in _TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.remove(transformer)
+    settings.acting.pop("warm_up", None)
     auto_mode.on = False
     _stop_assisting(shell)
     if journal.ran in shell.events.callbacks["post_run_cell"]:
@@ -80,6 +84,15 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in cls.magics.items():
             for name in names:
                 manager.magics[kind].pop(name, None)
+
+
+def _warm(on: bool) -> None:
+    """The setting `warm_up` has been set."""
+    if not on:
+        # One that is still coming up is waited for.
+        threading.Thread(target=warmup.discard, name="axon_nb-cool-down", daemon=True).start()
+    elif current.get() is None:
+        warmup.begin()
 
 
 def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:

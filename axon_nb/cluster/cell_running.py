@@ -90,7 +90,8 @@ class CellRunning:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
         alone = options.get("alone", False) and nobody_else(self._whole, run, list(self._runs))
         number = cell if cell is not None else next(self._numbers)
-        facts = {"keep_failure": process_settings.debug, **options.get("facts", {})}
+        now = {"keep_failure": process_settings.debug, "output_limit": self.settings.output_limit}
+        facts = {**now, **options.get("facts", {})}
         run.send(code, number, keep_value=options.get("values", True), alone=alone, more=facts)
         self.health.tell(run)  # what has happened while we were sending
         return run

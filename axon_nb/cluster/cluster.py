@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -21,7 +22,7 @@ from axon_nb.cluster.ranks import resolve_ranks
 from axon_nb.cluster.repair import repair
 from axon_nb.cluster.repair_report import RepairReport
 from axon_nb.cluster.result import CellResult
-from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.cluster.splitting import join_values, split_value
 from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.status import cluster_info, status_frame
@@ -231,6 +232,12 @@ class Cluster(CellRunning):
         """Send a signal to one rank's process (forked ranks only)."""
         resolve_ranks([rank], self.world_size)
         self.connection.agent.call("signal", rank=rank, signal=int(number))
+
+    def take_settings(self, changed: Mapping[str, Any]) -> None:
+        """Change settings of this cluster that act while it runs; `axon_nb.cluster.settings` checks the values."""
+        own = dataclasses.replace(self.settings, **changed)
+        self.connection.agent.call("set_info", info=settings_facts(own))
+        self.settings = own
 
     def stop(self) -> None:
         """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""

@@ -6,6 +6,7 @@ import atexit
 import threading
 from typing import TYPE_CHECKING
 
+from axon_nb.cluster.settings import settings
 from axon_nb.errors import NoCluster
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def put(cluster: Cluster) -> None:
     from axon_nb.cluster import journal, lifecycle
 
     journal.started(cluster)
+    settings.running = get
     with _lock:
         _current[:] = [cluster]
     lifecycle.install(cluster)

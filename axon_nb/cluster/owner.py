@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from axon_nb.records.environment import SESSION_NAME
+
 __all__ = ["default_name", "owner_id"]
 
 
@@ -24,6 +26,6 @@ def owner_id() -> str:
 
 def default_name() -> str:
     """What a cluster is called if the user does not say: the notebook's name where the server tells it."""
-    session = os.environ.get("JPY_SESSION_NAME", "")
+    session = SESSION_NAME.get()
     stem = Path(session).stem if session.endswith(".ipynb") else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import sys
@@ -21,7 +20,7 @@ from axon_nb.cluster.layout import Layout, plan_layout
 from axon_nb.cluster.owner import default_name
 from axon_nb.cluster.reach import hear
 from axon_nb.cluster.resume import resume
-from axon_nb.cluster.settings import settings
+from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.errors import StartError, UsageError
 
 __all__ = ["attach", "restart", "start"]
@@ -58,7 +57,10 @@ def start(
     """
     ip = LOOPBACK if interface is None else interface_ip(interface)
     several_hosts = interface is not None
-    layout = plan_layout(n, devices=devices, backend=backend, threads=settings.threads, several_hosts=several_hosts)
+    chosen_settings = settings.snapshot()
+    layout = plan_layout(
+        n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
+    )
     chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     if current.get() is not None:
         there = current.require("start")
@@ -75,21 +77,21 @@ def start(
     title = _free_name(name)
     for note in layout.notes:
         print(note)
-    end = time.monotonic() + settings.start_timeout
+    end = time.monotonic() + chosen_settings.start_timeout
     if several_hosts:
         warmup.discard()
         connection = open_new(ip=ip)
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     else:
-        connection = warmup.take(settings.start_timeout)
+        connection = warmup.take(chosen_settings.start_timeout)
     launched = None
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
-        places = join_world(connection, layout, settings, timeout_s=max(1.0, end - time.monotonic()))
-        limit_s = compatibility.collective_timeout(settings, recoverable=False)
+        places = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
+        limit_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(places, layout.backend, timeout_s=limit_s):
             print(note, file=sys.stderr)
-        cluster = _publish(connection, layout, title, chosen, places)
+        cluster = _publish(connection, layout, chosen_settings, name=title, engines=chosen, places=places)
     except BaseException:
         if launched is not None:
             stop_engines(launched, chosen)
@@ -100,18 +102,26 @@ def start(
     return cluster
 
 
-def _publish(connection: Connection, layout: Layout, name: str, engines: str, places: list[dict[str, Any]]) -> Cluster:
+def _publish(
+    connection: Connection,
+    layout: Layout,
+    own: Settings,
+    *,
+    name: str,
+    engines: str,
+    places: list[dict[str, Any]],
+) -> Cluster:
     facts = {
         "name": name,
         "engines": engines,
         "ip": connection.ip,
         "world_size": layout.num_ranks,
-        "keep_alive_s": settings.keep_alive,
+        **settings_facts(own),
         "layout": dataclasses.asdict(layout),
         "places": places,
     }
     connection.agent.call("set_info", info=facts)
-    return Cluster(connection, layout, copy.copy(settings), name=name, engines=engines, places=places)
+    return Cluster(connection, layout, own, name=name, engines=engines, places=places)
 
 
 def _free_name(name: str | None) -> str:
@@ -131,7 +141,8 @@ def _free_name(name: str | None) -> str:
 def attach(name: str | None = None) -> Cluster:
     """Get back a cluster whose kernel was restarted or has died, with everything on its ranks.
 
-    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle.
+    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle. The cluster's
+    settings become those of this notebook, except those that have been set here.
 
     Args:
         name: Which; None: this notebook's own, or the only one there is.
@@ -154,13 +165,13 @@ def attach(name: str | None = None) -> Cluster:
         connection.stop()
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
     hear(connection.client, living, timeout_s=_HEARD_S)
-    cluster = Cluster(
-        connection, layout, copy.copy(settings), name=info["name"], engines=info["engines"], places=info["places"]
-    )
+    own = settings.take_over(info.get("settings", {}))
+    cluster = Cluster(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
     for rank in set(cluster.ranks) - living:
         event = greeting["deaths"].get(str(rank))
         cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
+    settings.act_again()
     cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
     return cluster
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from axon_nb.comm.errors import CallMismatch, TensorMismatch
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend, ReduceOp
+from axon_nb.records.environment import CHECK
 
 __all__ = ["check_agreement", "checking", "is_checking"]
 
@@ -27,10 +27,9 @@ _NAMES = (
     "barrier",
 )
 _MAX_DIMS = 8
+_FROM_START = CHECK.on()
 # A context variable: ranks of a mock world are threads, and each asks for itself.
-_asked = contextvars.ContextVar(
-    "axon_nb_check", default=os.environ.get("AXON_NB_CHECK", "0").lower() in ("1", "on", "true", "yes")
-)
+_asked = contextvars.ContextVar("axon_nb_check", default=_FROM_START)
 is_checking = _asked.get
 """Whether this thread asks."""
 

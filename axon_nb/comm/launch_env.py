@@ -5,22 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from axon_nb.records.environment import MASTER_ADDR, MASTER_PORT, MPICH, OPEN_MPI, SLURM, SLURM_HOSTS, TORCHRUN
+
 __all__ = ["torchrun_environment"]
 
-# (rank, world size, local rank, local world size)
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_PORT = "29500"
+# Of each launcher: rank, world size, local rank, local world size.
+_LAUNCHERS = (TORCHRUN.names, OPEN_MPI.names, MPICH.names, SLURM.names)
+_NAMES = TORCHRUN.names
 
 
 def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -38,14 +29,14 @@ def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
             }
             found["LOCAL_WORLD_SIZE"] = re.match(r"\d+", found.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]))[0]  # type: ignore[index]
             found.setdefault("LOCAL_RANK", "0" if found["WORLD_SIZE"] == "1" else found["RANK"])
-            found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _first_host(environment)
-            found["MASTER_PORT"] = environment.get("MASTER_PORT", _PORT)
+            found["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment)
+            found["MASTER_PORT"] = MASTER_PORT.get(environment)
             return found
     return None
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
     """The first name of Slurm's list, such as ``node[03-07,9]``."""
-    hosts = environment.get("SLURM_JOB_NODELIST", "")
+    hosts = SLURM_HOSTS.get(environment)
     match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
     return match[1] + (match[2] or "") if match else "127.0.0.1"

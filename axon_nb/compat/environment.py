@@ -8,6 +8,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
+
 __all__ = ["set_environment"]
 
 
@@ -24,7 +26,7 @@ def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str
         # Else each rank is the only process of its training: https://github.com/huggingface/accelerate/issues/2741
         environ["ACCELERATE_USE_CPU"] = "true"
         # On a machine with GPUs DeepSpeed would take one.
-        environ.setdefault("DS_ACCELERATOR", "cpu")
+        environ.setdefault(DEEPSPEED_ACCELERATOR.name, DEEPSPEED_ACCELERATOR.default)
     elif device != f"cuda:{local_rank}":
         # Ranks that share a card: Accelerate would wrap models for the card of the rank's number.
         environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"

@@ -66,7 +66,7 @@ class CellRunner:
             post_mortem.forget()
         activity.begin_cell()
         session.extras["steps"].begin_cell()
-        self._budget.begin()
+        self._budget.begin(facts.get("output_limit"))
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls, draws = activity.started(), Draws(session.device)

@@ -35,7 +35,7 @@ class JoinConfig:
     recoverable: bool
     """Whether groups can be rebuilt after a failure, as the self-test found."""
     output_limit: int
-    """Bytes of text that one cell may print on this rank before lines are dropped and counted."""
+    """Bytes of text that one cell may print on this rank before lines are dropped and counted; a cell may set it."""
     master_addr: str = "127.0.0.1"
     """What scripts read from MASTER_ADDR; nothing listens there."""
     master_port: int = 29500

@@ -35,9 +35,10 @@ class OutputBudget:
         self._left = limit
         self._streams = {name: _Limited(getattr(sys, name), self) for name in ("stdout", "stderr")}
 
-    def begin(self) -> None:
-        """A cell begins: the budget is whole again."""
+    def begin(self, limit: int | None = None) -> None:
+        """A cell begins: the budget is whole again, and `limit` characters from now on (None: as before)."""
         with self._lock:
+            self._limit = limit or self._limit
             self._left = self._limit
 
     def end(self) -> None:

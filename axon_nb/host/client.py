@@ -19,6 +19,7 @@ from typing import Any
 from axon_nb.errors import ClusterGone, StartError
 from axon_nb.host.last_words import describe_controller
 from axon_nb.host.rundir import RunDir
+from axon_nb.records.environment import PYTHON_PATH
 
 __all__ = ["AgentClient", "spawn_agent"]
 
@@ -33,7 +34,7 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
     A thread reaps it, so that no zombie stays behind in a long-lived kernel.
     """
     package_parent = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package_parent]))}
+    env = {**os.environ, PYTHON_PATH.name: os.pathsep.join(filter(None, [PYTHON_PATH.get(), package_parent]))}
     env |= run_dir.ipython_env()
     argv = [sys.executable, "-P", "-m", "axon_nb.host", f"--run-dir={run_dir.path}", f"--entry={entry}"]
     if controller:

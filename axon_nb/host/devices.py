@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from axon_nb.records.environment import VISIBLE_GPUS
+
 __all__ = ["Gpu", "list_gpus"]
 
 _BUSY_BYTES = 512 << 20
@@ -39,7 +41,7 @@ def list_gpus() -> list[Gpu]:
     none at all.
     """
     cards = [card for line in _query().splitlines() if (card := _parse(line)) is not None]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE_GPUS.name)
     if visible is None:
         return [gpu for _, gpu in cards]
     chosen: list[Gpu] = []

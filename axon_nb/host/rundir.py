@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.errors import StartError
+from axon_nb.records.environment import IPYTHON_DIR, RUNTIME_DIR, USER_RUNTIME_DIR
 
 __all__ = ["RunDir", "base_dir", "list_run_dirs"]
 
 # Linux: struct sockaddr_un.sun_path is 108 bytes with the closing zero, elsewhere 104.
 _MAX_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
-_ENV = "AXON_NB_RUNTIME_DIR"
 _MAKING_S = 5.0
 
 
@@ -33,7 +33,7 @@ def base_dir() -> Path:
     Raises:
         StartError: the folder is not ours alone, or cannot be made.
     """
-    roots = [os.environ.get(_ENV), os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    roots = [RUNTIME_DIR.get(), USER_RUNTIME_DIR.get(), tempfile.gettempdir(), "/tmp"]
     reasons = []
     for root in roots:
         if not root:
@@ -56,7 +56,7 @@ def base_dir() -> Path:
             return path
     raise StartError(
         f"No private folder for the cluster's sockets ({'; '.join(reasons)}): "
-        f"set {_ENV} to a short path on a local disk."
+        f"set {RUNTIME_DIR.name} to a short path on a local disk."
     )
 
 
@@ -113,7 +113,7 @@ class RunDir:
 
     def ipython_env(self) -> dict[str, str]:
         """Where IPython keeps its files when the home folder cannot be written: it would leave a folder a process."""
-        usual = Path(os.environ.get("IPYTHONDIR") or os.path.expanduser("~/.ipython"))
+        usual = Path(IPYTHON_DIR.get() or os.path.expanduser("~/.ipython"))
         if os.access(usual if usual.exists() else usual.parent, os.W_OK | os.X_OK):
             return {}
         folder = self.path / "ipython"

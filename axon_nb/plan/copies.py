@@ -25,7 +25,9 @@ _inside = [False]
 def together(calls: Sequence[Callable[[], T]], *, tell: Callable[[int], None] | None = None) -> list[T]:
     """What each function returns, in order; as many at a time as there are cores for this process.
 
-    The last one runs here, the others in forked copies, whose changes to anything are lost.
+    Each runs in a forked copy, whose changes to anything are lost. None runs here, not even a single one: after a
+    backward in this process, builds of torch with CUDA refuse one in any copy made later (pytorch wiki, "Autograd and
+    Fork").
 
     Args:
         calls: Their results can be pickled. No threads of this process are needed by them.
@@ -35,9 +37,9 @@ def together(calls: Sequence[Callable[[], T]], *, tell: Callable[[int], None] | 
         Exception: what one of them has raised.
     """
     free = min(_cores(), _MOST)
-    if len(calls) < 2 or free < 2 or _inside[0] or not hasattr(os, "fork"):
+    if free < 2 or _inside[0] or not hasattr(os, "fork"):
         return [_told(call(), number, tell) for number, call in enumerate(calls)]
-    _inside[0] = True
+    _inside[0] = len(calls) > 1  # a single one may use the cores itself
     try:
         found: list[T] = []
         for first in range(0, len(calls), free):
@@ -60,9 +62,8 @@ def _told(result: T, number: int, tell: Callable[[int], None] | None) -> T:
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(_Copy(call)) for call in calls[:-1]]
-        last = calls[-1]()
-        return [*(copy.result() for copy in copies), last]
+        copies = [stack.enter_context(_Copy(call)) for call in calls]
+        return [copy.result() for copy in copies]
 
 
 class _Copy(Generic[T]):

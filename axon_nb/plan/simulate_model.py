@@ -251,14 +251,14 @@ def explained(doing: str, hint: str) -> Iterator[None]:
     except UsageError:
         raise
     except NO_VALUES as error:
-        first = (str(error).splitlines() or [""])[0]
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise PlanError(
             f"the model cannot be {doing} on tensors without data: it asks for their values "
             f"({type(error).__name__}: {first}); a factory that makes it without .item(), .tolist(), if tensor: and "
             "boolean indexing can be planned for."
         ) from error
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise PlanError(
             f"the model cannot be {doing} on tensors without data ({type(error).__name__}: {first}): {hint}."
         ) from error

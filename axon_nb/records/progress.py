@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from axon_nb.errors import UsageError
+from axon_nb.records.environment import RUN_ID
 from axon_nb.records.running_cell import running_cell
 
 __all__ = ["Bar", "Progress", "bars", "progress"]
@@ -136,7 +137,7 @@ def _end(bar: Progress[Any]) -> None:
 
 def _draws() -> bool:
     """Whether this process draws rows: every rank in a cell, rank 0 elsewhere."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") == "axon_nb" or os.environ.get("RANK", "0") == "0"
+    return RUN_ID.get() == "axon_nb" or os.environ.get("RANK", "0") == "0"
 
 
 def _redraw() -> None:

@@ -79,7 +79,7 @@ def test_a_plain_cell_has_the_notebooks_names(typed: Kernel) -> None:
         "%distributed start --back": ["%distributed start --backend"],
         "%distributed start --backend n": ["%distributed start --backend nccl"],
         "%distributed seed 0 --": ["%distributed seed 0 --per-rank"],
-        "%distributed config warm": ["%distributed config warm_up=True"],
+        "%distributed config warm": ["%distributed config warm_up=on"],
         "%distributed auto o": ["%distributed auto off", "%distributed auto on"],
         "%push t_notebook --r": ["%push t_notebook --ranks"],
     }.items(),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
-import pytest
+import torch
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.copies import together
@@ -57,12 +57,19 @@ def test_all_are_answered_and_none_is_left() -> None:
     }
 
 
-def test_one_alone_runs_here() -> None:
-    assert together([os.getpid]) == [os.getpid()]
-    assert together([]) == []
-    with pytest.raises(ValueError, match="no"):
-        together([partial(_raise, ValueError("no"))])
+def backward() -> float:
+    """A gradient; with a build of torch for CUDA, no process that was forked after one can compute another."""
+    x = torch.ones(2, requires_grad=True)
+    (x * 3).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def one_after_the_other(task: Any, report: Any) -> list[list[float]]:
+    """Run in a process without threads: one backward, and then several at once."""
+    return [together([backward]), together([backward, backward]), together([])]
+
+
+def test_a_single_calculation_leaves_the_process_fit_for_others() -> None:
+    found = run_apart("tests.plan.test_copies:one_after_the_other", cloudpickle.dumps(None))
+    assert found == [[6.0], [6.0, 6.0], []]

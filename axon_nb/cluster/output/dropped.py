@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from axon_nb.cluster.output.labels import num_bytes
 from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
+from axon_nb.cluster.setting_kinds import byte_count
 
 __all__ = ["Dropped"]
 
@@ -120,7 +121,8 @@ def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, e
     if not exceeded:
         return what + "more at once than a notebook takes …"
     larger = max(4, -(-4 * limit // 2**20))
-    return what + f"a cell shows {limit / 2**20:.3g} MiB; `%distributed config output_limit={larger}MiB` raises that …"
+    shown = byte_count(1).show(limit)
+    return what + f"a cell shows {shown}; `%distributed config output_limit={larger}MiB` raises that …"
 
 
 def _plural(number: int, noun: str) -> str:

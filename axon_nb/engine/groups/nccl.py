@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
 __all__ = ["ABORT_LIMIT_S", "DEFAULTS", "REQUIRED", "groups", "install", "set_environment"]
@@ -59,7 +60,7 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
     for name, value in DEFAULTS.items():
         environ.setdefault(name, value)
     if one_host:
-        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        environ.setdefault(NCCL_INTERFACE.name, NCCL_INTERFACE.default)
 
 
 def install(root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None) -> NativeGroups:

@@ -24,6 +24,7 @@ import torch
 
 from axon_nb._version import __version__
 from axon_nb.records.capability import Capability, Verdict
+from axon_nb.records.environment import USER_CACHE
 
 __all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save"]
 
@@ -34,8 +35,7 @@ _SOURCES = ("engine/groups", "engine/self_test", "torch_api")
 
 def cache_folder() -> Path:
     """Where verdicts are kept: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "axon_nb" / "self_test"
+    return Path(USER_CACHE.get()).expanduser() / "axon_nb" / "self_test"
 
 
 @functools.cache

@@ -1,0 +1,113 @@
+"""Write `docs/settings.md` from the docstrings of the settings and of the environment variables.
+
+`--check` only says whether it is up to date. The settings are in `axon_nb/cluster/settings.py`, the variables in
+`axon_nb/records/environment.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from axon_nb.cluster.settings import Settings  # noqa: E402 - the package need not be installed
+from axon_nb.records import environment  # noqa: E402
+
+__all__ = ["docstrings", "main", "render"]
+
+TARGET = ROOT / "docs" / "settings.md"
+SETTINGS = ROOT / "axon_nb" / "cluster" / "settings.py"
+VARIABLES = ROOT / "axon_nb" / "records" / "environment.py"
+
+HEAD = """\
+# Settings
+
+`%distributed config` lists all settings and marks those for which the running cluster has another value.
+`%distributed config keep_alive=10min output_limit=4MiB` changes settings; if one value is wrong, none changes. The
+output says what is now set and, while a cluster is running, when it takes effect.
+
+Durations are in seconds unless a unit follows (`ms`, `s`, `min`, `h`, `d`), sizes in bytes (`KiB`, `MiB`, `GiB`, `kB`,
+`MB`, `GB`).
+
+Settings last as long as the kernel. After a restart of the kernel, `%distributed attach` restores those that the
+cluster keeps; a value set in the new kernel before takes precedence. The cluster keeps
+{kept}.
+
+In a program, `axon_nb.cluster.settings.settings.set("keep_alive=10min")` does the same as the magic.
+
+`scripts/settings_table.py` generates this page from the docstrings in the code.
+"""
+
+BETWEEN = """
+## Environment variables
+
+The variables that axon_nb reads. Ranks inherit the notebook's environment as it is when they start, plus what
+`torchrun` sets, and `OMP_NUM_THREADS` from the setting `threads`.
+"""
+
+
+def docstrings(path: Path, class_name: str | None = None) -> dict[str, str]:
+    """The docstring below each assignment of a module, or of one of its classes, by name; each in one line."""
+    body: Sequence[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    if class_name is not None:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    found = {}
+    for node, after in pairwise(body):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(target, ast.Name) and isinstance(text, str):
+            found[target.id] = " ".join(text.split())
+    return found
+
+
+def _rows() -> list[str]:
+    meanings = docstrings(SETTINGS, "Settings")
+    rows = []
+    for name, setting in Settings.known().items():
+        default = setting.kind.show(Settings.default(name))
+        cells = (f"`{name}`", f"`{default}`", setting.kind.unit or "number", setting.acts.value, meanings[name])
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _variable_rows() -> list[str]:
+    rows = []
+    for name, meaning in docstrings(VARIABLES).items():
+        entry = getattr(environment, name)
+        one = isinstance(entry, environment.Variable)
+        names = ", ".join(f"`{each}`" for each in ([entry.name] if one else entry.names))
+        rows.append(f"| {names} | {f'`{entry.default}`' if one and entry.default else ''} | {meaning} |")
+    return rows
+
+
+def render() -> str:
+    """The text of `docs/settings.md`."""
+    names = [f"`{name}`" for name, setting in Settings.known().items() if setting.of_cluster]
+    kept = f"{', '.join(names[:-1])} and {names[-1]}"
+    table = ["| setting | default | unit | takes effect | meaning |", "|---|---|---|---|---|", *_rows()]
+    variables = ["| variable | default | meaning |", "|---|---|---|", *_variable_rows()]
+    return "\n".join([HEAD.format(kept=kept), *table, BETWEEN, *variables]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page; return 1 when `--check` finds that it is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is not up to date")
+    text = render()
+    if parser.parse_args(argv).check:
+        if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
+            return 0
+        print("docs/settings.md is not up to date; `python scripts/settings_table.py` writes it", file=sys.stderr)
+        return 1
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Settings of a running cluster: what acts at once does, and what does not says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.driver import Kernel
+from tests.kernel.processes import ended, footprint, until
+
+MakeKernel = Callable[..., Kernel]
+
+API = "from axon_nb.cluster.settings import settings"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("%distributed config keep_alive=3", ["keep_alive = 3 s (in effect now)"]),
+        (f"{API}\nsettings.keep_alive = 3", []),
+    ],
+    ids=["magic", "attribute"],
+)
+def test_a_shorter_keep_alive_acts_on_the_running_cluster(new_kernel: MakeKernel, change: str, said: list[str]) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    assert kernel.ok(change).lines() == said
+    left = footprint(kernel)
+    own = (left.agent, left.controller, *left.ranks)
+    kernel.kill()
+    assert not any(ended(process) for process in left.processes if process.pid in own)
+    assert until(left.gone)  # a minute, and not the 300 s with which the cluster was started
+
+
+def test_a_longer_keep_alive_acts_on_the_running_cluster_and_attach_restores_it(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=1\n%distributed start -n 2")
+    kernel.ok("%%distributed\nkept = rank + 10")
+    reply = kernel.ok("%distributed config keep_alive=10min output_limit=2MiB")
+    assert reply.lines() == ["keep_alive = 600 s (in effect now)", "output_limit = 2 MiB (from the next cell)"]
+    left = footprint(kernel)
+    kernel.kill()
+    assert not until(left.gone, timeout=6.0)
+    kernel.restart(now=True)
+    kernel.ok("%load_ext axon_nb\n%distributed config output_limit=4KiB\n%distributed attach")
+    assert kernel.ok("%%distributed\nkept").lines() == ["[rank 0] 10", "[rank 1] 11"]
+    listed = kernel.ok("%distributed config").lines()
+    assert listed[0] == "keep_alive = 600 s (default 300 s)"
+    assert listed[2] == "output_limit = 4 KiB (default 1 MiB)"
+    agent_says = kernel.value(
+        "(lambda i: (i['keep_alive_s'], i['settings']['output_limit']))"
+        "(__import__('axon_nb').current_cluster().connection.agent.call('get_info')['info'])"
+    )
+    assert agent_says == (600.0, 4096)
+
+
+def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
+    flood = "%%distributed --ranks 0\nfor i in range(1000):\n    print(i, 'x' * 90)"
+    assert len(kernel.ok(flood).lines()) == 1000
+    assert kernel.ok("%distributed config output_limit=4KiB").lines() == ["output_limit = 4 KiB (from the next cell)"]
+    reply = kernel.ok(flood)
+    assert len(reply.lines()) < 200
+    assert "not shown: a cell shows 4 KiB; `%distributed config output_limit=4MiB` raises that" in reply.stderr
+    kernel.ok("%distributed config output_limit=1MiB")
+    assert len(kernel.ok(flood).lines()) == 1000
+
+
+def test_a_setting_of_the_next_start_says_so_and_acts_after_a_restart(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2")
+    ask = "%%distributed\n(dist.group.WORLD._timeout.total_seconds(), torch.get_num_threads())"
+    assert kernel.ok(ask).lines() == ["[ranks 0-1] (1800.0, 1)"]
+    assert kernel.ok("%distributed config collective_timeout=1min threads=2").lines() == [
+        "collective_timeout = 60 s (from the next start; this cluster keeps 1800 s)",
+        "threads = 2 (from the next start; this cluster keeps 1)",
+    ]
+    assert kernel.ok(ask).lines() == ["[ranks 0-1] (1800.0, 1)"]
+    listed = kernel.ok("%distributed config").lines()
+    assert "collective_timeout = 60 s (from the next start; this cluster keeps 1800 s; default 1800 s)" in listed
+    kernel.ok("%distributed restart")
+    assert kernel.ok(ask).lines() == ["[ranks 0-1] (60.0, 2)"]
+    assert "collective_timeout = 60 s (default 1800 s)" in kernel.ok("%distributed config").lines()
+
+
+def test_a_wrong_value_leaves_the_cluster_and_all_settings_as_they_were(kernel: Kernel) -> None:
+    before = kernel.ok("%distributed config").stdout
+    reply = kernel.run("%distributed config keep_alive=5 threads=many debug=off")
+    assert (reply.ename, len(reply.traceback.splitlines())) == ("UsageError", 1)
+    assert kernel.ok("%distributed config").stdout == before
+    info = "__import__('axon_nb').current_cluster().connection.agent.call('get_info')['info']"
+    assert kernel.value(f"{info}['keep_alive_s']") == 300.0
+
+
+def test_warm_up_starts_and_ends_the_waiting_host_agent(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel(AXON_NB_WARM_UP="0")
+    kernel.ok("%load_ext axon_nb")
+    assert "warm_up = off (default on)" in kernel.ok("%distributed config").lines()
+    base = Path(kernel.value("str(__import__('axon_nb.host.rundir', fromlist=['x']).base_dir())"))
+
+    def waiting() -> list[str]:
+        return [name for name in os.listdir(base) if _starter(base / name) == kernel.pid]
+
+    assert waiting() == []
+    assert kernel.ok("%distributed config warm_up=on").lines() == ["warm_up = on"]
+    assert until(waiting)
+    kernel.ok("%distributed config warm_up=off")
+    assert until(lambda: not waiting())
+
+
+def _starter(folder: Path) -> int | None:
+    try:
+        return int((folder / "starter").read_text())
+    except (OSError, ValueError):
+        return None

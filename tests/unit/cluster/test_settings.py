@@ -1,0 +1,203 @@
+"""Settings: how values are written, checked and shown, and what is said of when they take effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.cluster.setting_kinds import Value, byte_count, seconds
+from axon_nb.cluster.settings import LiveSettings, Settings
+from axon_nb.errors import ClusterGone, UsageError
+
+
+class Running:
+    """What settings see of a running cluster."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.taken: list[dict[str, Value]] = []
+
+    def take_settings(self, changed: Mapping[str, Value]) -> None:
+        self.taken.append(dict(changed))
+        self.settings = Settings(**{**vars(self.settings), **changed})
+
+
+def started(**values: Any) -> tuple[LiveSettings, Running]:
+    """The settings of a notebook, and the cluster that it started with them."""
+    own = LiveSettings(**values)
+    cluster = Running(own.snapshot())
+    own.running = lambda: cluster
+    return own, cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("5", 5.0, "5 s"),
+        ("5s", 5.0, "5 s"),
+        ("0.5 s", 0.5, "0.5 s"),
+        ("250ms", 0.25, "0.25 s"),
+        ("2min", 120.0, "120 s"),
+        (" 2 MIN ", 120.0, "120 s"),
+        ("1h", 3600.0, "3600 s"),
+        ("1.5h", 5400.0, "5400 s"),
+        ("30d", 2592000.0, "2592000 s"),
+    ],
+)
+def test_seconds(text: str, value: float, shown: str) -> None:
+    assert seconds().read("x", text) == value
+    assert seconds().show(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("65536", 65536, "64 KiB"),
+        ("1MiB", 1 << 20, "1 MiB"),
+        ("1.5 mib", 3 << 19, "1.5 MiB"),
+        ("4GiB", 4 << 30, "4 GiB"),
+        ("2MB", 2_000_000, "2000000 B"),
+        ("1500 B", 1500, "1500 B"),
+    ],
+)
+def test_bytes(text: str, value: int, shown: str) -> None:
+    assert byte_count(1).read("x", text) == value
+    assert byte_count(1).show(value) == shown
+
+
+@given(st.integers(1, 1 << 40))
+def test_bytes_as_shown_are_read_back(value: int) -> None:
+    assert byte_count(1).read("x", byte_count(1).show(value)) == value
+
+
+@given(st.floats(0, 1e9))
+def test_seconds_as_values_and_as_shown_are_read_back(value: float) -> None:
+    assert seconds().read("x", value) == pytest.approx(value, abs=1e-15)
+    if value == 0 or value > 1e-4:
+        assert seconds().read("x", seconds().show(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("assignment", "sentence"),
+    [
+        ("keep_alive=x", "keep_alive must be a number of seconds, such as 300 or 5min; got 'x'."),
+        ("keep_alive=", "keep_alive must be a number of seconds, such as 300 or 5min; got ''."),
+        ("keep_alive=-1", "keep_alive must be a number of seconds, such as 300 or 5min; got '-1'."),
+        ("keep_alive=5MiB", "keep_alive must be a number of seconds, such as 300 or 5min; got '5MiB'."),
+        ("keep_alive=nan", "keep_alive must be a number of seconds, such as 300 or 5min; got 'nan'."),
+        ("keep_alive=99999999d", "keep_alive must be at most 1000000000 s; got '99999999d'."),
+        (
+            "collective_timeout=0",
+            "collective_timeout must be a number of seconds of at least 1, such as 300 or 5min; got '0'.",
+        ),
+        (
+            "output_limit=5min",
+            "output_limit must be a number of bytes of at least 1024, such as 65536 or 4MiB; got '5min'.",
+        ),
+        (
+            "threads=1.5",
+            "threads must be a whole number of threads per rank, such as 2, or 0 to share the cores evenly; got '1.5'.",
+        ),
+        ("threads=5000", "threads must be at most 4096; got '5000'."),
+        ("debug=maybe", "debug must be on or off; got 'maybe'."),
+        ("keepalive=5", "%distributed config has no setting 'keepalive': did you mean keep_alive?"),
+        ("keep_alive", "%distributed config takes key=value, such as keep_alive=300s; got 'keep_alive'."),
+        ("keepalive 5", "%distributed config has no setting 'keepalive': did you mean keep_alive?"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_changes_nothing(assignment: str, sentence: str) -> None:
+    own, cluster = started()
+    for before in ([], ["auto_repair=on keep_alive=7"]):
+        with pytest.raises(UsageError) as raised:
+            own.set(*before, assignment)
+        assert str(raised.value) == sentence
+    assert own.snapshot() == Settings()
+    assert cluster.taken == []
+
+
+def test_without_a_cluster_a_line_is_just_the_value() -> None:
+    own = LiveSettings()
+    assert own.set("keep_alive=5 output_limit = 2 MiB threads=2", "debug=off") == [
+        "keep_alive = 5 s",
+        "output_limit = 2 MiB",
+        "threads = 2",
+        "debug = off",
+    ]
+    assert own.snapshot() == Settings(keep_alive=5.0, output_limit=2 << 20, threads=2, debug=False)
+
+
+def test_with_a_cluster_a_line_says_when_the_value_takes_effect() -> None:
+    own, cluster = started()
+    assert own.set("keep_alive=5 output_limit=2MiB auto_repair=on start_timeout=60") == [
+        "keep_alive = 5 s (in effect now)",
+        "output_limit = 2 MiB (from the next cell)",
+        "auto_repair = on (in effect now)",
+        "start_timeout = 60 s (from the next start)",
+    ]
+    assert cluster.taken == [{"keep_alive": 5.0, "output_limit": 2 << 20}]
+    assert own.set("collective_timeout=1min") == [
+        "collective_timeout = 60 s (from the next start; this cluster keeps 1800 s)"
+    ]
+    assert cluster.settings.collective_timeout == 1800.0
+    assert own.set("collective_timeout=30min") == ["collective_timeout = 1800 s (in effect now)"]
+
+
+def test_the_list_marks_what_is_not_the_default_or_not_what_the_cluster_has() -> None:
+    own, _ = started(keep_alive=60.0)
+    own.set("threads=2")
+    assert own.lines() == [
+        "keep_alive = 60 s (default 300 s)",
+        "warm_up = on",
+        "output_limit = 1 MiB",
+        "collective_timeout = 1800 s",
+        "threads = 2 (from the next start; this cluster keeps 0; default 0)",
+        "auto_repair = off",
+        "debug = on",
+        "start_timeout = 120 s",
+    ]
+    assert own.assignments()[:2] == ["keep_alive=60s", "warm_up=on"]
+
+
+def test_values_and_attributes_are_checked_and_act_as_text_does() -> None:
+    own, cluster = started()
+    own.keep_alive = 7
+    own.set(output_limit=4096, threads=3, debug=False)
+    assert cluster.taken == [{"keep_alive": 7.0}, {"output_limit": 4096}]
+    assert (own.keep_alive, own.output_limit, own.threads, own.debug) == (7.0, 4096, 3, False)
+    for wrong in (-1, float("nan"), float("inf"), True, None, "x"):
+        with pytest.raises(UsageError, match="keep_alive must be a number of seconds"):
+            own.keep_alive = wrong  # type: ignore[assignment]
+    assert own.keep_alive == 7.0
+
+
+def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
+    own, cluster = started()
+
+    def gone(changed: Mapping[str, Value]) -> None:
+        raise ClusterGone("gone")
+
+    cluster.take_settings = gone  # type: ignore[method-assign]
+    with pytest.raises(ClusterGone):
+        own.set("debug=off keep_alive=5")
+    assert own.snapshot() == Settings()
+
+
+def test_the_settings_of_an_attached_cluster_are_taken_over_except_those_set_here() -> None:
+    own = LiveSettings()
+    own.set("keep_alive=9 threads=4")
+    kept = {"keep_alive": 60.0, "output_limit": 4096, "collective_timeout": 30.0, "threads": 1}
+    cluster = Running(own.take_over(kept))
+    own.running = lambda: cluster
+    own.act_again()
+    assert cluster.taken == [{"keep_alive": 9.0}]
+    assert own.lines()[:5] == [
+        "keep_alive = 9 s (default 300 s)",
+        "warm_up = on",
+        "output_limit = 4 KiB (default 1 MiB)",
+        "collective_timeout = 30 s (default 1800 s)",
+        "threads = 4 (from the next start; this cluster keeps 1; default 0)",
+    ]
