@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all check fix fuzz bench notebooks clean
+.PHONY: help install demo lab test test-all check fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -59,6 +59,11 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py
+
+dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
 
 clean:  ## remove the environment, caches and results
 	rm -rf $(VENV) out build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -56,6 +56,16 @@ total.item()
 # scikit-learn, keep a fifth of them aside for the test, and push the arrays to all ranks.
 
 # %%
+from importlib.util import find_spec
+
+import axon_nb
+
+if not (find_spec("sklearn") and find_spec("matplotlib")):
+    raise axon_nb.UsageError(
+        'This notebook needs scikit-learn and Matplotlib. Run `%pip install "axon_nb[demo]"`, then this cell again.'
+    )
+
+# %%
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 

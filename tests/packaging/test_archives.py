@@ -1,0 +1,157 @@
+"""The source archive and the wheel: complete, equal to each other, and fit for a package index."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from readme_renderer.markdown import render
+
+from tests.packaging.conftest import Archives
+from tests.packaging.environments import ROOT, run
+
+pytestmark = pytest.mark.slow
+
+TARGETS = set(re.findall(r"^([a-z-]+):.*  ## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+MADE = (".git", ".venv", "build", "dist", "out")
+"""Folders that targets or `make install` make."""
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+
+
+class Targets(HTMLParser):
+    """Collects where the links and the pictures of a page point to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.pictures: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note the targets of one tag."""
+        values = dict(attrs)
+        self.links += [value for name in ("href",) if (value := values.get(name))]
+        self.pictures += [value for name in ("src", "srcset") if (value := values.get(name))]
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Every file of a wheel by its name."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def metadata(archives: Archives) -> email.message.Message:
+    """The METADATA of the wheel."""
+    (text,) = (data for name, data in contents(archives.wheel).items() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(text)
+
+
+@pytest.fixture(scope="module")
+def description(metadata: email.message.Message) -> str:
+    """The long description that a package index shows, as Markdown."""
+    payload = metadata.get_payload(decode=True)
+    assert isinstance(payload, bytes)
+    return payload.decode()
+
+
+def test_twine_finds_no_fault(archives: Archives) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(archives.source), str(archives.wheel)]
+    found = run(command, cwd=archives.unpacked, env=dict(os.environ))
+    assert found.count("PASSED") == 2, found
+
+
+def test_source_archive_builds_the_same_wheel(archives: Archives) -> None:
+    assert archives.wheel_of_source.name == archives.wheel.name
+    ours, theirs = contents(archives.wheel), contents(archives.wheel_of_source)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_wheel_holds_the_package_and_no_more(archives: Archives) -> None:
+    inside = contents(archives.wheel)
+    (version,) = {name.partition("/")[0] for name in inside} - {"axon_nb"}
+    assert version.endswith(".dist-info")
+    assert not [name for name in inside if "__pycache__" in name or "test" in name.split("/")[1]]
+    # `axon_nb/magics` is a link in the repository, and a folder of real files here.
+    expected = {f"axon_nb/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "magics").rglob("*.py")}
+    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "axon_nb").rglob("static/*")}
+    expected |= {"axon_nb/py.typed", f"{version}/licenses/LICENSE"}
+    assert {
+        "axon_nb/magics/__init__.py",
+        "axon_nb/widgets/static/watch.css",
+        "axon_nb/widgets/static/watch.js",
+    } < expected
+    assert expected <= inside.keys()
+
+
+def test_source_archive_holds_every_file_of_the_repository(archives: Archives) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not in a git repository")
+    names = {name for name in listed.stdout.split("\0") if name and not (ROOT / name).is_symlink()}
+    assert sorted(name for name in names if not (archives.unpacked / name).is_file()) == []
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS - {"clean"}))  # `clean` names what others make
+def test_source_archive_holds_what_the_makefile_names(archives: Archives, target: str) -> None:
+    found = run(["make", "--dry-run", target], cwd=archives.unpacked, env=dict(os.environ))
+    folders = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir() and path.name not in MADE)
+    paths = set(re.findall(rf"(?<![\w./-])(?:{folders})(?:/[\w.-]+)*", found))
+    modules = set(re.findall(rf"-m ((?:{folders})(?:\.\w+)+)", found))
+    paths |= {f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py" for path in map(_path, modules)}
+    assert sorted(path for path in paths if not (archives.unpacked / path).exists()) == []
+
+
+def _path(module: str) -> str:
+    return module.replace(".", "/")
+
+
+def test_source_archive_passes_the_checks(archives: Archives) -> None:
+    env = {**os.environ, "VENV": sys.prefix, "PYTHONPATH": str(archives.unpacked)}
+    run(["scripts/check"], cwd=archives.unpacked, env=env)
+
+
+def test_metadata_names_the_project(metadata: email.message.Message) -> None:
+    assert dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", [])) == URLS
+    assert metadata["Author"] == "axon_nb contributors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+def test_description_has_no_relative_target(description: str) -> None:
+    html = render(description)
+    assert html is not None
+    page = Targets()
+    page.feed(html)
+    assert page.links
+    assert page.pictures, "the index shows no picture"
+    assert [link for link in page.links if not link.startswith(("https://", "#", "mailto:"))] == []
+    assert [picture for picture in page.pictures if not picture.startswith("https://")] == []
+
+
+def test_description_shows_every_picture_of_the_readme(description: str) -> None:
+    html = render(description)
+    assert html is not None
+    names = set(re.findall(r'\bsrc="docs/images/([\w.-]+)"', (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert names
+    page = Targets()
+    page.feed(html)
+    shown = {picture.rpartition("/")[2] for picture in page.pictures}
+    assert names <= shown
+
+
+def test_description_points_to_files_that_exist(description: str, archives: Archives) -> None:
+    base = re.escape(URLS["Source"])
+    paths = set(re.findall(rf"{base}/(?:blob|raw)/HEAD/([^)#\"\s]+)", description))
+    assert any(path.startswith("docs/images/") for path in paths)
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+    assert sorted(path for path in paths if not (archives.unpacked / path).exists()) == []
