@@ -176,7 +176,7 @@ def _help() -> str:
     rows = [f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items()]
     return "\n".join(
         [
-            f"usage: {_PROGRAM} COMMAND …, or {_PROGRAM} --version",
+            f"usage: {_PROGRAM} COMMAND ..., or {_PROGRAM} --version",
             "",
             "Distributed PyTorch in a notebook.",
             "",

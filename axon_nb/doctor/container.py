@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["cgroup_limit", "cgroup_usage", "kind"]
+__all__ = ["cgroup_limit", "kind"]
 
+_LIMIT = {
+    ("memory", 1): "memory.limit_in_bytes",
+    ("memory", 2): "memory.max",
+    ("pids", 1): "pids.max",
+    ("pids", 2): "pids.max",
+}
+_USAGE = {
+    ("memory", 1): "memory.usage_in_bytes",
+    ("memory", 2): "memory.current",
+    ("pids", 1): "pids.current",
+    ("pids", 2): "pids.current",
+}
+"""Files by controller and version of cgroups."""
 _V1_UNLIMITED = 1 << 60
 """Without a limit version 1 tells the largest number of whole pages."""
 
@@ -25,31 +37,27 @@ def kind() -> str:
 
 def cgroup_limit(
     controller: str, *, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """The lowest limit of this process's cgroup and those above it; None: there is none.
+) -> tuple[int, int] | None:
+    """Limit and usage of that cgroup, this process's own or one above it, which has the least left; None: no limit.
 
     Args:
         controller: ``memory`` (bytes) or ``pids`` (tasks).
         root: Where cgroups are mounted.
         own: Which of them this process is in.
     """
-    file = {"memory": ("memory.max", "memory.limit_in_bytes"), "pids": ("pids.max", "pids.max")}[controller]
-    limits = []
+    found = []
     for folder, version in _folders(controller, root, own):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            limits.append(int((folder / file[version - 1]).read_text()))
-    return min((limit for limit in limits if limit < _V1_UNLIMITED), default=None)
+        limit, used = (_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
+        if limit is not None and limit < _V1_UNLIMITED:
+            found.append((limit, used or 0))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
 
-def cgroup_usage(
-    controller: str, *, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """How much of the limit this process's own cgroup uses; None: nobody tells."""
-    file = {"memory": ("memory.current", "memory.usage_in_bytes"), "pids": ("pids.current", "pids.current")}[controller]
-    for folder, version in _folders(controller, root, own):
-        with contextlib.suppress(OSError, ValueError):
-            return int((folder / file[version - 1]).read_text())
-    return None
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max" is no number
+        return None
 
 
 def _folders(controller: str, root: Path, own: Path) -> list[tuple[Path, int]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 
 from axon_nb._version import __version__
+from axon_nb.cluster.layout import plan_layout
 from axon_nb.doctor.children import Child
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
 from axon_nb.doctor.gpus import NVML, gpus
@@ -19,7 +21,7 @@ from axon_nb.doctor.versions import SELF_TEST, TORCH_BUILD, environment, self_te
 __all__ = ["examine"]
 
 _SELF_TEST_S = 120.0
-_TORCH_S = 60.0
+_TORCH_S = 120.0
 _NVML_S = 30.0
 
 
@@ -39,7 +41,13 @@ def examine() -> Report:
             there.extend(find_clusters())
             return clusters(there)
 
-        own = [_try("host", host), _try("limits", limits), _try("network", network), _try("environment", environment)]
+        layout = functools.cache(lambda: plan_layout(None))  # it asks the driver, which may take its time
+        own = [
+            _try("host", lambda: host(layout())),
+            _try("limits", lambda: limits(layout().num_ranks)),
+            _try("network", network),
+            _try("environment", environment),
+        ]
         running = _try("clusters", cluster_section)
         cards, build = driver.answer(), built.answer()
         sections = (

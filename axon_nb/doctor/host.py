@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from axon_nb.cluster.layout import Layout, plan_layout
+from axon_nb.cluster.layout import Layout
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import StartError
@@ -27,11 +27,14 @@ _BASE_BYTES, _RANK_BYTES = 192 << 20, 64 << 20
 """What a cluster takes before any of the user's data (torch 2.13 on CPUs): 130 MiB, and 40 MiB a rank."""
 
 
-def host() -> Section:
-    """Cores, memory, shared memory and the folder for a cluster's files."""
-    layout = plan_layout(None)
+def host(layout: Layout) -> Section:
+    """Cores, memory, shared memory and the folder for a cluster's files.
+
+    Args:
+        layout: What a start without options gives here.
+    """
     free = free_memory()
-    limit = container.cgroup_limit("memory")
+    limit, _ = container.cgroup_limit("memory") or (None, 0)
     findings = (
         Finding("container", container.kind() or "none"),
         _cores(),

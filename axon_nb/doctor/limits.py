@@ -9,11 +9,10 @@ import sys
 
 import psutil
 
-from axon_nb.cluster.layout import plan_layout
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 
-__all__ = ["limits"]
+__all__ = ["files_needed", "limits", "tasks_needed"]
 
 _UNLIMITED = resource.RLIM_INFINITY
 _COMFORTABLE_FILES = 1024
@@ -29,9 +28,12 @@ def tasks_needed(num_ranks: int) -> int:
     return 32 + 16 * num_ranks
 
 
-def limits() -> Section:
-    """Limits of this process, which its children inherit."""
-    num_ranks = plan_layout(None).num_ranks
+def limits(num_ranks: int) -> Section:
+    """Limits of this process, which its children inherit.
+
+    Args:
+        num_ranks: Of a start without options.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = (_files(soft, hard, num_ranks), _tasks(num_ranks))
     data = {
@@ -73,9 +75,9 @@ def _tasks(num_ranks: int) -> Finding:
     free: list[tuple[int, str]] = []
     shown = []
     if group is not None:
-        used = container.cgroup_usage("pids") or 0
-        shown.append(f"{group} in the cgroup, {used} used")
-        free.append((group - used, _raise_group()))
+        limit, used = group
+        shown.append(f"{limit} in the cgroup, {used} used")
+        free.append((limit - used, _raise_group()))
     if user != _UNLIMITED and os.geteuid() != 0:  # Linux does not hold root to it
         used = _tasks_of_user()
         shown.append(f"{user} for this user, {used} used")

@@ -64,8 +64,8 @@ class Report:
     def text(self) -> str:
         """For people: what needs action first, then all facts by section."""
         lines = [f"{self.title}: {self.summary}", ""]
-        for finding in self._to_mend():
-            lines += [*_wrapped(finding), ""]
+        for alike in self._to_mend():
+            lines += [*_wrapped(alike), ""]
         labels = [len(finding.label) for finding in self._findings()]
         usual = max((length for length in labels if length <= _USUAL_LABEL), default=0)
         for section in self.sections:
@@ -95,9 +95,12 @@ class Report:
         told = [f"{number} {word}{'s' if number > 1 else ''}" for number, word in counts if number]
         return ", ".join(told) or "no problems"
 
-    def _to_mend(self) -> list[Finding]:
-        everything = list(self._findings())
-        return [f for kind in ("problem", "note") for f in everything if f.severity == kind]
+    def _to_mend(self) -> list[list[Finding]]:
+        """What is not ok, problems first; those with one fix together."""
+        groups: dict[tuple[Severity, str], list[Finding]] = {}
+        for finding in self._findings():
+            groups.setdefault((finding.severity, finding.fix), []).append(finding)
+        return [group for kind in ("problem", "note") for (severity, _), group in groups.items() if severity == kind]
 
     def _count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self._findings())
@@ -107,16 +110,20 @@ class Report:
             yield from section.findings
 
 
-def _wrapped(finding: Finding) -> list[str]:
-    head = "PROBLEM  " if finding.severity == "problem" else "note     "
-    body = f"{finding.label}: {_sentence(finding.value)} {finding.message}".rstrip()
-    lines = textwrap.wrap(body, _WIDTH, initial_indent=head, subsequent_indent=" " * 9, break_on_hyphens=False)
-    fix = f"{' ' * 9}fix: "
-    # A command to copy stays in one piece, however long its line.
-    return lines + textwrap.wrap(
-        finding.fix, _WIDTH, initial_indent=fix, subsequent_indent=" " * 14, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+def _wrapped(alike: list[Finding]) -> list[str]:
+    """A paragraph for findings with the same fix."""
+    head = "PROBLEM  " if alike[0].severity == "problem" else "note     "
+    lines: list[str] = []
+    for finding in alike:
+        body = f"{finding.label}: {_sentence(finding.value)} {finding.message}".rstrip()
+        lines += _fill(body, " " * 9 if lines else head, " " * 9)
+    return [*lines, *_fill(alike[0].fix, f"{' ' * 9}fix: ", " " * 14)]
+
+
+def _fill(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _sentence(text: str) -> str:
@@ -129,8 +136,5 @@ def _table(findings: tuple[Finding, ...], usual: int) -> list[str]:
     width = max(usual, *(len(finding.label) for finding in findings))
     lines = []
     for finding in findings:
-        lines += textwrap.wrap(
-            f"{_MARK[finding.severity]}{finding.value}", _WIDTH, initial_indent=f"  {finding.label:<{width}}  ",
-            subsequent_indent=" " * (width + 4), break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+        lines += _fill(f"{_MARK[finding.severity]}{finding.value}", f"  {finding.label:<{width}}  ", " " * (width + 4))
     return lines
