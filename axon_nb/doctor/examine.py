@@ -26,7 +26,10 @@ _NVML_S = 30.0
 
 
 def examine() -> Report:
-    """Examine this machine and this installation, as this process sees them; takes as long as torch's import, twice."""
+    """Examine this machine and this installation, as this process sees them.
+
+    Takes as long as to import torch twice; with a torch that is new here the self-test adds some seconds.
+    """
     with contextlib.ExitStack() as children:
 
         def child(arguments: tuple[str, ...], limit_s: float) -> Child:

@@ -144,7 +144,7 @@ def _capability(entry: dict[str, Any]) -> Finding:
     reason, lost = str(entry.get("reason") or "no reason given"), str(entry.get("lost") or "")
     fix = str(entry.get("fix") or "")
     fix = f"Run `{fix}`." if fix.startswith("pip ") else fix or "Use a version of torch that axon_nb was tested with."
-    return Finding(label, f"lost ({reason})", "problem", f"Without it {lost}." if lost else "", fix)
+    return Finding(label, f"does not work ({reason})", "problem", f"Lost: {lost}." if lost else "", fix)
 
 
 def environment() -> Section:

@@ -41,8 +41,8 @@ def test_what_is_lost_is_a_problem_with_its_consequence_and_its_fix() -> None:
     section = self_test(told(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
     finding = section.findings[1]
     assert finding.severity == "problem"
-    assert finding.value == "lost (no attribute _resume)"
-    assert finding.message == "Without it a failing rank leaves the others waiting."
+    assert finding.value == "does not work (no attribute _resume)"
+    assert finding.message == "Lost: a failing rank leaves the others waiting."
     assert finding.fix == 'Run `pip install "torch>=2.11,<2.16"`.'
 
 

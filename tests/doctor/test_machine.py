@@ -73,6 +73,15 @@ def test_torch_is_asked_in_another_process(report: Done) -> None:
     assert "gloo" in build["backends"]
 
 
+def test_each_capability_has_its_verdict(report: Done) -> None:
+    (section,) = [content for name, content in report.json()["sections"].items() if name.startswith("self-test")]
+    capabilities = section["data"]["capabilities"]
+    assert {"release", "rebuild", "repair"} <= {one["name"] for one in capabilities}
+    assert [one["label"] for one in section["findings"]] == [one["label"] for one in capabilities]
+    works = [one["severity"] == "ok" for one in section["findings"]]
+    assert works == [one["works"] for one in capabilities]
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 def test_without_a_gpu_ranks_are_said_to_use_cpus(report: Done) -> None:
     one = finding(report, "GPUs", "NVIDIA")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.kernel.driver import Kernel
+
+NAME = f"seen{os.getpid()}"
+"""Other processes of this run may have a cluster of these tests, too."""
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +19,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel with a cluster of 2 ranks."""
     with Kernel(cwd=tmp_path_factory.mktemp("doctor")) as kernel:
         kernel.ok("%load_ext axon_nb")
-        kernel.ok("%distributed start -n 2 --name seen")
+        kernel.ok(f"%distributed start -n 2 --name {NAME}")
         yield kernel
 
 
@@ -30,7 +34,7 @@ def test_it_examines_the_machine_as_this_kernel_sees_it(kernel: Kernel) -> None:
 
 def test_its_own_cluster_is_in_use(kernel: Kernel) -> None:
     content = json.loads(kernel.ok("%distributed doctor --json").stdout)
-    mine = {one["label"]: one for one in content["sections"]["clusters"]["findings"]}["seen"]
+    mine = {one["label"]: one for one in content["sections"]["clusters"]["findings"]}[NAME]
     assert mine["severity"] == "ok"
     assert "2 ranks, gloo" in mine["value"]
     assert "in use by a notebook" in mine["value"]
