@@ -13,6 +13,7 @@ import psutil
 from axon_nb.doctor import container
 from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
+from axon_nb.doctor.versions import pip
 from axon_nb.host.devices import Gpu, list_gpus
 from axon_nb.records.quantity import format_bytes
 
@@ -133,7 +134,7 @@ def _no_nvml(nvml: Answer) -> list[Finding]:
     """Why NVML, unlike nvidia-smi, shows nothing."""
     if nvml.content.get("package") is False:
         message = "Without it doctor cannot tell MIG instances and who uses the GPUs."
-        return [Finding("nvidia-ml-py", "missing", "note", message, "Run `pip install nvidia-ml-py`.")]
+        return [Finding("nvidia-ml-py", "missing", "note", message, f"Run `{pip()} install nvidia-ml-py`.")]
     why = nvml.failure or nvml.content.get("error") or "finds no GPU"
     return [Finding("NVML", why, "note", "nvidia-smi lists GPUs all the same.", "Run `nvidia-smi -q` for details.")]
 

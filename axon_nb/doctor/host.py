@@ -83,7 +83,7 @@ def _memory(free: int | None, limit: int | None, layout: Layout) -> Finding:
     needed = _BASE_BYTES + layout.num_ranks * _RANK_BYTES
     if free is None or free >= needed:
         return Finding("memory", value)
-    fix = "End other programs, or start fewer ranks with `%distributed start -n 2`."
+    fix = f"End other programs, or start fewer ranks with `%distributed start -n {max(1, layout.num_ranks // 2)}`."
     if bound:
         fix = _in_container("Start the container with a higher `--memory`.", "Raise the pod's memory limit.", fix)
     message = f"{layout.num_ranks} ranks take about {format_bytes(needed)} before any data."

@@ -16,7 +16,7 @@ from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.records.quantity import format_seconds
 
-__all__ = ["SELF_TEST", "TORCH_BUILD", "environment", "self_test", "software"]
+__all__ = ["SELF_TEST", "TORCH_BUILD", "environment", "pip", "self_test", "software"]
 
 SELF_TEST = ("-m", "axon_nb.engine.self_test", "--json")
 """Arguments of Python for the engine's self-test."""
@@ -71,12 +71,12 @@ def _torch(build: Answer) -> Finding:
         if "gloo" not in facts["backends"]:
             return Finding(
                 "torch", value, "problem", "Ranks need Gloo, which this torch is built without.",
-                f"Install another build of torch: `{_pip()} install --force-reinstall torch`.",
+                f"Install another build of torch: `{pip()} install --force-reinstall torch`.",
             )  # fmt: skip
         return Finding("torch", value)
     if _version("torch") is None:
         return Finding(
-            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{_pip()} install "torch>=2.11"`.'
+            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
         )
     return Finding(
         "torch", f"{_version('torch')}, does not import: {build.failure}", "problem", "Ranks cannot start without it.",
@@ -103,7 +103,7 @@ def _unmet() -> list[Finding]:
             if requirement.name == "torch" and version is None:
                 continue
             message = f"axon_nb needs {requirement.name} {requirement.specifier}."
-            fix = f'Run `{_pip()} install "{requirement.name}{requirement.specifier}"`.'
+            fix = f'Run `{pip()} install "{requirement.name}{requirement.specifier}"`.'
             findings.append(Finding(requirement.name, version or "missing", "problem", message, fix))
     return findings
 
@@ -175,5 +175,6 @@ def _python() -> str:
     return _home(sys.executable)
 
 
-def _pip() -> str:
+def pip() -> str:
+    """The pip of this Python, as one types it."""
     return f"{_python()} -m pip"
