@@ -3,42 +3,193 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from axon_nb.errors import AxonError
+from axon_nb._version import __version__
+from axon_nb.errors import AxonError, UsageError
+from axon_nb.usage import nearest_option, unknown_command
 
 __all__ = ["main"]
 
+_PROGRAM = "axon-nb"
+_BAD_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError with one sentence, rather than to print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; `{self.prog} --help` shows what it takes.")
+
+    def options(self) -> list[str]:
+        """All options."""
+        return [option for action in self._actions for option in action.option_strings]
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One sub-command."""
+
+    summary: str
+    description: str
+    add_arguments: Callable[[_Parser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""
+
+
+def _export_arguments(parser: _Parser) -> None:
+    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="an .ipynb file")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to write, a .py file")
+    parser.add_argument("--live-only", action="store_true", help="leave out cells that the end does not depend on")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from axon_nb.export import export_notebook
+
+    print(export_notebook(options.notebook, options.script, live_only=options.live_only, force=options.force))
+    return 0
+
+
+def _json_argument(parser: _Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from axon_nb.doctor.examine import examine
+
+    report = examine()
+    print(report.json() if options.json else report.text())
+    return report.status
+
+
+def _list(options: argparse.Namespace) -> int:
+    from axon_nb.doctor.clusters import find_clusters, table
+
+    found = find_clusters()
+    print(json.dumps([one.as_json() for one in found], indent=2) if options.json else table(found))
+    return 0
+
+
+def _stop_arguments(parser: _Parser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which; default: the only one that no notebook uses")
+    parser.add_argument("--all", action="store_true", help="all that no notebook uses")
+    parser.add_argument("--force", action="store_true", help="also a cluster that a notebook uses")
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from axon_nb.doctor.stopping import stop_clusters
+
+    print("\n".join(stop_clusters(options.name, everything=options.all, force=options.force)))
+    return 0
+
+
+_COMMANDS = {
+    "doctor": _Command(
+        "examine this machine and installation",
+        "Show versions, what torch can do here, GPUs, limits, network and clusters, each problem with its fix. "
+        "Exit status: 0 without a problem, 1 with one. Example: axon-nb doctor --json",
+        _json_argument,
+        _doctor,
+    ),
+    "export": _Command(
+        "write a notebook's %%distributed cells as a script for torchrun",
+        "Write the %%distributed cells of a notebook that has run, in the order of their prompts, as one "
+        "script for torchrun. Example: axon-nb export digits.ipynb train.py",
+        _export_arguments,
+        _export,
+    ),
+    "list": _Command(
+        "show your clusters on this host",
+        "Show your clusters on this host: those in use, and those that were left. Example: axon-nb list --json",
+        _json_argument,
+        _list,
+    ),
+    "stop": _Command(
+        "end a cluster that was left",
+        "End a cluster that was left, through its host agent, and remove the files of dead ones. "
+        "Example: axon-nb stop digits",
+        _stop_arguments,
+        _stop,
+    ),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status.
+    """Run the command; returns its exit status: 0, 1 where it fails or finds a problem, 2 for bad usage.
 
     Args:
         argv: Its arguments; None: those of this process.
     """
-    parser = argparse.ArgumentParser(prog="axon-nb", description="Distributed PyTorch in a notebook.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser(
-        "export",
-        help="write a notebook's %%distributed cells as a script for torchrun",
-        description="Write the %%distributed cells of a notebook that has run, in the order of their prompts, as one "
-        "script for torchrun. Example: axon-nb export digits.ipynb train.py",
-    )
-    export.add_argument("notebook", type=Path, help="an .ipynb file")
-    export.add_argument("script", type=Path, help="the script to write, a .py file")
-    export.add_argument("--live-only", action="store_true", help="leave out cells that the end does not depend on")
-    export.add_argument("--force", action="store_true", help="replace files that are there")
-    options = parser.parse_args(argv)
-    from axon_nb.export import export_notebook
-
+    word, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
+    if word in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if word in ("-V", "--version"):
+        print(f"axon_nb {__version__}")
+        return 0
     try:
-        print(export_notebook(options.notebook, options.script, live_only=options.live_only, force=options.force))
+        options = _parse(word, rest)
+    except UsageError as error:
+        print(_told(error), file=sys.stderr)
+        return _BAD_USAGE
+    try:
+        return _COMMANDS[word].run(options)
     except AxonError as error:
-        print(f"axon-nb: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `axon-nb doctor | head`
+        sys.stderr.close()
+        return 1
+
+
+def _parse(word: str, rest: list[str]) -> argparse.Namespace:
+    """The options of a command.
+
+    Raises:
+        UsageError: there is no such command, or it does not take them.
+    """
+    if word not in _COMMANDS:
+        if word.startswith("-"):
+            raise UsageError(f"{_PROGRAM} has no {word!r}{nearest_option(word, ['--help', '--version'])}")
+        raise unknown_command(_PROGRAM, word, _COMMANDS)
+    command = _COMMANDS[word]
+    parser = _Parser(prog=f"{_PROGRAM} {word}", description=command.description.replace("%", "%%"), allow_abbrev=False)
+    command.add_arguments(parser)
+    options, unknown = parser.parse_known_args(rest)
+    for item in unknown:
+        if item.startswith("-"):
+            raise UsageError(f"{parser.prog} has no {item!r}{nearest_option(item, parser.options())}")
+        raise UsageError(f"{parser.prog} takes no {item!r}; `{parser.prog} --help` shows what it takes.")
+    return options
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    rows = [f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {_PROGRAM} COMMAND ..., or {_PROGRAM} --version",
+            "",
+            "Distributed PyTorch in a notebook.",
+            "",
+            *rows,
+            "",
+            f"`{_PROGRAM} COMMAND --help` shows what a command takes.",
+        ]
+    )
+
+
+def _told(error: AxonError) -> str:
+    text = str(error)
+    return text if text.startswith(_PROGRAM) else f"{_PROGRAM}: {text}"
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
 from axon_nb.magics.examples import example_of
+from axon_nb.usage import nearest_option, unknown_command
 
 __all__ = ["HelpAsked", "LineParser", "parse", "telling_help", "unknown_command"]
 
@@ -75,26 +75,9 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise UsageError(f"{parser.prog}: {_lower(error.argument_name)}{error.message}.") from None
     if unknown:
-        raise UsageError(f"{parser.prog} has no {unknown[0]!r}{_nearest(unknown[0], parser.options())}.")
+        raise UsageError(f"{parser.prog} has no {unknown[0]!r}{nearest_option(unknown[0], parser.options())}")
     return values
-
-
-def unknown_command(magic: str, word: str, commands: Iterable[str]) -> UsageError:
-    """The error of a sub-command that is not there: names the nearest, or all."""
-    names = list(commands)
-    if not word:
-        return UsageError(f"{magic} takes a command: it is one of {', '.join(names)}.")
-    close = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean `{magic} {close[0]}`?" if close else f"it is one of {', '.join(names)}."
-    return UsageError(f"{magic} has no command {word!r}: {hint}")
 
 
 def _lower(name: Any) -> str:
     return f"{name}: " if name else ""
-
-
-def _nearest(word: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(word, options, n=1)
-    if close:
-        return f"; did you mean {close[0]}?".rstrip("?") + "?"
-    return f"; it has {', '.join(options)}" if options else "; it takes no options"

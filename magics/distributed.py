@@ -15,6 +15,7 @@ from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
 from axon_nb.magics.comforts import COMFORTS
+from axon_nb.magics.doctor import doctor
 from axon_nb.magics.export import export_session
 from axon_nb.records.ranks import format_ranks
 
@@ -68,6 +69,7 @@ class DistributedMagics(Magics):
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: ranks on several hosts
         auto on|off: plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
+        doctor [--json]: versions, GPUs, limits, network and clusters of this machine, each problem with its fix
 
         Example: `%distributed start -n 4`.
         """
@@ -100,6 +102,7 @@ class DistributedMagics(Magics):
             "diff": self._diff,
             "config": self._config,
             "export": self._export,
+            "doctor": doctor,
             **COMFORTS,
         }
 

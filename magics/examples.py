@@ -21,6 +21,7 @@ EXAMPLES = {
     "config": "%distributed config keep_alive=10min  or without key=value: shows all settings",
     "debug": "%distributed debug --ranks 2         after a cell has failed on rank 2; `p loss` shows a variable",
     "diff": "%distributed diff model --from 0     where other ranks' model is not as that of rank 0",
+    "doctor": "%distributed doctor               what to send along with an issue",
     "export": "%distributed export train.py         the cells that ran, as a script for torchrun",
     "repair": "%distributed repair --from 0         a dead rank comes back with what rank 0 has",
     "restart": "%distributed restart                 all ranks anew, as many as before",

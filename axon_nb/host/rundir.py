@@ -18,7 +18,7 @@ from typing import Any
 from axon_nb.errors import StartError
 from axon_nb.records.environment import IPYTHON_DIR, RUNTIME_DIR, USER_RUNTIME_DIR
 
-__all__ = ["RunDir", "base_dir", "list_run_dirs"]
+__all__ = ["RunDir", "all_run_dirs", "base_dir", "list_run_dirs"]
 
 # Linux: struct sockaddr_un.sun_path is 108 bytes with the closing zero, elsewhere 104.
 _MAX_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
@@ -197,3 +197,22 @@ def list_run_dirs() -> list[RunDir]:
         elif not run_dir.just_made:
             run_dir.remove()
     return found
+
+
+def all_run_dirs() -> list[RunDir]:
+    """The folders of all clusters of this user, those of dead agents too; makes and removes nothing.
+
+    A notebook server often has another `XDG_RUNTIME_DIR` or temporary folder than a shell: unless
+    `AXON_NB_RUNTIME_DIR` names the place, all usual ones are looked at.
+    """
+    usual = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
+    chosen = os.environ.get(_ENV)
+    found: dict[Path, RunDir] = {}
+    for root in [chosen] if chosen else filter(None, usual):
+        base = Path(root) / f"axon_nb-{os.getuid()}"
+        with contextlib.suppress(OSError):  # not there, or not for us to read
+            info = base.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid():
+                paths = [path for path in sorted(base.iterdir()) if path.is_dir() and not path.is_symlink()]
+                found |= {path.resolve(): RunDir(path) for path in paths}
+    return list(found.values())

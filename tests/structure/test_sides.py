@@ -56,7 +56,7 @@ def test_notebook_side_does_not_load_torch() -> None:
 
 
 def test_notebook_side_does_not_load_torch_module_by_module(root: Path) -> None:
-    code = "\n".join(modules_below(root, package) for package in ("cluster", "magics", "widgets"))
+    code = "\n".join(modules_below(root, package) for package in ("cluster", "doctor", "magics", "widgets"))
     assert "torch" not in loaded_after(code)
 
 

@@ -1,0 +1,75 @@
+"""The whole examination: what takes long runs in processes of its own, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+
+from axon_nb._version import __version__
+from axon_nb.cluster.layout import plan_layout
+from axon_nb.doctor.children import Child
+from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
+from axon_nb.doctor.gpus import NVML, gpus
+from axon_nb.doctor.host import host
+from axon_nb.doctor.limits import limits
+from axon_nb.doctor.network import network
+from axon_nb.doctor.report import Finding, Report, Section
+from axon_nb.doctor.versions import SELF_TEST, TORCH_BUILD, environment, self_test, software
+
+__all__ = ["examine"]
+
+_SELF_TEST_S = 120.0
+_TORCH_S = 120.0
+_NVML_S = 30.0
+
+
+def examine() -> Report:
+    """Examine this machine and this installation, as this process sees them.
+
+    Takes as long as to import torch twice; with a torch that is new here the self-test adds some seconds.
+    """
+    with contextlib.ExitStack() as children:
+
+        def child(arguments: tuple[str, ...], limit_s: float) -> Child:
+            made = Child(arguments, timeout_s=limit_s)
+            children.callback(made.close)
+            return made
+
+        tested, built, driver = child(SELF_TEST, _SELF_TEST_S), child(TORCH_BUILD, _TORCH_S), child(NVML, _NVML_S)
+        there: list[FoundCluster] = []
+
+        def cluster_section() -> Section:
+            there.extend(find_clusters())
+            return clusters(there)
+
+        layout = functools.cache(lambda: plan_layout(None))  # it asks the driver, which may take its time
+        own = [
+            _try("host", lambda: host(layout())),
+            _try("limits", lambda: limits(layout().num_ranks)),
+            _try("network", network),
+            _try("environment", environment),
+        ]
+        running = _try("clusters", cluster_section)
+        cards, build = driver.answer(), built.answer()
+        sections = (
+            _try("software", lambda: software(build)),
+            _try("self-test", lambda: self_test(tested.answer())),
+            _try("GPUs", lambda: gpus(cards, build, rank_names(there))),
+            *own,
+            running,
+        )
+    return Report(f"axon_nb {__version__} doctor, {time.strftime('%Y-%m-%d %H:%M %Z')}", sections)
+
+
+def _try(name: str, section: Callable[[], Section]) -> Section:
+    """One part that fails on a machine which nobody has thought of must not hide the others."""
+    try:
+        return section()
+    except Exception as error:
+        finding = Finding(
+            name, f"{type(error).__name__}: {error}", "problem", "This part of the examination failed.",
+            "Report it as a bug of axon_nb, with this text.",
+        )  # fmt: skip
+        return Section(name, (finding,))

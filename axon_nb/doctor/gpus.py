@@ -1,0 +1,198 @@
+"""GPUs: what the driver tells, whether torch can use them, who else does."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from axon_nb.doctor import container
+from axon_nb.doctor.children import Answer
+from axon_nb.doctor.report import Finding, Section
+from axon_nb.doctor.versions import pip
+from axon_nb.host.devices import Gpu, list_gpus
+from axon_nb.records.quantity import format_bytes
+
+__all__ = ["NVML", "gpus"]
+
+NVML = ("-m", "axon_nb.doctor.nvml")
+"""Arguments of Python for what the driver tells."""
+
+_NONE = "none; ranks compute on CPUs and communicate with Gloo"
+
+
+def gpus(nvml: Answer, build: Answer, owners: Mapping[int, str]) -> Section:
+    """What there is, and what keeps ranks from using it.
+
+    Args:
+        nvml: What the child `NVML` has answered.
+        build: What the child `TORCH_BUILD` has answered.
+        owners: What to call processes, by pid: the ranks of this user's clusters.
+    """
+    facts: dict[str, Any] = dict(nvml.content)
+    cards: list[dict[str, Any]] = facts.get("gpus") or []
+    planned = list_gpus()
+    if cards:
+        findings = [_driver(facts), *_nvidia_smi(planned), *(line for card in cards for line in _card(card, owners))]
+    elif planned:
+        findings = [*map(_plain_card, planned), *_no_nvml(nvml)]
+    else:
+        findings = [_absent(nvml)]
+    if cards or planned:
+        findings += _usable(build, facts)
+    return Section("GPUs", tuple(findings), {**facts, "nccl": build.content.get("nccl")})
+
+
+def _driver(facts: Mapping[str, Any]) -> Finding:
+    return Finding("driver", f"{facts.get('driver') or 'unknown'} (CUDA up to {facts.get('cuda') or 'unknown'})")
+
+
+def _nvidia_smi(planned: list[Gpu]) -> list[Finding]:
+    if planned or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return []
+    program = shutil.which("nvidia-smi")
+    value = f"{program} lists no GPU" if program else "not on the PATH"
+    fix = f"Run `{program}` to see why." if program else "Add the folder of `nvidia-smi` to the PATH of Jupyter."
+    return [Finding("nvidia-smi", value, "problem", "`%distributed start` finds GPUs with it, and sees none.", fix)]
+
+
+def _card(card: Mapping[str, Any], owners: Mapping[int, str]) -> list[Finding]:
+    label = f"GPU {card['index']}"
+    if "error" in card:
+        message = "The driver has lost it, and no rank can use it."
+        return [
+            Finding(label, card["error"], "problem", message, "Restart the machine; the kernel log has the reason.")
+        ]
+    value = f"{card['name']}, {_memory(card)}"
+    users = _users(card, owners)
+    if users:
+        value += f" by {users}"
+    return [_state(label, value, card, owners), *(_instance(label, one, owners) for one in card["instances"])]
+
+
+def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int, str]) -> Finding:
+    number = card["index"]
+    if card["mig"]:
+        return Finding(
+            label, f"{value}, MIG on with {len(card['instances'])} instances", "note",
+            "A process can use one instance only, so ranks on this GPU share its first.",
+            f"To use all of it, run `nvidia-smi -i {number} -mig 0` as root while nothing runs on it.",
+        )  # fmt: skip
+    if card["exclusive"]:
+        return Finding(
+            label, f"{value}, exclusive mode", "note", "It takes one process: ranks cannot share it.",
+            f"To share it, run `nvidia-smi -i {number} -c DEFAULT` as root.",
+        )  # fmt: skip
+    others = any(one["pid"] not in owners for one in card["processes"])
+    used = Gpu(number, "", card["total_bytes"] or 0, card["used_bytes"] or 0)
+    if used.busy and (others or not card["processes"]):
+        return Finding(
+            label, value, "note", "`%distributed start` skips it while more than 512 MiB are in use.",
+            f"End what uses it, or run `%distributed start --devices {number}` to take it all the same.",
+        )  # fmt: skip
+    return Finding(label, value)
+
+
+def _instance(label: str, card: Mapping[str, Any], owners: Mapping[int, str]) -> Finding:
+    users = _users(card, owners)
+    return Finding(f"{label} MIG", f"{card['name']}, {_memory(card)}{f' by {users}' if users else ''}, {card['uuid']}")
+
+
+def _memory(card: Mapping[str, Any]) -> str:
+    if card["total_bytes"] is None:
+        return "memory shared with the host"
+    return f"{format_bytes(card['used_bytes'])} of {format_bytes(card['total_bytes'])} used"
+
+
+def _users(card: Mapping[str, Any], owners: Mapping[int, str]) -> str:
+    parts = []
+    for one in card["processes"]:
+        used = one["used_bytes"]
+        name = owners.get(one["pid"]) or _name(one["pid"])
+        parts.append(f"{name} (pid {one['pid']}{f', {format_bytes(used)}' if used else ''})")
+    return ", ".join(parts)
+
+
+def _name(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return "a process that is not visible here"
+
+
+def _plain_card(gpu: Gpu) -> Finding:
+    return Finding(
+        f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"
+    )
+
+
+def _no_nvml(nvml: Answer) -> list[Finding]:
+    """Why NVML, unlike nvidia-smi, shows nothing."""
+    if nvml.content.get("package") is False:
+        message = "Without it doctor cannot tell MIG instances and who uses the GPUs."
+        return [Finding("nvidia-ml-py", "missing", "note", message, f"Run `{pip()} install nvidia-ml-py`.")]
+    why = nvml.failure or nvml.content.get("error") or "finds no GPU"
+    return [Finding("NVML", why, "note", "nvidia-smi lists GPUs all the same.", "Run `nvidia-smi -q` for details.")]
+
+
+def _absent(nvml: Answer) -> Finding:
+    """No GPU can be seen: whether there may be one all the same."""
+    nodes = sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"))
+    error, here = nvml.content.get("error") or nvml.failure, bool(nvml.content.get("libcuda"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if nodes and nvml.content.get("package") is False:
+        return Finding(
+            "NVIDIA", f"{', '.join(nodes)} there, but neither nvidia-smi nor nvidia-ml-py to ask", "problem",
+            "`%distributed start` finds GPUs with nvidia-smi, and sees none.",
+            "Install the driver's utilities, which bring `nvidia-smi`; then run doctor again.",
+        )  # fmt: skip
+    if nodes or error:
+        there = f"{', '.join(nodes)} there, but " if nodes else ""
+        fix = "Run `nvidia-smi` to see why."
+        if error and "mismatch" in error.lower():
+            fix = "Restart the machine: the driver was updated while its old version was loaded."
+        return Finding(
+            "NVIDIA", f"{there}NVML finds none: {error or 'no library of the driver'}", "problem" if nodes else "note",
+            "Ranks compute on CPUs.", fix,
+        )  # fmt: skip
+    if here and container.kind() in ("docker", "podman"):
+        return Finding(
+            "NVIDIA", "none, though libcuda is there", "note", "Ranks compute on CPUs and communicate with Gloo.",
+            "If the host has GPUs, start the container with `--gpus all`.",
+        )  # fmt: skip
+    return Finding("NVIDIA", f"{_NONE} (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else _NONE)
+
+
+def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
+    """Whether torch can use the GPUs that are there."""
+    torch = build.content
+    if not torch:
+        return []
+    nccl = Finding("NCCL", str(torch["nccl"])) if torch["nccl"] else Finding("NCCL", "none in this torch")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not torch["cuda"]:
+        return [
+            Finding(
+                "torch", f"{torch['torch']} is built without CUDA", "problem", "Ranks cannot use the GPUs.",
+                "Install a build of torch for CUDA "
+                f"{facts.get('cuda') or 'that the driver supports'} or older, then restart the kernel.",
+            )
+        ]  # fmt: skip
+    if torch["gpus"]:
+        return [nccl]
+    if visible is not None and not list_gpus():
+        fix = "Unset CUDA_VISIBLE_DEVICES where Jupyter is started."
+        if visible.startswith("MIG-"):
+            fix = "Unset CUDA_VISIBLE_DEVICES: axon_nb does not place ranks on single MIG instances yet."
+        return [nccl, Finding("visible", f"CUDA_VISIBLE_DEVICES={visible!r}", "note", "It hides all GPUs.", fix)]
+    warning = next((line.strip() for line in build.stderr.splitlines() if "CUDA" in line or "driver" in line), "")
+    if "too old" in warning:
+        fix = f"Update the NVIDIA driver, or install a build of torch for CUDA {facts.get('cuda') or '(see driver)'}."
+    else:
+        fix = 'Run `python -c "import torch; torch.cuda.init()"` to see why.'
+    value = warning or "torch.cuda.is_available() is False"
+    return [nccl, Finding("torch", value, "problem", "Ranks cannot use the GPUs.", fix)]

@@ -1,0 +1,63 @@
+"""Network interfaces: loopback, which every cluster needs, and those that `--interface` takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any
+
+import psutil
+
+from axon_nb.cluster.hosts import LOOPBACK, interface_ip
+from axon_nb.doctor.report import Finding, Section
+
+__all__ = ["network"]
+
+
+def network() -> Section:
+    """Loopback, and each interface with an IPv4 address that other hosts may reach."""
+    found, usual = _interfaces(), _outgoing_ip()
+    findings = [_loopback()]
+    for entry in found:
+        route = ", the default route" if entry["ip"] == usual else ""
+        state = "up" if entry["up"] else "down"
+        use = f"; ranks on other hosts: `--interface {entry['name']}`" if entry["up"] else ""
+        findings.append(Finding(str(entry["name"]), f"{entry['ip']}, {state}{route}{use}"))
+    if not found:
+        findings.append(Finding("others", "none; ranks on other hosts cannot reach this one"))
+    return Section("network", tuple(findings), {"host": socket.gethostname(), "interfaces": found})
+
+
+def _interfaces() -> list[dict[str, Any]]:
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.family == socket.AF_INET for address in addresses):
+            ip = interface_ip(name)
+            if not ipaddress.ip_address(ip).is_loopback:
+                up = name in stats and bool(stats[name].isup)
+                found.append({"name": name, "ip": ip, "up": up})
+    return found
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server, socket.socket() as client:
+            client.settimeout(2.0)
+            client.connect(server.getsockname())
+    except OSError as error:
+        return Finding(
+            "loopback", f"{LOOPBACK} does not work: {error}", "problem", "No cluster can start.",
+            "Run `ip link set lo up` as root.",
+        )  # fmt: skip
+    return Finding("loopback", f"{LOOPBACK} works; ranks of one host use nothing else")
+
+
+def _outgoing_ip() -> str:
+    """The address that this host sends from by default; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address of the range that is kept for documentation
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""

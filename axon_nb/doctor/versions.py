@@ -1,0 +1,180 @@
+"""Versions of what axon_nb rests on, what torch is built with, and whether torch does here what recovery needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from axon_nb._version import __version__
+from axon_nb.doctor.children import Answer
+from axon_nb.doctor.report import Finding, Section
+from axon_nb.records.quantity import format_seconds
+
+__all__ = ["SELF_TEST", "TORCH_BUILD", "environment", "pip", "self_test", "software"]
+
+SELF_TEST = ("-m", "axon_nb.engine.self_test", "--json")
+"""Arguments of Python for the engine's self-test."""
+
+TORCH_BUILD = (
+    "-c",
+    """
+import json, torch, torch.distributed as dist
+there = dist.is_available()
+nccl = there and dist.is_nccl_available()
+print(json.dumps({
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+    "backends": [name for name in ("gloo", "nccl", "mpi") if there and getattr(dist, f"is_{name}_available")()],
+    "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+}))
+""",
+)
+"""Arguments of Python for what torch is built with; in a process of its own, for this one never imports torch."""
+
+_PACKAGES = ("ipyparallel", "ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook", "numpy", "pyzmq", "psutil")
+_ENVIRONMENT = re.compile(r"(AXON_NB|CUDA|GLOO|NCCL|OMP|MKL|NVIDIA_VISIBLE|PYTORCH|TORCH|TP_SOCKET)[A-Z0-9_]*")
+
+
+def software(build: Answer) -> Section:
+    """What is installed.
+
+    Args:
+        build: What the child `TORCH_BUILD` has answered.
+    """
+    findings = [
+        Finding("axon_nb", __version__),
+        Finding("Python", f"{platform.python_version()} {platform.python_implementation()}, {_home(sys.executable)}"),
+        Finding("system", _system()),
+        _torch(build),
+        Finding("packages", ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))),
+        *_unmet(),
+    ]
+    packages = {name: _version(name) for name in ("torch", *_PACKAGES)}
+    data = {"axon_nb": __version__, "python": platform.python_version(), "packages": packages, "build": build.content}
+    return Section("software", tuple(findings), data)
+
+
+def _torch(build: Answer) -> Finding:
+    facts = build.content
+    if facts:
+        made = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
+        nccl = f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL"
+        value = f"{facts['torch']} ({made}, {nccl}; backends {', '.join(facts['backends']) or 'none'})"
+        if "gloo" not in facts["backends"]:
+            return Finding(
+                "torch", value, "problem", "Ranks need Gloo, which this torch is built without.",
+                f"Install another build of torch: `{pip()} install --force-reinstall torch`.",
+            )  # fmt: skip
+        return Finding("torch", value)
+    if _version("torch") is None:
+        return Finding(
+            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
+        )
+    return Finding(
+        "torch", f"{_version('torch')}, does not import: {build.failure}", "problem", "Ranks cannot start without it.",
+        f'See the error in full with `{_python()} -c "import torch"`; reinstalling torch mends most.',
+    )  # fmt: skip
+
+
+def _unmet() -> list[Finding]:
+    """Requirements of axon_nb that the installed packages do not meet; torch is told by itself."""
+    try:
+        wanted = metadata.requires("axon_nb") or []
+    except metadata.PackageNotFoundError:
+        return []
+    findings = []
+    for text in wanted:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            if requirement.name == "torch" and version is None:
+                continue
+            message = f"axon_nb needs {requirement.name} {requirement.specifier}."
+            fix = f'Run `{pip()} install "{requirement.name}{requirement.specifier}"`.'
+            findings.append(Finding(requirement.name, version or "missing", "problem", message, fix))
+    return findings
+
+
+def self_test(answer: Answer) -> Section:
+    """What torch does here of what recovery needs.
+
+    Args:
+        answer: What the child `SELF_TEST` has answered.
+    """
+    name, facts = "self-test", answer.content
+    if _version("torch") is None:
+        return Section(name, (Finding(name, "did not run: torch is missing"),))
+    capabilities = facts.get("capabilities")
+    if not isinstance(capabilities, list):
+        why = answer.failure or "its answer lists no capabilities"
+        return Section(name, (_not_run(why),), {"failure": why})
+    findings = tuple(_capability(entry) for entry in capabilities if isinstance(entry, dict))
+    title = f"{name} of torch {facts.get('torch', '?')}"
+    seconds = facts.get("seconds")
+    if isinstance(seconds, int | float):
+        title += f" ({format_seconds(seconds)})"
+    return Section(title, findings, facts)
+
+
+def _not_run(why: str) -> Finding:
+    if "No module named axon_nb.engine.self_test" in why:
+        fix = "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
+    else:
+        fix = f"Run `{_python()} -m axon_nb.engine.self_test` to see why."
+    return Finding("self-test", f"did not run: {why}", "problem", "Whether ranks recover is not known here.", fix)
+
+
+def _capability(entry: dict[str, Any]) -> Finding:
+    label = str(entry.get("label") or entry.get("name"))
+    if entry.get("works"):
+        return Finding(label, "works")
+    reason, lost = str(entry.get("reason") or "no reason given"), str(entry.get("lost") or "")
+    fix = str(entry.get("fix") or "")
+    fix = f"Run `{fix}`." if fix.startswith("pip ") else fix or "Use a version of torch that axon_nb was tested with."
+    return Finding(label, f"does not work ({reason})", "problem", f"Lost: {lost}." if lost else "", fix)
+
+
+def environment() -> Section:
+    """The environment variables that change how ranks compute and communicate."""
+    found = {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)}
+    return Section("environment", tuple(Finding(name, value or "(empty)") for name, value in found.items()), found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> str:
+    name = f"{platform.system()} {platform.release()} {platform.machine()}"
+    libc = " ".join(platform.libc_ver()).strip()
+    return f"{name}, {libc}" if libc else name
+
+
+def _home(path: str) -> str:
+    home = os.path.expanduser("~")
+    return f"~{path.removeprefix(home)}" if home != "/" and path.startswith(f"{home}/") else path
+
+
+def _python() -> str:
+    return _home(sys.executable)
+
+
+def pip() -> str:
+    """The pip of this Python, as one types it."""
+    return f"{_python()} -m pip"

@@ -1,0 +1,101 @@
+"""Examinations in processes of their own: answered, missing, crashed, hung, or talking nonsense; all real processes."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+
+from axon_nb.doctor.children import Answer, Child
+from axon_nb.doctor.versions import self_test
+from tests.kernel.processes import ended, until
+
+CAPABILITY = {
+    "name": "release",
+    "label": "end a collective that waits for a missing rank",
+    "works": True,
+    "reason": "",
+    "lost": "a failing rank leaves the others waiting",
+    "fix": 'pip install "torch>=2.11,<2.16"',
+}
+
+
+def answer(code: str, *, timeout_s: float = 60.0) -> Answer:
+    return Child(["-c", code], timeout_s=timeout_s).answer()
+
+
+def told(*capabilities: dict[str, object]) -> Answer:
+    content = {"torch": "2.15.0+cu132", "python": "3.11.7", "seconds": 0.9, "capabilities": list(capabilities)}
+    return answer(f"import json; print('a library says hello'); print(json.dumps({content!r}))")
+
+
+def test_what_works_is_listed() -> None:
+    section = self_test(told(CAPABILITY))
+    assert section.name == "self-test of torch 2.15.0+cu132 (0.90 s)"
+    (finding,) = section.findings
+    assert (finding.label, finding.value, finding.severity) == (CAPABILITY["label"], "works", "ok")
+
+
+def test_what_is_lost_is_a_problem_with_its_consequence_and_its_fix() -> None:
+    section = self_test(told(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
+    finding = section.findings[1]
+    assert finding.severity == "problem"
+    assert finding.value == "does not work (no attribute _resume)"
+    assert finding.message == "Lost: a failing rank leaves the others waiting."
+    assert finding.fix == 'Run `pip install "torch>=2.11,<2.16"`.'
+
+
+FAILURES = {
+    "import sys; sys.exit('boom')": "boom (exit status 1)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "ended by SIGSEGV",
+    "raise ValueError('odd torch')": "ValueError: odd torch (exit status 1)",
+    "print('not { json')": "its output is no JSON",
+    "print('[1, 2]')": "its output is no JSON",
+    "": "its output is no JSON",
+}
+
+
+@pytest.mark.parametrize(("code", "failure"), FAILURES.items())
+def test_a_child_that_fails_is_a_finding_of_its_own(code: str, failure: str) -> None:
+    (finding,) = self_test(answer(code)).findings
+    assert finding.severity == "problem"
+    assert finding.value == f"did not run: {failure}"
+    assert finding.fix.endswith("-m axon_nb.engine.self_test` to see why.")
+
+
+def test_an_answer_without_capabilities_is_a_failure() -> None:
+    (finding,) = self_test(answer('print(\'{"torch": "2.15"}\')')).findings
+    assert finding.value == "did not run: its answer lists no capabilities"
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    missing = Child(["-m", "axon_nb.engine.no_such_thing"], timeout_s=60.0).answer()
+    assert missing.failure == "No module named axon_nb.engine.no_such_thing (exit status 1)"
+
+
+def test_an_installation_without_the_self_test_is_to_be_reinstalled() -> None:
+    code = "import sys; sys.exit('No module named axon_nb.engine.self_test')"
+    (finding,) = self_test(answer(code)).findings
+    assert finding.fix == "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
+
+
+def test_a_child_that_hangs_is_ended_with_what_it_started() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('asking', helper.pid, file=sys.stderr, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    given = answer(code, timeout_s=3.0)
+    assert given.failure.endswith("(not over after 3 s)")
+    pid = int(given.stderr.split()[-1])
+    assert until(lambda: not psutil.pid_exists(pid) or ended(psutil.Process(pid)))
+
+
+def test_a_child_that_nobody_asks_is_ended_by_close() -> None:
+    child = Child(["-c", "import time; time.sleep(600)"], timeout_s=600.0)
+    process = psutil.Process(child._process.pid)
+    assert process.ppid() == os.getpid()
+    child.close()
+    assert ended(process)

@@ -1,0 +1,207 @@
+"""`axon-nb list` and `axon-nb stop`: real clusters whose notebook is gone, still there, or whose agent was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.script import Script, command_lines, family
+from tests.doctor.command import Done, axon_nb
+from tests.kernel.processes import ended, until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="forked ranks are of Linux")
+
+
+class Desk:
+    """A folder for clusters that no other test sees, and the programs that have started them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {"AXON_NB_RUNTIME_DIR": str(folder)}
+        self.scripts: dict[str, Script] = {}
+
+    def start(self, name: str, **options: Any) -> Script:
+        """A program with a cluster of 2 ranks."""
+        script = self.scripts[name] = Script(self.folder, **self.env)
+        script.ok(f"import axon_nb\nc = axon_nb.start(2, devices='cpu', name={name!r}, **{options!r})")
+        return script
+
+    def leave(self, name: str, **options: Any) -> None:
+        """A cluster whose program is killed."""
+        self.start(name, **options).process.kill()
+        assert until(lambda: self.entry(name)["state"] == "left")
+
+    def run(self, *arguments: str) -> Done:
+        """`axon-nb` with these arguments."""
+        return axon_nb(*arguments, **self.env)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What `axon-nb list` tells."""
+        return list(self.run("list", "--json").json())
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """The one of this name."""
+        (one,) = [entry for entry in self.entries() if entry["name"] == name]
+        return one
+
+    def left(self) -> list[str]:
+        """Command lines of all that clusters whose program is gone still run."""
+        gone = [script for script in self.scripts.values() if script.process.poll() is not None]
+        return [line for script in gone for line in command_lines(family(script.mark))]
+
+    def end(self) -> None:
+        """End what a test has left."""
+        for script in self.scripts.values():
+            with contextlib.suppress(OSError):  # its process was killed
+                script.end()
+        self.run("stop", "--all", "--force")
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    """Without clusters; its path is short, for Unix sockets live below it."""
+    folder = Path(tempfile.mkdtemp(prefix="axd-"))
+    desk = Desk(folder)
+    yield desk
+    desk.end()
+    shutil.rmtree(folder)
+
+
+def test_without_clusters_all_is_well(desk: Desk) -> None:
+    nothing = "No cluster of yours is running on this host.\n"
+    assert desk.run("list") == Done(0, nothing, "")
+    assert desk.entries() == []
+    assert desk.run("stop") == Done(0, nothing, "")
+    assert desk.run("stop", "--all") == Done(0, nothing, "")
+
+
+def test_a_cluster_that_was_left_is_listed_and_stopped_without_a_trace(desk: Desk) -> None:
+    desk.leave("train")
+    one = desk.entry("train")
+    assert (one["ranks"], one["backend"], one["engines"]) == (2, "gloo", "axon")
+    assert 0 < one["keep_alive_left_s"] <= 300
+    assert psutil.Process(one["agent_pid"]).create_time() <= one["since"]
+    processes = [psutil.Process(pid) for pid in (one["agent_pid"], *one["rank_pids"].values())]
+    shown = desk.run("list").out
+    assert shown.splitlines()[0].split() == ["NAME", "RANKS", "BACKEND", "SINCE", "AGENT", "STATE"]
+    assert "left, ends in " in shown
+    assert "`axon-nb stop NAME`" in shown
+    assert desk.run("stop") == Done(0, "Stopped the cluster 'train': 2 ranks ended.\n", "")
+    assert all(map(ended, processes))
+    assert desk.left() == []
+    assert not Path(one["folder"]).exists()
+    assert desk.entries() == []
+
+
+def test_doctor_tells_a_cluster_that_was_left_and_how_to_end_it(desk: Desk) -> None:
+    desk.leave("night run")
+    content = desk.run("doctor", "--json").json()["sections"]["clusters"]
+    (finding,) = content["findings"]
+    assert finding["severity"] == "note"
+    assert finding["fix"].startswith("Run `axon-nb stop 'night run'` to end it; `%distributed attach")
+    assert content["data"]["clusters"][0]["name"] == "night run"
+    assert desk.run("stop", "night run").code == 0
+    assert desk.left() == []
+
+
+def test_a_cluster_in_use_is_kept_unless_forced(desk: Desk) -> None:
+    script = desk.start("mine")
+    assert desk.entry("mine")["state"] == "attached"
+    assert "in use by a notebook" in desk.run("list").out
+    for arguments in (("stop",), ("stop", "mine")):
+        done = desk.run(*arguments)
+        assert done.code == 1
+        assert "in use by a notebook: run `%distributed stop` there" in done.err
+        assert "--force" in done.err
+        assert done.err.count("\n") == 1
+    kept = desk.run("stop", "--all")
+    assert kept.code == 0
+    assert "'mine' is in use by a notebook and is kept: --force stops it too." in kept.out
+    assert script.value("c.run('rank', quiet=True).values") is not None, "it was not touched"
+    assert desk.run("stop", "mine", "--force") == Done(0, "Stopped the cluster 'mine': 2 ranks ended.\n", "")
+    assert until(lambda: not script.others())
+    assert desk.entries() == []
+
+
+def test_several_want_a_name_or_all(desk: Desk) -> None:
+    desk.leave("one")
+    desk.leave("two")
+    done = desk.run("stop")
+    assert done.code == 1
+    assert done.err.startswith("axon-nb stop: 'one', 'two' are running: ") or done.err.startswith(
+        "axon-nb stop: 'two', 'one' are running: "
+    )
+    assert "`axon-nb stop --all`" in done.err
+    assert "did you mean 'two'?" in desk.run("stop", "twoo").err
+    assert desk.run("stop", "two").out == "Stopped the cluster 'two': 2 ranks ended.\n"
+    assert [entry["name"] for entry in desk.entries()] == ["one"]
+    assert desk.run("stop", "--all").out == "Stopped the cluster 'one': 2 ranks ended.\n"
+    assert desk.left() == []
+
+
+def test_the_files_of_a_dead_agent_are_shown_and_removed(desk: Desk) -> None:
+    desk.leave("dead")
+    one = desk.entry("dead")
+    os.kill(one["agent_pid"], signal.SIGKILL)
+    assert until(lambda: desk.entry("dead")["state"] == "dead")
+    assert until(lambda: not desk.left())
+    assert "dead: files only" in desk.run("list").out
+    finding = desk.run("doctor", "--json").json()["sections"]["clusters"]["findings"][0]
+    assert finding["fix"] == "Run `axon-nb stop dead` to remove its files."
+    done = desk.run("stop", "dead")
+    assert (done.code, done.out) == (0, f"Removed what the dead cluster 'dead' left in {one['folder']}.\n")
+    assert not Path(one["folder"]).exists()
+
+
+def test_an_agent_that_does_not_answer_is_named_within_a_limit(desk: Desk) -> None:
+    desk.leave("stuck")
+    pid = desk.entry("stuck")["agent_pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        one = desk.entry("stuck")
+        assert (one["state"], one["agent_pid"]) == ("silent", pid)
+        done = desk.run("stop", "stuck")
+        assert done.code == 1
+        assert done.err.startswith("axon-nb: The host agent of 'stuck' has not answered within 5 s: ")
+        assert f"with all its ranks with `kill -9 {pid}`" in done.err
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert desk.run("stop", "stuck").code == 0
+    assert desk.left() == []
+
+
+@pytest.mark.parametrize("engines", ["local"])
+def test_engines_of_other_launchers_end_too(desk: Desk, engines: str) -> None:
+    desk.leave("others", engines=engines)
+    one = desk.entry("others")
+    assert one["engines"] == engines
+    processes = [psutil.Process(pid) for pid in one["rank_pids"].values()]
+    assert len(processes) == 2
+    assert desk.run("stop", "others") == Done(0, "Stopped the cluster 'others': 2 ranks ended.\n", "")
+    assert all(map(ended, processes))
+
+
+def test_looking_neither_keeps_a_cluster_nor_removes_anything(desk: Desk) -> None:
+    desk.leave("train")
+    before = desk.entry("train")
+    stranger = desk.folder / f"axon_nb-{os.getuid()}" / "0123456789"
+    stranger.mkdir(mode=0o700)
+    os.utime(stranger, (1, 1))
+    after = desk.entry("train")
+    assert after["keep_alive_left_s"] < before["keep_alive_left_s"]
+    assert after | {"keep_alive_left_s": 0} == before | {"keep_alive_left_s": 0}
+    assert desk.entry("0123456789")["state"] == "dead"
+    assert stranger.exists()
+    done = desk.run("stop")
+    assert "Removed what the dead cluster '0123456789' left" in done.out
+    assert not stranger.exists()
+    assert desk.left() == []
