@@ -205,8 +205,8 @@ def all_run_dirs() -> list[RunDir]:
     A notebook server often has another `XDG_RUNTIME_DIR` or temporary folder than a shell: unless
     `AXON_NB_RUNTIME_DIR` names the place, all usual ones are looked at.
     """
-    usual = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
-    chosen = os.environ.get(_ENV)
+    usual = [USER_RUNTIME_DIR.get(), f"/run/user/{os.getuid()}", tempfile.gettempdir(), "/tmp"]
+    chosen = RUNTIME_DIR.get()
     found: dict[Path, RunDir] = {}
     for root in [chosen] if chosen else filter(None, usual):
         base = Path(root) / f"axon_nb-{os.getuid()}"

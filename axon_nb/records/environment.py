@@ -12,6 +12,7 @@ from dataclasses import dataclass
 __all__ = [
     "ACCELERATE_PLUGINS",
     "CHECK",
+    "CONTAINERS",
     "DEEPSPEED_ACCELERATOR",
     "IPYTHON_DIR",
     "MASTER_ADDR",
@@ -76,6 +77,9 @@ used, then the temporary folder."""
 CHECK = Variable("AXON_NB_CHECK", default="0")
 """`1` makes every collective of `axon_nb.comm` first ask whether all ranks make the same call with tensors that fit, as
 `checking()` does. Set it before the kernel or the script starts."""
+
+CONTAINERS = Variables(("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"))
+"""Set inside Kubernetes, Apptainer and Singularity: `axon-nb doctor` words its fixes accordingly."""
 
 USER_CACHE = Variable("XDG_CACHE_HOME", "~/.cache")
 """Folder in which the self-test keeps its verdict for each build of torch and Python, below `axon_nb/self_test`."""
