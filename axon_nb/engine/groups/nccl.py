@@ -43,6 +43,8 @@ DEFAULTS = {
 }
 """What is set there unless the user has set it."""
 
+_CLASS_NAMES = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+
 _groups: list[NativeGroups] = []
 
 
@@ -72,22 +74,37 @@ def groups() -> NativeGroups | None:
     return _groups[0] if _groups else None
 
 
+def _classes() -> tuple[type, ...]:
+    """Torch's classes for NCCL: from 2.15 on "nccl" is the second, unless ``TORCH_DIST_USE_NCCL2=0`` is set.
+
+    Neither is a subclass of the other. A build without NCCL has none.
+    """
+    return tuple(getattr(dist, name) for name in _CLASS_NAMES if hasattr(dist, name))
+
+
 def _owns(backend: Any) -> bool:
-    kind = getattr(dist, "ProcessGroupNCCL", None)
-    return kind is not None and isinstance(backend, kind)
+    return isinstance(backend, _classes())
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
     torch.cuda.set_device(device)  # each thread has one of its own, and this is a helper
-    kind: Any = dist.ProcessGroupNCCL
-    options = kind.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()  # of both classes
     options._timeout = timeout
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
-    backend = kind(store, group.rank(), group.size(), options)
+    # The class that the group has, which is the same on all its ranks.
+    kind = type(group._get_backend(torch.device(device.type)))
+    backend = _make(kind, store, group, options, device)
     backend._set_sequence_number_for_group()
-    backend.eager_connect_single_device(device)
+    backend.eager_connect_single_device(device)  # does nothing where the constructor has connected
     return backend
+
+
+def _make(kind: Any, store: Store, group: dist.ProcessGroup, options: Any, device: torch.device) -> Any:
+    if "device_id" in (kind.__init__.__doc__ or ""):
+        # `ProcessGroupNCCL2` of 2.15 connects in its constructor, and not to `device` unless it is given.
+        return kind(store, group.rank(), group.size(), options, device)
+    return kind(store, group.rank(), group.size(), options)
 
 
 def _abort(backend: Any) -> None:
