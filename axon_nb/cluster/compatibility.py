@@ -30,6 +30,9 @@ UNRELEASED_TIMEOUT_S = 60.0
 _NEEDED = {"gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
 """The capabilities without which groups are torch's own."""
 
+_OF_GROUPS = {"ddp_reset", "fsdp2_reset", "pipeline_reset", "rebuild", "release", "repair", "size_check"}
+"""What rests on groups that can be rebuilt: nothing more to say of these where they cannot."""
+
 Places = Sequence[Mapping[str, Any]]
 """What each rank reported when it joined."""
 
@@ -82,7 +85,7 @@ def at_start(places: Places, backend: str, *, timeout_s: float) -> list[str]:
             f"Recovery does not work with torch {_torch(places)} ({broken[0].reason}). When a rank fails, the others "
             f"wait for it for up to {timeout_s:g} s; then {RESTART}\nTo get recovery: {broken[0].fix}"
         )
-        lost = {name: item for name, item in lost.items() if item.name not in {"release", "rebuild", "repair"}}
+        lost = {name: capability for name, capability in lost.items() if name not in _OF_GROUPS}
     notes += [
         f"{capability.lost[0].upper()}{capability.lost[1:]}: this build cannot {capability.label} "
         f"({capability.reason}).\nTo get it: {capability.fix}"

@@ -140,8 +140,15 @@ RUN_ID = Variable("TORCHELASTIC_RUN_ID")
 NCCL_INTERFACE = Variable("NCCL_SOCKET_IFNAME", default="lo")
 """The network interface of NCCL's sockets. Ranks that are all on one host use loopback unless it is set."""
 
-NCCL_RECOVERY = Variables(("TORCH_NCCL_USE_COMM_NONBLOCKING", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_FR_BUFFER_SIZE"))
-"""NCCL ranks set them to `1`, `30` and `1000`, which recovery needs, unless they are set already."""
+NCCL_RECOVERY = Variables(
+    (
+        "TORCH_DIST_USE_NCCL2",
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+        "TORCH_FR_BUFFER_SIZE",
+    )
+)
+"""NCCL ranks set them to `0`, `1`, `30` and `1000`, which recovery needs, unless they are set already."""
 
 DEEPSPEED_ACCELERATOR = Variable("DS_ACCELERATOR", default="cpu")
 """What DeepSpeed computes on. Ranks on CPUs set it to `cpu` unless it is set already."""

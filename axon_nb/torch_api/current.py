@@ -54,10 +54,13 @@ class TorchApi:
         c10d._FR_SELF_RECORDING_BACKENDS.add(name)  # type: ignore[attr-defined]
 
     def nccl_classes(self) -> tuple[type[Any], ...]:
-        """The backend classes behind "nccl" and "nccl-legacy"; empty in a build without NCCL."""
+        """The backend classes behind "nccl"; neither is a subclass of the other. Empty in a build without NCCL.
+
+        Since 2.15 it is the second, unless ``TORCH_DIST_USE_NCCL2=0`` is set (pytorch#192281).
+        """
         import torch.distributed as dist
 
-        names = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+        names = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
         return tuple(vars(dist)[name] for name in names if name in vars(dist))
 
     def fsdp_parameter_groups(self, state: Any) -> list[Any]:

@@ -36,6 +36,9 @@ REQUIRED = {
 """What is set on NCCL ranks before CUDA and NCCL start, whatever it was."""
 
 DEFAULTS = {
+    # "nccl" is ProcessGroupNCCL2 since 2.15, which connects in its constructor: how a newcomer joins there has not been
+    # run. The older class is still shipped (pytorch#192281).
+    "TORCH_DIST_USE_NCCL2": "0",
     # A blocking connect has no handle that could be aborted.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
     # While a call waits for a communicator to connect, torch holds its lock, and an abort waits for that: this ends it.
@@ -44,6 +47,7 @@ DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "1000",
 }
 """What is set there unless the user has set it."""
+
 
 _groups: list[NativeGroups] = []
 
@@ -75,21 +79,28 @@ def groups() -> NativeGroups | None:
 
 
 def _owns(backend: Any) -> bool:
-    kind = getattr(dist, "ProcessGroupNCCL", None)
-    return kind is not None and isinstance(backend, kind)
+    return isinstance(backend, torch_api().nccl_classes())
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
     torch.cuda.set_device(device)  # each thread has one of its own, and this is a helper
-    kind: Any = dist.ProcessGroupNCCL
-    options = kind.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()  # of both classes
     options._timeout = timeout
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
-    backend = kind(store, group.rank(), group.size(), options)
+    # The class that the group has, which is the same on all its ranks.
+    kind = type(group._get_backend(torch.device(device.type)))
+    backend = _make(kind, store, group, options, device)
     torch_api().begin_sequence(backend)
-    backend.eager_connect_single_device(device)
+    backend.eager_connect_single_device(device)  # does nothing where the constructor has connected
     return backend
+
+
+def _make(kind: Any, store: Store, group: dist.ProcessGroup, options: Any, device: torch.device) -> Any:
+    if "device_id" in (kind.__init__.__doc__ or ""):
+        # `ProcessGroupNCCL2` of 2.15 connects in its constructor, and not to `device` unless it is given.
+        return kind(store, group.rank(), group.size(), options, device)
+    return kind(store, group.rank(), group.size(), options)
 
 
 def _abort(backend: Any) -> None:

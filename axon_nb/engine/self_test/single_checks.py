@@ -1,4 +1,7 @@
-"""The checks that need one process."""
+"""The checks that need one process.
+
+Each imports what it tries: an import that fails is a result.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from axon_nb.comm import World
-from axon_nb.engine import gathered, insist, kernel_hooks, living, placed, traceback_size
-from axon_nb.engine.groups import stepping
 from axon_nb.engine.self_test.place import Place
-from axon_nb.parallel.pipeline import torch_hooks
-from axon_nb.plan import simulate_hooks
 
 __all__ = [
     "interrupts",
-    "kernel",
+    "kernel_hooks",
     "mock_worlds",
     "pipeline_spans",
     "sharding_views",
@@ -39,6 +36,8 @@ def _raise_if_missing(names: list[str]) -> None:
 
 def whole_steps(_: Place) -> None:
     """A step of an optimizer is found on the stack."""
+    from axon_nb.engine.groups import stepping
+
     depths: list[int] = []
 
     class Looking(torch.optim.SGD):
@@ -55,6 +54,8 @@ def whole_steps(_: Place) -> None:
 
 def interrupts(_: Place) -> None:
     """A loop that catches everything is left at a line that no `try` guards."""
+    from axon_nb.engine import insist
+
     _raise_if_missing(insist.missing())
 
     def stubborn() -> None:
@@ -81,16 +82,20 @@ def interrupts(_: Place) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def kernel(_: Place) -> None:
+def kernel_hooks(_: Place) -> None:
     """The kernel of an engine has what is replaced in it."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    _raise_if_missing(kernel_hooks.missing(IPythonParallelKernel()))
+    from axon_nb.engine.kernel_hooks import missing
+
+    _raise_if_missing(missing(IPythonParallelKernel()))
 
 
 def short_tracebacks(_: Place) -> None:
     """The shell of an engine shows the ends of a traceback of 500 calls alone."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
+
+    from axon_nb.engine import traceback_size
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
@@ -104,20 +109,25 @@ def short_tracebacks(_: Place) -> None:
 
 def sharding_views(_: Place) -> None:
     """What the views read of DTensor and FSDP2 is there."""
+    from axon_nb.engine import gathered, living, placed
+
     _raise_if_missing([*placed.missing(), *gathered.missing(), *living.missing()])
 
 
 def pipeline_spans(_: Place) -> None:
     """What is wrapped in pipelines to record their actions is there."""
+    from axon_nb.parallel.pipeline import torch_hooks
+
     _raise_if_missing(torch_hooks.missing())
 
 
 def mock_worlds(_: Place) -> None:
     """Two ranks inside this process reduce a tensor."""
+    from axon_nb.comm import World
 
-    def work(world: World) -> list[float]:
+    def work(world: Any) -> list[float]:
         tensor = torch.full((2,), world.rank() + 1.0)
-        dist.all_reduce(tensor)
+        torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
     if (found := World.mock(2).run(work)) != [[3.0, 3.0]] * 2:
@@ -127,6 +137,8 @@ def mock_worlds(_: Place) -> None:
 def simulation(_: Place) -> None:
     """A rank of a world that does not exist runs a sharded step on tensors without data."""
     from torch.distributed.fsdp import fully_shard
+
+    from axon_nb.plan import simulate_hooks
 
     with simulate_hooks.fake_world(0, 2):
         mesh = simulate_hooks.mesh_of({"dp": 2})

@@ -1,0 +1,124 @@
+"""A recoverable group whose inner Gloo group torch forms again, instead of being replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from axon_nb.engine.groups.abort import raise_if_aborted
+from axon_nb.engine.groups.gloo import leak, poison, shared_device
+from axon_nb.engine.groups.native import connect_in_helper
+from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.engine.groups.sizes import open_table
+from axon_nb.engine.store import give_up_waits, want_waits
+
+__all__ = ["LIMIT", "ReconfiguredGroup", "reconfigure"]
+
+LIMIT = timedelta(seconds=30)
+"""Of one forming."""
+_IDLE_S = 0.1
+_CPU = torch.device("cpu")
+
+c10d: Any = _distributed_c10d  # the stubs of older versions lack what is used here
+
+
+def reconfigure(backend: Any, meeting: Store, ranks: list[int], rank: int, *, uuid: int, limit: timedelta) -> None:
+    """Form a group in torch's way: exchange the handles in `meeting`, then connect `ranks` of the world in this order.
+
+    Args:
+        backend: A Gloo backend, or torch's own group.
+        meeting: A fresh prefix of the store.
+        ranks: The ranks that the group is to have.
+        rank: This process's, one of them.
+        uuid: Number of this forming; never one that was used before.
+        limit: How long the others are waited for.
+    """
+    meeting.set(f"handle{rank}", backend.get_reconfigure_handle())
+    options = c10d.ReconfigureOptions()
+    options.uuid = uuid
+    options.timeout = limit
+    options.handles = [meeting.get(f"handle{peer}").decode() for peer in ranks]
+    backend.reconfigure(options).wait()
+
+
+class ReconfiguredGroup(RecoverableGroup):
+    """The shell, with its inner group formed again by torch instead of replaced."""
+
+    _generation = 0
+    _done: threading.Event | None = None
+    helper = 0
+    """The thread that a forming was left behind in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def reform(self, epoch: int) -> None:
+        """As `RecoverableGroup.reform`."""
+        if self._table is not None:
+            self._table.close()
+        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
+        if self._inner is not None:
+            self.poison()
+        with self._lock:  # from here on a poisoning that was prepared before leaves the group alone
+            self._generation += 1
+        if self._inner is None or not self.is_idle(_IDLE_S):
+            self._inner = self._fresh()
+        backend = self._inner._get_backend(_CPU)
+        meeting = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
+        self._done = done = threading.Event()
+
+        def build() -> None:
+            self.helper = threading.get_ident()
+            want_waits()
+            try:
+                reconfigure(backend, meeting, list(range(self._size)), self._own_rank, uuid=epoch, limit=LIMIT)
+                backend._set_default_timeout(self._timeout)
+            finally:
+                done.set()
+
+        try:
+            connect_in_helper(build, give_up=raise_if_aborted, limit_s=60, dispose=lambda _: None)
+        except BaseException:
+            give_up_waits(self.helper)
+            raise
+        self.sequence = 0
+
+    def poisoner(self) -> Callable[[], None]:
+        """What poisons the group as it is now, unless it is being formed or was formed again meanwhile."""
+        generation, backend = self._generation, self._inner._get_backend(_CPU)
+
+        def poison_this() -> None:
+            with self._lock:
+                if generation == self._generation and self.is_idle(0):
+                    poison(backend)
+
+        return poison_this
+
+    def is_idle(self, limit_s: float) -> bool:
+        """Whether no forming that was left behind is in the inner group any more."""
+        return self._done is None or self._done.wait(limit_s)
+
+    def _fresh(self) -> Any:
+        """An inner group that is not connected."""
+        if self._inner is not None:
+            leak(self._inner)
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [shared_device()]
+        options._timeout = LIMIT
+        options._threads = 2
+        options.enable_reconfigure = True
+        store = PrefixStore(f"{self._name}/", self._root)
+        backend = c10d.ProcessGroupGloo(store, self._own_rank, self._size, options)
+        inner = dist.ProcessGroup(store, self._own_rank, self._size)
+        inner._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+        inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        inner._set_group_name(self._name)
+        return inner

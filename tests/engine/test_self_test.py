@@ -1,0 +1,112 @@
+"""The self-test: everything works on this torch, a hook that is gone is named, and the verdict is made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from axon_nb.engine.self_test.catalog import CHECKS
+from axon_nb.records.tested_versions import TESTED, install_line
+
+COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
+
+
+def _environment(folder: Path, site: str = "") -> dict[str, str]:
+    (folder / "sitecustomize.py").write_text(site)
+    path = os.pathsep.join([str(folder), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def _run(folder: Path, site: str = "") -> dict[str, Any]:
+    done = subprocess.run(
+        COMMAND, env=_environment(folder, site), capture_output=True, text=True, timeout=200, check=False
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == int(any(not capability["works"] for capability in found["capabilities"]))
+    return found
+
+
+def _saved(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "axon_nb" / "self_test").glob("*.json"))
+
+
+def test_everything_works_with_the_installed_versions_and_is_tested_once(tmp_path: Path) -> None:
+    found = _run(tmp_path)
+    assert [capability for capability in found["capabilities"] if not capability["works"]] == []
+    assert [capability["name"] for capability in found["capabilities"]] == [check.name for check in CHECKS]
+    (saved,) = _saved(tmp_path)
+    written = saved.stat().st_mtime_ns
+    assert _run(tmp_path) == found
+    assert saved.stat().st_mtime_ns == written
+
+
+STAGE_FAILS = """
+from torch.distributed.pipelining.stage import _PipelineStageBase
+original = _PipelineStageBase.clear_runtime_states
+
+
+def clear_runtime_states(self):  # as torch's schedules call it, but not as our reset does
+    import sys
+
+    if "axon_nb" in sys._getframe(1).f_code.co_filename:
+        raise AttributeError("clear_runtime_states")
+    original(self)
+
+
+_PipelineStageBase.clear_runtime_states = clear_runtime_states
+"""
+MOCK_CRASHES = """
+import os
+import axon_nb.comm.mock_world as mock_world
+mock_world.MockWorld.run = lambda *_: os.kill(os.getpid(), 11)
+"""
+BROKEN = {
+    "no table of guarded lines": ("import dis\ndel dis._parse_exception_table\n", "interrupts"),
+    "no reset of a pipeline's stage": (STAGE_FAILS, "pipeline_reset"),
+    "a crash where mock worlds are made": (MOCK_CRASHES, "mock_worlds"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what: str) -> None:
+    site, expected = BROKEN[what]
+    lost = [capability for capability in _run(tmp_path, site)["capabilities"] if not capability["works"]]
+    assert [capability["name"] for capability in lost] == [expected]
+    for capability in lost:
+        assert capability["reason"]
+        assert capability["lost"]
+        assert capability["fix"] == install_line("torch")
+    assert _saved(tmp_path) == []  # a failure may pass: it is tried again
+
+
+def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
+    environment = _environment(tmp_path)
+    processes = [
+        subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)
+    ]
+    answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
+    assert answers[0] == answers[1] == answers[2]  # the seconds it took, too
+    assert len(_saved(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where a folder should be")
+    assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []
+
+
+def test_the_floors_that_are_declared_are_those_that_were_tested() -> None:
+    declared = {}
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for line in tomllib.loads(text)["project"]["dependencies"]:
+        requirement = Requirement(line)
+        declared[requirement.name] = {spec.operator: spec.version for spec in requirement.specifier}
+    for package, (lowest, _) in TESTED.items():
+        assert declared[package][">="] == lowest

@@ -1,0 +1,93 @@
+"""Versions of torch that nobody has tested: one that works has everything, one that lacks a hook says what is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from axon_nb.torch_api import TorchApi, adapter_for
+from tests.kernel.driver import Kernel
+
+# Not of the newest generation: a version of the same one that nobody knows, as the adapter must fit the real torch.
+_GENERATION = "2.99" if adapter_for(torch.__version__) is TorchApi else ".".join(torch.__version__.split(".")[:2])
+NEWER, CHANGED = f"{_GENERATION}.99", f"{_GENERATION}.98"
+ONLY_VERSION = f"import torch\ntorch.__version__ = {NEWER!r}\n"
+WITHOUT_ARGUMENT = f"""
+import torch
+import torch.distributed as dist
+
+torch.__version__ = {CHANGED!r}
+original = dist.Backend.register_backend
+
+
+def register_backend(name, func, **options):  # as if the argument that recoverable groups need were gone
+    if name == "axon_nb":
+        raise TypeError("register_backend() got an unexpected keyword argument 'extended_api'")
+    original(name, func, **options)
+
+
+dist.Backend.register_backend = staticmethod(register_backend)
+"""
+START = "%load_ext axon_nb\n%distributed start -n 2 --devices cpu"
+IMPORTS = "%%distributed\nimport os\nimport torch\nimport torch.distributed as dist\nx = torch.ones(2)"
+
+
+def _kernel(folder: Path, site: str) -> Kernel:
+    """A notebook of which all processes have the real torch, changed as `site` says."""
+    (folder / "sitecustomize.py").write_text(site)
+    path = os.pathsep.join([str(folder), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    return Kernel(env={"PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")})
+
+
+def test_a_newer_torch_that_passes_the_self_test_recovers_without_a_word(tmp_path: Path) -> None:
+    with _kernel(tmp_path, ONLY_VERSION) as kernel:
+        assert kernel.ok(START).stderr == ""
+        kernel.ok(IMPORTS)
+        failed = kernel.run("%%distributed\nif rank == 1:\n    raise ValueError('no')\ndist.all_reduce(x)")
+        assert failed.evalue == "rank 1: ValueError: no"
+        assert failed.stderr == ""
+        shown = kernel.ok("%%distributed\ny = torch.ones(2)\ndist.all_reduce(y)\nprint(y.tolist(), torch.__version__)")
+        assert shown.lines() == [f"[ranks 0-1] [2.0, 2.0] {NEWER}"]
+        assert kernel.run("%%rank 1\nos._exit(3)").status == "error"
+        kernel.ok("%distributed repair")
+        assert kernel.ok("%%distributed\ny = torch.ones(2)\ndist.all_reduce(y)\nprint(y.tolist())").lines() == [
+            "[ranks 0-1] [2.0, 2.0]"
+        ]
+        assert len(list((tmp_path / "cache" / "axon_nb" / "self_test").glob(f"torch-{NEWER}-*.json"))) == 1
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A notebook whose torch lacks a hook."""
+    with _kernel(tmp_path_factory.mktemp("changed"), WITHOUT_ARGUMENT) as kernel:
+        started = kernel.ok(START)
+        assert started.stderr.count(f"Recovery does not work with torch {CHANGED} (TypeError: ") == 1
+        assert "the others wait for it for up to 60 s" in started.stderr
+        assert started.stderr.endswith('To get recovery: pip install "torch>=2.11,<2.16"\n')
+        assert started.stderr.count("\n") == 2
+        kernel.ok(IMPORTS)
+        yield kernel
+
+
+def test_its_own_groups_are_used_and_a_failure_leaves_the_others_to_their_time_limit(kernel: Kernel) -> None:
+    shown = kernel.ok("%%distributed\ndist.all_reduce(x)\nprint(x.tolist(), type(dist.group.WORLD).__name__)")
+    assert shown.lines() == ["[ranks 0-1] [2.0, 2.0] ProcessGroup"]
+    limit = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout"
+    assert kernel.ok(f"%%distributed\nprint({limit})").lines() == ["[ranks 0-1] 0:01:00"]
+    failed = kernel.run("%%distributed\nif rank == 1:\n    raise ValueError('no')\ndist.all_reduce(x)")
+    assert (failed.status, failed.evalue) == ("error", "rank 1: ValueError: no")
+    assert failed.stderr.count(f"With torch {CHANGED} groups are not rebuilt") == 1
+    assert "released after 60 s" in failed.stderr
+    assert "`%distributed restart` starts all ranks again." in failed.traceback
+    assert "repair" not in failed.traceback
+
+
+def test_ranks_cannot_be_replaced_and_the_sentence_says_so(kernel: Kernel) -> None:
+    assert kernel.run("%%rank 1\nos._exit(3)").status == "error"
+    refused = kernel.run("%distributed repair")
+    assert refused.evalue.startswith(f"Ranks cannot be replaced with torch {CHANGED}.")
+    assert "Run `%distributed restart`" in refused.evalue
