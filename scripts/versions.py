@@ -1,0 +1,213 @@
+"""Run the tests that versions can break with several versions of torch and Python, and write docs/versions.md.
+
+Each version gets an environment of its own with everything else as constraints.txt has it (the CUDA builds run on
+CPUs). An environment that is there is used again. Results are kept per environment, so that runs add up to one table.
+
+    python scripts/versions.py 2.11.0 2.15.0            # these versions of torch, with this Python
+    python scripts/versions.py 2.15.0 --python python3.13 --faults 0
+    python scripts/versions.py                          # no run: write the table from the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "versions"
+PAGE = ROOT / "docs" / "versions.md"
+
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "private hooks, self-test": (
+        "tests/engine/test_hooks.py",
+        "tests/engine/test_nccl.py",
+        "tests/engine/test_self_test.py",
+        "tests/engine/test_swap.py",
+        "tests/kernel/test_hooks.py",
+        "tests/kernel/test_unknown_torch.py",
+        "tests/unit/test_torch_api.py",
+    ),
+    "frames, traces, interrupts": (
+        "tests/engine/test_interrupts.py",
+        "tests/kernel/test_interrupts.py",
+        "tests/kernel/test_presses.py",
+    ),
+    "recovery": ("tests/kernel/test_failures.py", "tests/kernel/test_recovery.py", "tests/engine/test_release.py"),
+    "deadlocks": ("tests/kernel/test_explain.py",),
+    "repair": ("tests/kernel/test_deaths.py", "tests/kernel/test_repair.py", "tests/kernel/test_takeover.py"),
+    "start, attach": ("tests/kernel/test_attach.py", "tests/kernel/test_lifecycle.py"),
+    "collectives": ("tests/comm/test_contract.py", "tests/comm/test_direct.py", "tests/comm/test_world.py"),
+    "mock worlds": ("tests/comm/test_mock.py",),
+    "DDP": ("tests/parallel/test_ddp.py", "tests/parallel/test_ddp_edges.py", "tests/parallel/test_hooks.py"),
+    "FSDP2": (
+        "tests/engine/test_fsdp_reset.py",
+        "tests/kernel/test_sharded_steps.py",
+        "tests/parallel/test_fsdp.py",
+        "tests/parallel/test_strategies.py",
+    ),
+    "tensor parallelism, 3-D": ("tests/parallel/test_parallelize.py", "tests/parallel/test_three_d.py"),
+    "pipelines": (
+        "tests/kernel/test_pipeline_recovery.py",
+        "tests/kernel/test_pipelines.py",
+        "tests/parallel/test_pipeline.py",
+    ),
+    "checkpoints": ("tests/parallel/test_checkpoint.py", "tests/parallel/test_checkpoint_layouts.py"),
+    "plan": ("tests/plan",),
+    "views": (
+        "tests/kernel/test_shards.py",
+        "tests/kernel/test_timeline.py",
+        "tests/kernel/test_watch.py",
+        "tests/kernel/test_what_if.py",
+    ),
+}
+FUZZ = "fuzz"
+
+
+def main() -> int:
+    """Run what is asked for and write the page; returns 1 when something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("torch", nargs="*", help="versions of torch, such as 2.15.0")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter for the environments")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where environments are made and kept")
+    parser.add_argument("--faults", type=int, default=200, help="faults of the fuzz per version")
+    parser.add_argument("--only", default="", metavar="SUBJECT", help="one subject alone, such as 'FSDP2'")
+    options = parser.parse_args()
+    if options.only and options.only not in SUBJECTS:
+        parser.error(f"--only must be one of {', '.join(SUBJECTS)}; got {options.only!r}")
+    failed = False
+    for version in options.torch:
+        python = environment(options.folder, version, options.python)
+        result = examine(python, options.faults, options.only)
+        failed |= any(counts["failed"] for counts in result["subjects"].values())
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return int(failed)
+
+
+def environment(folder: Path, version: str, python: str) -> Path:
+    """The interpreter of the environment for one version of torch; made when it is missing."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    minor = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    place = folder / f"torch-{version}-py{minor}"
+    found = place / "bin" / "python"
+    if not (place / ".installed").exists():
+        print(f"== making {place.name}")
+        subprocess.run([python, "-m", "venv", place], check=True)
+        pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+            constraints.write("\n".join([*pins, f"torch=={version}"]))
+            constraints.flush()
+            subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]"], check=True)
+        (place / ".installed").touch()
+    return found
+
+
+def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
+    """Run the selection in one environment, and keep what came of it."""
+    facts = "import torch, sys; print(torch.__version__, '%d.%d.%d' % sys.version_info[:3])"
+    told = subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True)
+    build, interpreter = told.stdout.split()
+    print(f"== torch {build}, Python {interpreter}", flush=True)
+    path = RESULTS / f"torch-{build.partition('+')[0]}-py{interpreter.rpartition('.')[0]}.json"
+    kept: dict[str, Any] = json.loads(path.read_text())["subjects"] if path.exists() else {}
+    start = time.monotonic()
+    kept |= run_tests(python, {only: SUBJECTS[only]} if only else SUBJECTS)
+    if faults and not only:
+        kept[FUZZ] = run_fuzz(python, faults)
+    result = {
+        "torch": build,
+        "python": interpreter,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.monotonic() - start),
+        "subjects": kept,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _surroundings(python: Path) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, dict[str, int]]:
+    """How many tests of each subject passed, failed and were skipped."""
+    paths = [path for group in subjects.values() for path in group]
+    counts = {subject: {"passed": 0, "failed": 0, "skipped": 0} for subject in subjects}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+        command = [python, "-m", "pytest", *options, f"--junitxml={report}", *paths]
+        status = subprocess.run(command, cwd=ROOT, env=_surroundings(python), check=False).returncode
+        if not report.exists():
+            raise SystemExit(f"pytest ended with status {status} and left no report")
+        for case in ElementTree.parse(report).iter("testcase"):
+            subject = next(name for name, group in subjects.items() if case.get("file", "").startswith(group))
+            tags = {child.tag for child in case}
+            outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+            counts[subject][outcome] += 1
+    return counts
+
+
+def run_fuzz(python: Path, faults: int) -> dict[str, int]:
+    """How many random faults on live models were survived."""
+    command = [python, "-m", "tests.fuzz", "--faults", str(faults), "--seed", "9"]
+    done = subprocess.run(command, cwd=ROOT, env=_surroundings(python), stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    totals = re.search(r"^\| all \| (\d+) \|.*\| (\d+) \|$", done.stdout, re.MULTILINE)
+    if totals is None:
+        raise SystemExit(f"the fuzz ended with status {done.returncode} and no table")
+    ran, failures = int(totals[1]), int(totals[2])
+    return {"passed": ran - failures, "failed": failures, "skipped": 0}
+
+
+def page() -> str:
+    """The table of all results that are kept."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"), key=_order)]
+    lines = [
+        "# Versions",
+        "",
+        "What was run with which versions of torch and Python, on CPUs; `make versions` repeats it. Each column is an",
+        "environment of its own with the torch that pip installs (a CUDA build but for `+cpu`) and all other packages",
+        "as `constraints.txt` has them. A cell gives the tests that passed; failed and skipped ones are named. The fuzz",
+        "counts random faults on live models after which every rank was right, bit for bit.",
+        "",
+        "A torch that is newer than these is not refused: a self-test tries what recovery needs, and `axon-nb doctor`",
+        "shows its verdict.",
+        "",
+    ]
+    rows = [["torch", *(result["torch"] for result in results)], ["---"] * (len(results) + 1)]
+    rows.append(["Python", *(result["python"] for result in results)])
+    rows.append(["date", *(result["date"] for result in results)])
+    rows.append(["seconds", *(str(result["seconds"]) for result in results)])
+    for subject in [*SUBJECTS, FUZZ]:
+        rows.append([subject, *(_cell(result["subjects"].get(subject)) for result in results)])
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+
+
+def _cell(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "not run"
+    words = [f"{counts['passed']}"]
+    words += [f"**{counts['failed']} failed**"] if counts["failed"] else []
+    words += [f"{counts['skipped']} skipped"] if counts["skipped"] else []
+    return ", ".join(words)
+
+
+def _order(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.stem)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
