@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all check fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab test test-all check fix fuzz bench notebooks versions dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -59,6 +59,10 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 
 notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py
+
+TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
+versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md
+	$(VENV)/bin/python scripts/versions.py $(TORCH) --python $(PYTHON)
 
 dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
 	rm -rf dist
