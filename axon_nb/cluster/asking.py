@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["sample", "shut_down_foreign"]
 
 _SAMPLE_S = 1.0
+_SHUTDOWN_S = 5.0
 
 
 def sample(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
@@ -42,3 +43,5 @@ def shut_down_foreign(cluster: Cluster) -> None:
     elif cluster.engines != "axon":
         with contextlib.suppress(Exception):
             cluster.client.shutdown(targets="all", hub=False, block=False)
+            # A client that closes before the request is out takes it along.
+            cluster.client.wait_unregistered(range(cluster.world_size), _SHUTDOWN_S)

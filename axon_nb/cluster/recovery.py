@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -73,6 +74,8 @@ class Recovery:
                 self._health.broken = ""
                 answers = {rank: future.result() for rank, future in self._futures.items()}
                 self._tell_leaks([answer["leaked"] for answer in answers.values()])
+                for line in dict.fromkeys(line for answer in answers.values() for line in answer["not_reset"]):
+                    print(line, file=sys.stderr)
                 for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):
                     print(line)
                 return True

@@ -84,7 +84,9 @@ def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what:
         assert capability["reason"]
         assert capability["lost"]
         assert capability["fix"] == install_line("torch")
-    assert _saved(tmp_path) == []  # a failure may pass: it is tried again
+    (saved,) = _saved(tmp_path)
+    os.utime(saved, (0, 0))  # an old failure may have passed: it is tried again
+    assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []
 
 
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:

@@ -197,21 +197,21 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
 
     Returns:
-        How many groups and wrappers, and how many poisoned groups this process keeps.
+        How many groups and wrappers, how many poisoned groups this process keeps, and which wrappers were not reset.
     """
     stand_down("")
     stop_at(None)
     activity.forget_all()
     formed_anew()
     if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
-        return {"groups": 0, "wrappers": 0, "leaked": 0}
+        return {"groups": 0, "wrappers": 0, "leaked": 0, "not_reset": []}
     groups_state.epoch, groups_state.reforming = epoch, True
     native = nccl.groups()
     formed = _reform(epoch) if native is None else native.reform(epoch)
-    wrappers = reset_wrappers()
+    wrappers, not_reset = reset_wrappers()
     if replaced:
         rebuild_reducers()
         forget_groups()
     agree_on_names(native.device if native is not None else "cpu")
     groups_state.reforming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked()}
+    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "not_reset": not_reset}

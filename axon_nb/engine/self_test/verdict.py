@@ -30,6 +30,7 @@ __all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict"
 
 _LIMIT_S = 90.0
 _PIECE_S = 0.02
+_FAILURE_HOLDS_S = 60.0
 _SOURCES = ("engine/groups", "engine/self_test", "torch_api")
 
 
@@ -57,26 +58,27 @@ def _path() -> Path:
 
 
 def cached_verdict() -> Verdict | None:
-    """The verdict of an earlier run with these very builds; None where there is none."""
+    """The verdict of an earlier run with these very builds; None where there is none.
+
+    One with a failure holds for a minute, for the ranks of one start: a failure may pass.
+    """
     try:
-        return Verdict.from_json(json.loads(_path().read_text()))
+        verdict = Verdict.from_json(json.loads(_path().read_text()))
+        age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return None if verdict.lost and age_s > _FAILURE_HOLDS_S else verdict
 
 
 def run_and_save() -> Verdict:
-    """Run the test in processes forked from this one, which must not have run a torch operation yet.
-
-    A verdict with which everything works is cached; one with a failure is not, since a failure may pass.
-    """
+    """Run the test in processes forked from this one, which must not have run a torch operation yet."""
     from axon_nb.engine.self_test.runner import run
 
     start = time.monotonic()
     capabilities = run()
     verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
-    if not verdict.lost:
-        with contextlib.suppress(OSError):
-            _write(_path(), json.dumps(verdict.to_json()))
+    with contextlib.suppress(OSError):
+        _write(_path(), json.dumps(verdict.to_json()))
     return verdict
 
 
