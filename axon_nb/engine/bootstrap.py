@@ -36,7 +36,7 @@ from axon_nb.engine.groups import form_default_group, nccl, recovery, wrappers
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.sampler import Sampler
-from axon_nb.engine.self_test import begin_in_child, current_verdict
+from axon_nb.engine.self_test import begin_in_child, verdict_at_start
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.engine.steps import OptimizerSteps
@@ -61,7 +61,7 @@ def run_engine(argv: list[str]) -> None:
 def describe() -> dict[str, Any]:
     """What this process is before it joins: host and pid, usable cores and GPUs, and the self-test's verdict."""
     return {
-        "self_test": current_verdict().without_passed().to_json(),
+        "self_test": verdict_at_start().without_passed().to_json(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cores": usable_cores(),

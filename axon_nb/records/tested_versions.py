@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "install_line"]
+import re
+from collections.abc import Mapping
+
+__all__ = ["TESTED", "are_tested", "install_line"]
 
 TESTED = {
     "torch": ("2.11", "2.16"),
@@ -11,6 +14,19 @@ TESTED = {
     "ipyparallel": ("9.0", "10"),
 }
 """For each package the lowest version that passed the tests, and the lowest that did not exist when they ran."""
+
+
+def are_tested(versions: Mapping[str, str]) -> bool:
+    """Whether these versions, by package, are all among those that were tested."""
+    return all(
+        _numbers(TESTED[package][0]) <= _numbers(version) < _numbers(TESTED[package][1])
+        for package, version in versions.items()
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version such as ``2.15.0+cu132``."""
+    return tuple(int(number) for number in [*re.findall(r"\d+", version), "0", "0"][:2])
 
 
 def install_line(package: str) -> str:

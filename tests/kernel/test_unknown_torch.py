@@ -1,4 +1,4 @@
-"""Versions of torch that nobody has tested: one that works has everything, one that lacks a hook says what is lost."""
+"""Versions that nobody has tested: those that work have everything, a torch that lacks a hook says what is lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.kernel.driver import Kernel
 # Not of the newest generation: a version of the same one that nobody knows, as the adapter must fit the real torch.
 _GENERATION = "2.99" if adapter_for(torch.__version__) is TorchApi else ".".join(torch.__version__.split(".")[:2])
 NEWER, CHANGED = f"{_GENERATION}.99", f"{_GENERATION}.98"
-ONLY_VERSION = f"import torch\ntorch.__version__ = {NEWER!r}\n"
+UNKNOWN_IPYTHON = "import IPython\nIPython.__version__ = '99.0'\n"  # so that the versions are not all known to work
+ONLY_VERSION = f"import torch\ntorch.__version__ = {NEWER!r}\n{UNKNOWN_IPYTHON}"
 WITHOUT_ARGUMENT = f"""
+{UNKNOWN_IPYTHON}
 import torch
 import torch.distributed as dist
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from axon_nb.records.capability import Capability
 from axon_nb.records.tested_versions import install_line
 
-__all__ = ["CHECKS", "Check", "failed", "passed"]
+__all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_out_of_time", "passed"]
+
+OUT_OF_TIME = "not done after"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,11 @@ CHECKS = (
     ),
 )
 """In the order in which they run and are shown."""
+
+
+def is_out_of_time(reason: str) -> bool:
+    """Whether a check failed because it took too long, as on a busy machine, or as a wait that nothing ends."""
+    return reason.startswith((OUT_OF_TIME, "TimeoutError"))
 
 
 def passed(check: Check) -> Capability:

@@ -113,6 +113,11 @@ def _wait_in_vain(place: Place) -> None:
             dist.recv(torch.ones(8), 0)
 
 
+def _recover(*, replaced: bool = False) -> None:
+    if not_reset := recovery.recover(1, replaced=replaced)["not_reset"]:
+        raise AssertionError(not_reset[0])
+
+
 def release(place: Place) -> None:
     """A collective and a receive that nobody answers are ended from another thread."""
     _join(place)
@@ -125,7 +130,7 @@ def rebuild(place: Place) -> None:
     _join(place)
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _wait_in_vain(place)
-    recovery.recover(1)
+    _recover()
     if dist.group.WORLD is not world:
         raise AssertionError("the default group is another object")
     _expect_sum()
@@ -149,7 +154,7 @@ def repair(place: Place) -> None:
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
         place.note("groups", json.dumps(recovery.registry()))
-        recovery.recover(1, replaced=True)
+        _recover(replaced=True)
     _expect_sum()
     for group in all_groups():
         _expect_sum(group)
@@ -175,7 +180,7 @@ def _train_through_abort(place: Place, make: Callable[[], Callable[[int], None]]
     else:
         with contextlib.suppress(Aborted, RuntimeError):
             recovery.abort(again=False)
-    recovery.recover(1)
+    _recover()
     step(1)
     step(2)
     for found, wanted in zip(weights(), expected, strict=True):

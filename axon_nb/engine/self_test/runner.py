@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from axon_nb.engine.self_test.catalog import CHECKS, Check, failed, passed
+from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
 from axon_nb.engine.self_test.place import Place
 from axon_nb.host.parentage import end_with_parent
 from axon_nb.records.capability import Capability
@@ -51,7 +51,7 @@ def _run(check: Check, folder: Path) -> str:
             if pid == 0:
                 if time.monotonic() > end:
                     ranks = sorted(pids.values())
-                    return f"not done after {_LIMIT_S:g} s on {'rank' if len(ranks) == 1 else 'ranks'} {ranks}"
+                    return f"{OUT_OF_TIME} {_LIMIT_S:g} s on {'rank' if len(ranks) == 1 else 'ranks'} {ranks}"
                 time.sleep(_POLL_S)
                 continue
             rank = pids.pop(pid)

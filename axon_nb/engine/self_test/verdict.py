@@ -23,10 +23,12 @@ import IPython
 import torch
 
 from axon_nb._version import __version__
+from axon_nb.engine.self_test.catalog import CHECKS, failed, is_out_of_time
 from axon_nb.records.capability import Capability, Verdict
 from axon_nb.records.environment import USER_CACHE
+from axon_nb.records.tested_versions import are_tested
 
-__all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save"]
+__all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
 
 _LIMIT_S = 90.0
 _PIECE_S = 0.02
@@ -47,10 +49,18 @@ def _key() -> str:
     for folder in _SOURCES:
         for path in sorted((package / folder).glob("*.py")):
             digest.update(path.read_bytes())
-    own = (IPython.__version__, ipykernel._version.__version__, ipyparallel.__version__, __version__)
-    parts = (torch.__version__, torch.version.git_version, platform.python_version(), sys.platform, *own)
+    parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())
     digest.update("\0".join(map(str, parts)).encode())
     return f"torch-{torch.__version__}-py{platform.python_version()}-{digest.hexdigest()[:16]}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "torch": torch.__version__,
+        "ipykernel": ipykernel._version.__version__,
+        "ipython": IPython.__version__,
+        "ipyparallel": ipyparallel.__version__,
+    }
 
 
 def _path() -> Path:
@@ -77,9 +87,24 @@ def run_and_save() -> Verdict:
     start = time.monotonic()
     capabilities = run()
     verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
-    with contextlib.suppress(OSError):
-        _write(_path(), json.dumps(verdict.to_json()))
+    # On a starved machine a check runs out of time: that says nothing about versions that are known to work.
+    if not (verdict.lost and are_tested(_versions()) and all(is_out_of_time(item.reason) for item in verdict.lost)):
+        with contextlib.suppress(OSError):
+            _write(_path(), json.dumps(verdict.to_json()))
     return verdict
+
+
+def verdict_at_start() -> Verdict:
+    """The verdict that a start relies on.
+
+    Where none is cached, versions that were tested are taken to work, and the test that `begin_in_child` has begun
+    counts from the next start on: it must not hold up the first one. Other versions wait for it.
+    """
+    if (found := cached_verdict()) is not None:
+        return found
+    if are_tested(_versions()):
+        return Verdict(torch.__version__, platform.python_version(), 0.0, ())
+    return current_verdict()
 
 
 def _write(path: Path, text: str) -> None:
@@ -154,8 +179,6 @@ def _run_in_interpreter() -> Verdict:
         )
         return Verdict.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, IndexError) as error:
-        from axon_nb.engine.self_test.catalog import CHECKS, failed
-
         reason = f"the self-test did not run: {type(error).__name__}: {str(error)[:200]}"
         capabilities: tuple[Capability, ...] = tuple(failed(check, reason) for check in CHECKS)
         return Verdict(torch.__version__, platform.python_version(), 0.0, capabilities)

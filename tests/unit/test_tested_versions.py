@@ -1,0 +1,31 @@
+"""Which versions count as tested."""
+
+from __future__ import annotations
+
+import pytest
+
+from axon_nb.records.tested_versions import TESTED, are_tested, install_line
+
+
+@pytest.mark.parametrize(
+    ("versions", "tested"),
+    [
+        ({"torch": "2.11.0"}, True),
+        ({"torch": "2.15.9+cu132"}, True),
+        ({"torch": "2.16.0.dev20261101"}, False),
+        ({"torch": "2.10.2"}, False),
+        ({"torch": "2.13.0", "ipykernel": "7.4.0", "ipython": "9.18.1", "ipyparallel": "9.2.0"}, True),
+        ({"torch": "2.13.0", "ipykernel": "8.0.0a1"}, False),
+        ({"ipython": "10"}, False),
+        ({"torch": "unknown"}, False),
+    ],
+)
+def test_versions_from_the_lowest_to_below_the_first_unknown_one_are_tested(
+    versions: dict[str, str], tested: bool
+) -> None:
+    assert are_tested(versions) is tested
+
+
+def test_the_command_installs_what_was_tested() -> None:
+    lowest, above = TESTED["torch"]
+    assert install_line("torch") == f'pip install "torch>={lowest},<{above}"'
