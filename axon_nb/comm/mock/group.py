@@ -40,6 +40,10 @@ class MockGroup(NamedGroup):
         self._hub = hub
         self._turns = turns
 
+    def _get_backend(self, device: torch.device) -> MockGroup:
+        """What torch asks for the abilities of a backend: this group has none of another."""
+        return self
+
     def _meet(self, name: str, brings: Any, carry_out: Callable[[list[Any]], None], output: Any) -> MockWork:
         meeting = self._hub.join(self._own_rank, name, brings, carry_out)
 
