@@ -12,6 +12,7 @@ import gc
 import sys
 import threading
 import traceback
+from types import FrameType
 from typing import Any
 
 from axon_nb.engine import post_mortem
@@ -63,8 +64,12 @@ def _clear_outermost(error: BaseException | None) -> None:
     trace = error.__traceback__ if error is not None else None
     while trace is not None:
         if trace.tb_frame.f_code is RUN_CODE:
-            with contextlib.suppress(RuntimeError):  # it still runs
-                trace.tb_frame.clear()
+            # The kernel's frames around it hold the error, too, and stay with it once stacks were sampled meanwhile.
+            frame: FrameType | None = trace.tb_frame
+            with contextlib.suppress(RuntimeError):  # from here on they still run
+                while frame is not None:
+                    frame.clear()
+                    frame = frame.f_back
         trace = trace.tb_next
 
 
