@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all check fix fuzz bench notebooks versions dist clean
+.PHONY: help install demo lab test test-all versions floors check fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test: check  ## the checks, then the tests
 
 test-all: check  ## the checks, then all tests, the slow ones too
 	scripts/test all
+
+floors:  ## the fast tests and the quickstart with the lowest versions that pyproject.toml allows, then with the newest
+	scripts/dependencies.sh
 
 check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks
 	scripts/check

@@ -24,7 +24,7 @@ from nbconvert import HTMLExporter
 __all__ = ["execute", "main"]
 
 
-def execute(source: Path, out: Path, *, cell_timeout: float = 300.0) -> tuple[list[Path], str | None]:
+def execute(source: Path, out: Path, *, cell_timeout: int = 300) -> tuple[list[Path], str | None]:
     """Run `source` in a fresh kernel, in its own folder.
 
     Args:

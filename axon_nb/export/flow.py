@@ -137,10 +137,24 @@ def _bases(node: ast.expr) -> Iterator[str]:
             yield from _bases(item)
 
 
+class _Generators(ast.NodeTransformer):
+    """Makes comprehensions generators: Python 3.12 and later merge the names of the others into the scope around."""
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(node.elt, node.generators))
+
+    visit_SetComp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        pair = ast.Tuple([node.key, node.value], ast.Load())
+        return self.generic_visit(ast.GeneratorExp(pair, node.generators))
+
+
 def free_names(node: ast.AST) -> set[str]:
     """The names that a function, class or comprehension takes from outside."""
     try:
-        scopes = [symtable.symtable(ast.unparse(node), "<cell>", "exec")]
+        tree = _Generators().visit(ast.parse(ast.unparse(node)))
+        scopes = [symtable.symtable(ast.unparse(tree), "<cell>", "exec")]
     except SyntaxError:  # awaits outside of a function
         return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
     found, outermost = set[str](), scopes[0]

@@ -11,7 +11,7 @@ TESTED = {
     "torch": ("2.11", "2.16"),
     "ipykernel": ("7.0", "8"),
     "ipython": ("9.0", "10"),
-    "ipyparallel": ("9.0", "10"),
+    "ipyparallel": ("9.1", "10"),
 }
 """For each package the lowest version that passed the tests, and the lowest that did not exist when they ran."""
 

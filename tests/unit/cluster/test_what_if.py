@@ -44,7 +44,7 @@ class Shown:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> RankSession:
     """This process as the first of two ranks."""
-    config = JoinConfig(0, 2, 0, 2, 0, "gloo", "", "cpu", 1, 60.0, 1000)
+    config = JoinConfig(0, 2, 0, 2, 0, "gloo", "", "cpu", 1, 60.0, recoverable=True, output_limit=1000)
     own = RankSession(config, None, torch.device("cpu"))
     monkeypatch.setattr(rank_session, "_session", [own])
     return own

@@ -21,6 +21,11 @@ def test_names_that_are_bound_used_and_changed() -> None:
     assert found.changes == {"y", "z", "w"}
 
 
+def test_what_a_comprehension_loops_with_is_its_own_on_every_python() -> None:
+    code = "a = {k: v for k, v in m}\nb = {n for n in [[l for l in p] for p in q]}\ndef f(a=[i for i in j]): pass"
+    assert effects(ast.parse(code).body).uses == {"m", "q", "j"}
+
+
 def test_functions_use_what_they_take_from_outside() -> None:
     found = effects(ast.parse("def f(a, *b):\n    c = a + d\n    return g(c, len(b))\nclass C(B):\n    e = f").body)
     assert found.binds == {"f", "C"}

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Run the fast tests and the quickstart with the lowest versions that pyproject.toml allows, and with the newest of all:
+#
+#     scripts/dependencies.sh                      # both, all fast tests
+#     scripts/dependencies.sh lowest               # one of them
+#     scripts/dependencies.sh newest tests/engine  # these tests alone
+#
+# OLDEST_PYTHON and NEWEST_PYTHON name the interpreters. Environments are made under .versions, and brought up to date
+# when they are there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+case "${1:-}" in
+    lowest | newest) sets=("$1") && shift ;;
+    "") sets=(lowest newest) ;;
+    *) echo "usage: scripts/dependencies.sh [lowest|newest [TEST ...]]" >&2 && exit 2 ;;
+esac
+
+uv=.versions/uv/bin/uv
+if [[ ! -x $uv ]]; then
+    python3 -m venv .versions/uv
+    .versions/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+fi
+
+failed=()
+for set in "${sets[@]}"; do
+    case "$set" in
+        lowest) python="${OLDEST_PYTHON:-python3.11}" choice=(--resolution lowest-direct) ;;
+        newest) python="${NEWEST_PYTHON:-python3.13}" choice=(--upgrade) ;;
+    esac
+    place=".versions/$set"
+    echo "== $set, $python"
+    [[ -x $place/bin/python ]] || "$uv" venv --quiet --no-python-downloads --python "$python" "$place"
+    "$uv" pip install --quiet --python "$place/bin/python" "${choice[@]}" --editable '.[dev]'
+    (
+        export PATH="$PWD/$place/bin:$PATH" XDG_CACHE_HOME="$PWD/$place/cache"
+        status=0
+        python -m axon_nb.engine.self_test || status=1
+        python scripts/run_notebook.py examples/01_quickstart.py --out "out/$set" || status=1
+        python -m pytest -m "not slow" "$@" || status=1
+        exit $status
+    ) || failed+=("$set")
+done
+[[ ${#failed[@]} == 0 ]] || { echo "failed with the ${failed[*]} versions" >&2 && exit 1; }
