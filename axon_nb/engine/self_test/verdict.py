@@ -148,12 +148,15 @@ def current_verdict(*, in_process: bool = False) -> Verdict:
 
 @contextlib.contextmanager
 def _locked(*, wait_s: float) -> Iterator[bool]:
-    """Hold the lock of this key; yields whether it was got. Without a cache folder there is nothing to share."""
+    """Hold the lock of this key; yields whether it was got.
+
+    Without a cache folder nothing is shared: who would wait goes on alone, and who would not has nothing to do.
+    """
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         handle = os.open(_path().with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        yield True
+        yield wait_s > 0
         return
     try:
         end = time.monotonic() + wait_s
