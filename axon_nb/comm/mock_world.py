@@ -120,6 +120,7 @@ class _Run:
         self._store = HashStore()
         _register()
         isolated_threads(True)
+        torch_api().prepare_threads()
 
     def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> MockGroup:
         """One rank's end of the group called `name`."""

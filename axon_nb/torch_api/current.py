@@ -53,6 +53,9 @@ class TorchApi:
 
         c10d._FR_SELF_RECORDING_BACKENDS.add(name)  # type: ignore[attr-defined]
 
+    def prepare_threads(self) -> None:
+        """Make tensors without data fit for use in several threads; call it in a thread that outlives them."""
+
     def nccl_classes(self) -> tuple[type[Any], ...]:
         """The backend classes behind "nccl"; neither is a subclass of the other. Empty in a build without NCCL.
 

@@ -16,6 +16,13 @@ class Torch211(Torch212):
 
     last = (2, 11)
 
+    def prepare_threads(self) -> None:
+        """A CUDA build without a GPU crashes in a second thread when another has set the device guard and ended."""
+        import torch
+
+        if not torch.cuda.is_available():
+            torch._C._ensureCUDADeviceGuardSet()
+
     def fsdp_parameter_groups(self, state: Any) -> list[Any]:
         """A module has at most one group."""
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
