@@ -89,6 +89,19 @@ def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what:
     assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []
 
 
+def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"axon_nb-self-test-{gone.pid}-x", f"axon_nb-self-test-{os.getpid()}-y", "other"):
+        (temporary / name).mkdir(parents=True)
+        os.utime(temporary / name, (0, 0))
+    environment = {**_environment(tmp_path), "TMPDIR": str(temporary)}
+    subprocess.run(COMMAND, env=environment, capture_output=True, timeout=200, check=True)
+    left = {path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")}
+    assert left == {f"axon_nb-self-test-{os.getpid()}-y", "other"}
+
+
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
     environment = _environment(tmp_path)
     processes = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,6 +13,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
 from axon_nb.engine.self_test.place import Place
@@ -22,6 +25,8 @@ __all__ = ["run"]
 
 _LIMIT_S = 30.0
 _POLL_S = 0.002
+_PREFIX = "axon_nb-self-test-"
+_OLD_S = 600.0
 _HEAVY = ("axon_nb.engine.self_test.checks", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo")
 """What the checks import: once here instead of in each of their processes."""
 
@@ -31,12 +36,25 @@ def run() -> list[Capability]:
     for name in _HEAVY:
         with contextlib.suppress(Exception):  # the check that needs it says so
             importlib.import_module(name)
-    return [_verdict(check) for check in CHECKS]
+    _remove_left()
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
+        return [_verdict(check, Path(folder) / check.name) for check in CHECKS]
 
 
-def _verdict(check: Check) -> Capability:
-    with tempfile.TemporaryDirectory(prefix="axon_nb-self-test-") as folder:
-        reason = _run(check, Path(folder))
+def _remove_left() -> None:
+    """Remove the folders of tests that were killed: a rank that ends takes its children along."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        number = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            facts = folder.lstat()
+            old = time.time() - facts.st_mtime > _OLD_S  # a container that shares the folder has other numbers
+            if old and number.isdigit() and facts.st_uid == os.getuid() and not psutil.pid_exists(int(number)):
+                shutil.rmtree(folder)
+
+
+def _verdict(check: Check, folder: Path) -> Capability:
+    folder.mkdir()
+    reason = _run(check, folder)
     return failed(check, reason) if reason else passed(check)
 
 

@@ -107,8 +107,19 @@ def verdict_at_start() -> Verdict:
     return current_verdict()
 
 
+def _make_cache_folder() -> None:
+    """Make it below a home that exists: a home is not ours to make.
+
+    Raises:
+        OSError: there is no home, or it cannot be written.
+    """
+    if not Path(USER_CACHE.get()).expanduser().parent.is_dir():
+        raise FileNotFoundError(f"no folder for {cache_folder()}")
+    cache_folder().mkdir(parents=True, exist_ok=True)
+
+
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_cache_folder()
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         file.write(text)
     os.replace(file.name, path)
@@ -153,7 +164,7 @@ def _locked(*, wait_s: float) -> Iterator[bool]:
     Without a cache folder nothing is shared: who would wait goes on alone, and who would not has nothing to do.
     """
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
+        _make_cache_folder()
         handle = os.open(_path().with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         yield wait_s > 0
