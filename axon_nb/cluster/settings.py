@@ -131,7 +131,7 @@ class LiveSettings(Settings):
 
         Raises:
             UsageError: there is no such setting, or the value does not fit.
-            ClusterGone: the running cluster cannot be told, since it has just ended.
+            ClusterGone: the cluster ended before it got the new value.
         """
         given = [pair for text in assignments for pair in _pairs(text)]
         wanted = {name: _of(name).kind.read(name, value) for name, value in [*given, *values.items()]}

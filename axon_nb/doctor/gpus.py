@@ -92,7 +92,7 @@ def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int,
     if used.busy and (others or not card["processes"]):
         return Finding(
             label, value, "note", "`%distributed start` skips it while more than 512 MiB are in use.",
-            f"End what uses it, or run `%distributed start --devices {number}` to take it all the same.",
+            f"End what uses it, or run `%distributed start --devices {number}` to use it anyway.",
         )  # fmt: skip
     return Finding(label, value)
 
@@ -136,11 +136,11 @@ def _no_nvml(nvml: Answer) -> list[Finding]:
         message = "Without it doctor cannot tell MIG instances and who uses the GPUs."
         return [Finding("nvidia-ml-py", "missing", "note", message, f"Run `{pip()} install nvidia-ml-py`.")]
     why = nvml.failure or nvml.content.get("error") or "finds no GPU"
-    return [Finding("NVML", why, "note", "nvidia-smi lists GPUs all the same.", "Run `nvidia-smi -q` for details.")]
+    return [Finding("NVML", why, "note", "nvidia-smi still lists GPUs.", "Run `nvidia-smi -q` for details.")]
 
 
 def _absent(nvml: Answer) -> Finding:
-    """No GPU can be seen: whether there may be one all the same."""
+    """No GPU can be seen: whether there may still be one."""
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"))
     error, here = nvml.content.get("error") or nvml.failure, bool(nvml.content.get("libcuda"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")

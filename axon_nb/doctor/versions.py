@@ -85,7 +85,7 @@ def _torch(build: Answer) -> Finding:
 
 
 def _unmet() -> list[Finding]:
-    """Requirements of axon_nb that the installed packages do not meet; torch is told by itself."""
+    """Requirements of axon_nb that the installed packages do not meet; torch has its own finding."""
     try:
         wanted = metadata.requires("axon_nb") or []
     except metadata.PackageNotFoundError:
