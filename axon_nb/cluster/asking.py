@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["sample", "shut_down_foreign"]
 
 _SAMPLE_S = 1.0
-_SHUTDOWN_S = 5.0
+_SHUTDOWN_S = 30.0
+"""Seconds for the engines to end before their controller does.
+
+ipyparallel's nanny of an engine never ends when the controller goes while an answer is on its way to it
+(its control socket lingers without limit; seen with 9.1), so a busy machine gets time.
+"""
 
 
 def sample(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
