@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from axon_nb.engine import pager
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = ["command", "describe", "forget", "keep", "start"]
 

@@ -15,7 +15,7 @@ import traceback
 from typing import Any
 
 from axon_nb.engine import post_mortem
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = ["release_failure"]
 

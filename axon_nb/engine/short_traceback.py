@@ -11,7 +11,7 @@ from typing import Any
 
 from axon_nb.engine.collective_functions import is_public_call
 from axon_nb.engine.groups.abort import Aborted
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = ["find_place", "install", "take_place"]
 
