@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 
 from axon_nb.widgets.history import RankHistory
 from axon_nb.widgets.palette import CODE_OF, PAINTS, Paint, needs_outline
 
-__all__ = ["WIDTH", "row_svg", "svg_uri", "swatch_svg"]
+__all__ = ["WIDTH", "row_svg", "swatch_svg"]
 
 WIDTH = 600
 """Width of a row's picture, in units; nothing shorter than one of them is drawn on its own."""
@@ -34,11 +33,6 @@ def row_svg(history: RankHistory, end: float) -> str:
 def swatch_svg(paint: Paint) -> str:
     """A sample of one paint for a legend, 24 x 16 units."""
     return _svg(24, [(paint, [(0, 24)])])
-
-
-def svg_uri(svg: str) -> str:
-    """An SVG as an address for `<img src>`."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
 def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
