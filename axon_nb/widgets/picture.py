@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from axon_nb.widgets.history import RankHistory
-from axon_nb.widgets.palette import CODE_OF, PAINTS, Paint, needs_outline
+from axon_nb.widgets.palette import ACTIVITY_CODES, PAINTS, Paint, needs_outline
 
 __all__ = ["WIDTH", "row_svg", "swatch_svg"]
 
@@ -42,7 +42,7 @@ def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
     shares = [[0.0] * len(PAINTS) for _ in range(WIDTH)]
     last = history.segments[-1]
     for segment in history.segments:
-        code = CODE_OF[segment.activity]
+        code = ACTIVITY_CODES[segment.activity]
         stop = history.at_end(end) if segment is last else segment.end
         left, right = (min(t / end, 1.0) * WIDTH for t in (segment.start, stop))
         for x in range(int(left), min(WIDTH, int(right) + 1)):

@@ -17,7 +17,7 @@ from axon_nb.records.span import Span
 from axon_nb.records.waits import named
 from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, legend, note_lines, svg_uri, table_style
 from axon_nb.widgets.span_facts import RankFacts, TimelineFacts, timeline_facts
-from axon_nb.widgets.span_paints import CODE_OF, OTHER, SPAN_PAINTS
+from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, SPAN_PAINTS
 from axon_nb.widgets.span_picture import rank_svg, step_svg, swatch_svg
 from axon_nb.widgets.span_steps import pipeline_steps
 
@@ -154,7 +154,7 @@ def _page_step(step: PipelineStep, most: int) -> dict[str, Any]:
         return [
             [
                 ranks.index(span.rank), round((span.start_ns - origin) / 1e9, 6),
-                round((span.end_ns - span.start_ns) / 1e9, 6), CODE_OF.get(span.kind, OTHER), span.stage,
+                round((span.end_ns - span.start_ns) / 1e9, 6), SPAN_CODES.get(span.kind, OTHER), span.stage,
                 span.microbatch, span.name,
             ]
             for span in sorted(spans, key=lambda span: span.start_ns)[:most]
