@@ -51,7 +51,7 @@ def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
 
 
 def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
-    assert stepping.missing() == []
+    assert stepping.missing_step_hooks() == []
     assert insist.missing_interrupt_hooks() == []
 
 
