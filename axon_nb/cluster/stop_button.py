@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from axon_nb.engine.interrupts import user_frame
+from axon_nb.engine.user_frame import user_frame
 
 __all__ = ["StopButton", "install", "missing", "uninstall"]
 

@@ -29,7 +29,7 @@ __all__ = [
     "broadcast",
     "is_native",
     "is_plain",
-    "missing",
+    "missing_direct_hooks",
     "num_modes",
     "options_of",
     "reduce_scatter",
@@ -48,7 +48,7 @@ num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) or (lambda
 """How many modes look on at what is dispatched; where that is not known: one."""
 
 
-def missing() -> list[str]:
+def missing_direct_hooks() -> list[str]:
     """Names of what is used here that this torch does not have."""
     methods = (GATHER, "allreduce", "broadcast", SCATTER)
     wanted = {f"ProcessGroup.{name}": hasattr(dist.ProcessGroup, name) for name in methods}
@@ -61,7 +61,7 @@ def missing() -> list[str]:
     return gone + [name for name in options if not hasattr(c10d, name)]
 
 
-IS_MISSING = bool(missing())
+IS_MISSING = bool(missing_direct_hooks())
 """Whether any of it is: then all is left to torch's public functions."""
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["call_on_ranks", "missing"]
+__all__ = ["call_on_ranks", "missing_launch_hooks"]
 
 _NAMES = ("debug_launcher", "notebook_launcher")
 
 
-def missing(launchers: ModuleType) -> list[str]:
+def missing_launch_hooks(launchers: ModuleType) -> list[str]:
     """Names of the hooks that this Accelerate does not have.
 
     Args:
@@ -31,7 +31,7 @@ def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
         world_size: Number of ranks.
     """
     for name in _NAMES:
-        if not missing(launchers):
+        if not missing_launch_hooks(launchers):
             setattr(launchers, name, _caller(getattr(launchers, name), launchers.patch_environment, world_size))
 
 

@@ -4,7 +4,8 @@ Its `PartialState` takes a process without a GPU for the only one of its trainin
 unless it gets ``cpu=True``. ``ACCELERATE_USE_CPU`` has `Accelerator` pass that on, but a `PartialState()` that is made
 first, directly or by a logger, does not read it, and every `Accelerator` made later shares its state.
 
-A private hook into Accelerate: where `missing()` names something, the variable alone is left, and a warning says so.
+A private hook into Accelerate: where `missing_state_hooks()` names something, the variable alone is left, and a warning
+says so.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-__all__ = ["missing", "synchronise_on_cpus"]
+__all__ = ["missing_state_hooks", "synchronise_on_cpus"]
 
 _TESTED = "1.15"
 _PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 
 
-def missing(state: ModuleType) -> list[str]:
+def missing_state_hooks(state: ModuleType) -> list[str]:
     """Names of the hooks that this Accelerate does not have.
 
     Args:
@@ -46,7 +47,7 @@ def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
         state: The module ``accelerate.state``, just imported.
         world_size: Number of ranks.
     """
-    if absent := missing(state):
+    if absent := missing_state_hooks(state):
         warnings.warn(
             f"axon_nb was tested with accelerate {_TESTED}, and this one has no {absent[0]}: look at "
             "`accelerator.num_processes` before you train.",

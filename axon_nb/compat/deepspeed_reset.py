@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["forget_groups", "missing", "reset_engines"]
+__all__ = ["forget_groups", "missing_reset_hooks", "reset_engines"]
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _GROUPS = "deepspeed.utils.groups"
@@ -24,7 +24,7 @@ _SHARDED = ("averaged_gradients", "ipg_buckets", "parameter_offload", "params_al
 _COORDINATOR = ("_invalidate_trace", "is_invalid_trace", "release_backward_leftovers")
 
 
-def missing(engine: Any) -> list[str]:
+def missing_reset_hooks(engine: Any) -> list[str]:
     """Names of what this engine should have and has not, for a reset."""
     absent = [name for name in _ENGINE if not hasattr(engine, name)]
     optimizer = getattr(engine, "optimizer", None)
@@ -45,7 +45,7 @@ def reset_engines(engines: Iterable[Any]) -> int:
     engines = list(engines)
     for engine in engines:
         try:
-            if absent := missing(engine):
+            if absent := missing_reset_hooks(engine):
                 raise AttributeError(f"this DeepSpeed has no {absent[0]}")
             _reset(engine)
         except Exception as error:  # another version, an engine that was not made to its end

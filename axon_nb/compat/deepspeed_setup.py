@@ -1,4 +1,7 @@
-"""What is changed in DeepSpeed when a cell imports it. Private hooks; `missing()` names those that it does not have."""
+"""What is changed in DeepSpeed when a cell imports it.
+
+Private hooks; `missing_setup_hooks()` names those that it does not have.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["missing", "use_torch_groups_alone", "wrap_step"]
+__all__ = ["missing_setup_hooks", "use_torch_groups_alone", "wrap_step"]
 
 
-def missing(backend: ModuleType, engine: ModuleType) -> list[str]:
+def missing_setup_hooks(backend: ModuleType, engine: ModuleType) -> list[str]:
     """Names of the hooks that this DeepSpeed does not have.
 
     Args:

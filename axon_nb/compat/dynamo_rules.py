@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-__all__ = ["leave_alone", "missing"]
+__all__ = ["leave_alone", "missing_dynamo_hooks"]
 
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
 
 
-def missing(trace_rules: ModuleType) -> list[str]:
+def missing_dynamo_hooks(trace_rules: ModuleType) -> list[str]:
     """Names of the hooks that this torch does not have.
 
     Args:
@@ -28,6 +28,6 @@ def leave_alone(trace_rules: ModuleType) -> None:
     Args:
         trace_rules: The module ``torch._dynamo.trace_rules``, just imported.
     """
-    if not missing(trace_rules):
+    if not missing_dynamo_hooks(trace_rules):
         for package in _PACKAGES:
             trace_rules.add(package)

@@ -12,36 +12,30 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import (
-    dist_hooks,
-    exits,
-    frameworks,
-    gradients,
-    kernel_hooks,
-    leaving,
-    namespace,
-    native_output,
-    pager,
-    post_mortem,
-    rounds,
-    shell_commands,
-    short_traceback,
-    traceback_size,
-)
+from axon_nb.engine import gradients, kernel_hooks, namespace, native_output, post_mortem
 from axon_nb.engine.assist import Assistant
 from axon_nb.engine.cell_log import CellLog
 from axon_nb.engine.cells import CellRunner
 from axon_nb.engine.control import control_handlers
+from axon_nb.engine.dist_hooks import install_dist_hooks
+from axon_nb.engine.exits import install_exits
+from axon_nb.engine.frameworks import install_frameworks
 from axon_nb.engine.groups import form_default_group, nccl, recovery, wrappers
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.interrupts import Interrupts
+from axon_nb.engine.leaving import install_cleanup
+from axon_nb.engine.pager import install_pager
+from axon_nb.engine.rounds import install_rounds
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.self_test import begin_in_child, verdict_at_start
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
+from axon_nb.engine.shell_commands import install_shell_commands
+from axon_nb.engine.short_traceback import install_short_traceback
 from axon_nb.engine.stdio import OutputBudget
 from axon_nb.engine.steps import OptimizerSteps
 from axon_nb.engine.store import AgentStore
 from axon_nb.engine.telemetry import Telemetry
+from axon_nb.engine.traceback_size import install_bounded_traceback
 from axon_nb.host.cores import usable_cores
 from axon_nb.host.sealing import store_key
 from axon_nb.records import running_cell
@@ -94,7 +88,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     session.extras["store"] = store
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
-        leaving.install()
+        install_cleanup()
     form_default_group(
         config.backend,
         store=store,
@@ -108,7 +102,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     if epoch:
         recovery.join_groups(list(groups), epoch=epoch)
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
-    dist_hooks.install()
+    install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
@@ -129,8 +123,8 @@ def _install(session: RankSession) -> None:
     steps = OptimizerSteps()
     steps.install()
     session.extras["steps"] = steps
-    frameworks.install(session)
-    rounds.install()
+    install_frameworks(session)
+    install_rounds()
     running_cell.follow(lambda: session.cell)
     interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
     interrupts.install()
@@ -139,11 +133,11 @@ def _install(session: RankSession) -> None:
     kernel_hooks.tap_output(kernel, log.tap)
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
     kernel_hooks.wrap_do_execute(kernel, runner.run)
-    short_traceback.install(kernel.shell)
-    traceback_size.install(kernel.shell)
-    exits.install(kernel.shell)
-    pager.install(kernel.shell)
-    shell_commands.install(kernel.shell, interrupts)
+    install_short_traceback(kernel.shell)
+    install_bounded_traceback(kernel.shell)
+    install_exits(kernel.shell)
+    install_pager(kernel.shell)
+    install_shell_commands(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))

@@ -14,12 +14,12 @@ import torch.multiprocessing as mp
 
 from axon_nb.errors import UsageError
 
-__all__ = ["install"]
+__all__ = ["install_dist_hooks"]
 
 _NAME = "axon_nb"
 
 
-def install() -> None:
+def install_dist_hooks() -> None:
     """Replace `init_process_group`, `destroy_process_group` and `mp.spawn`; call it after the default group is up."""
     c10d = dist.distributed_c10d
     init = _attach_or_init(c10d.init_process_group)

@@ -8,12 +8,12 @@ from typing import Any
 
 from axon_nb.engine.short_traceback import find_place
 
-__all__ = ["install", "tell_exit"]
+__all__ = ["install_exits", "tell_exit"]
 
 _NOTE = "It ends the cell on this rank, and counts as a failure; the rank lives on with all it has."
 
 
-def install(shell: Any) -> None:
+def install_exits(shell: Any) -> None:
     """Have `exit()` and `quit()` do as `sys.exit()`: IPython's own end the process that runs the cell."""
     for name in ("exit", "quit"):
         shell.user_ns[name] = sys.exit

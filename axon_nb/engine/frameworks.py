@@ -10,10 +10,10 @@ from axon_nb.compat.on_import import after_import
 from axon_nb.engine.groups import stepping, wrappers
 from axon_nb.engine.session import RankSession
 
-__all__ = ["install"]
+__all__ = ["install_frameworks"]
 
 
-def install(session: RankSession) -> None:
+def install_frameworks(session: RankSession) -> None:
     """Have Accelerate, transformers and DeepSpeed find the ranks as they are; call it when the rank joins."""
     config = session.config
     environment.set_environment(config.device, local_rank=config.local_rank)

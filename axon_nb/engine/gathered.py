@@ -11,10 +11,10 @@ from typing import Any
 
 from axon_nb.torch_api import torch_api
 
-__all__ = ["missing", "whole_parameters"]
+__all__ = ["missing_gathering_hooks", "whole_parameters"]
 
 
-def missing() -> list[str]:
+def missing_gathering_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 

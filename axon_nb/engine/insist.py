@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["desist", "insist", "missing"]
+__all__ = ["desist", "insist", "missing_interrupt_hooks"]
 
 _parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
 
 
-def missing() -> list[str]:
+def missing_interrupt_hooks() -> list[str]:
     """Names of the hooks that this Python does not have."""
     return [] if _parse is not None else ["dis._parse_exception_table"]
 

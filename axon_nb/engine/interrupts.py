@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections import deque
@@ -12,23 +11,12 @@ from types import FrameType
 from typing import Any
 
 from axon_nb.engine.insist import desist, insist
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["Interrupts", "user_frame"]
+__all__ = ["Interrupts"]
 
 _SWALLOWED = 3
 """After so many interrupts that have not ended the cell, the next is raised where nothing catches it."""
-_IPYTHON = f"{os.sep}IPython{os.sep}"
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the cell itself on this stack: the one that IPython's `run_code` called; None outside a cell."""
-    while frame is not None:
-        caller = frame.f_back
-        if caller is not None and caller.f_code is RUN_CODE and _IPYTHON not in frame.f_code.co_filename:
-            return frame
-        frame = caller
-    return None
 
 
 class Interrupts:

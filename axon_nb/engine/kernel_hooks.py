@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
 from ipykernel.iostream import IOPubThread
-from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = [
-    "RUN_CODE",
     "ControlHandler",
     "add_control_handlers",
     "install",
@@ -28,9 +26,6 @@ __all__ = [
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Takes a request's content and returns the reply's; runs on the kernel's control thread."""
-
-RUN_CODE: CodeType = InteractiveShell.run_code.__code__
-"""The code object under which a cell's own frames run."""
 
 _NEEDED = (
     "_cancel_on_sigint",

@@ -11,12 +11,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-__all__ = ["clean", "install"]
+__all__ = ["clean", "install_cleanup"]
 
 _folders: list[Path] = []
 
 
-def install() -> None:
+def install_cleanup() -> None:
     """At the end of this process remove the folder of its connection file, if it is one of ours."""
     from ipyparallel.engine.app import IPEngine
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["living", "missing"]
+__all__ = ["living", "missing_search_hooks"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
@@ -24,7 +24,7 @@ _MAKERS = ("__init__", "__setstate__")
 _followed: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
 
 
-def missing() -> list[str]:
+def missing_search_hooks() -> list[str]:
     """Names of the hooks that this torch does not have; each time all objects are looked through then."""
     import torch.distributed._composable_state  # noqa: F401  # loaded by `fully_shard`, of which there may be none
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from IPython.display import display
 
-__all__ = ["install", "written_to"]
+__all__ = ["install_pager", "written_to"]
 
 _CELLS_FILE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
 """The line that names the file of a cell: there is none, and its name is another on each rank."""
@@ -27,7 +27,7 @@ def written_to(stream: TextIO) -> Iterator[None]:
         _streams.remove(stream)
 
 
-def install(shell: Any) -> None:
+def install_pager(shell: Any) -> None:
     """Have `shell` display what it would page, as text: ranks that show the same share one."""
 
     def show(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from axon_nb.engine.cut_layers import Cut
 from axon_nb.engine.sharded import placement_in_words
 
-__all__ = ["Place", "missing", "place_of", "placed_local"]
+__all__ = ["Place", "missing_placement_hooks", "place_of", "placed_local"]
 
 _utils: Any = importlib.import_module("torch.distributed.tensor._utils")
 _offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
 
 
-def missing() -> list[str]:
+def missing_placement_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     return [] if _offsets is not None else ["compute_local_shape_and_global_offset"]
 

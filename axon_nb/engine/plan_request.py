@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axon_nb.engine.later import loaded
-from axon_nb.engine.memory import modules_and_optimizers
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
 
@@ -24,6 +22,9 @@ def plan_report(
         known: The key of the model that the notebook has already.
         stages: Of a pipeline: this rank's stages alone are wanted.
     """
+    from axon_nb.engine.later import loaded
+    from axon_nb.engine.memory import modules_and_optimizers
+
     session = current()
     try:
         modules, optimizers = modules_and_optimizers(list(names), session)

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from axon_nb.engine import pager
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE
 
-__all__ = ["command", "describe", "forget", "keep", "start"]
+__all__ = ["command", "describe", "forget", "keep_error", "start"]
 
 _MAX_TEXT = 200
 _kept: list[tuple[BaseException, str]] = []
@@ -24,7 +24,7 @@ _kept: list[tuple[BaseException, str]] = []
 _debugger: list[Any] = []
 
 
-def keep(error: BaseException) -> None:
+def keep_error(error: BaseException) -> None:
     """Keep the error of a failed cell."""
     forget()
     try:

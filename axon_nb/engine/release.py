@@ -14,8 +14,8 @@ import threading
 import traceback
 from typing import Any
 
-from axon_nb.engine import post_mortem
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.post_mortem import keep_error
+from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = ["release_failure"]
 
@@ -48,7 +48,7 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
         if getattr(getattr(shell, name, None), "tb", None) is not None:
             getattr(shell, name).tb = None
     if keep and error is not None and not from_outside and not short:
-        post_mortem.keep(error)
+        keep_error(error)
     if from_outside and error is not None:
         threading.Thread(target=_clear_all, args=(error,), name="axon_nb-release", daemon=True).start()
     if short:

@@ -9,14 +9,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axon_nb.records.pace import Pace
 
-__all__ = ["install", "rounds"]
+__all__ = ["install_rounds", "rounds"]
 
 rounds = Pace()
 """How fast they come."""
 _seen: set[int] = set()
 
 
-def install() -> None:
+def install_rounds() -> None:
     """Count from now on."""
     register_optimizer_step_post_hook(_after_step)
 

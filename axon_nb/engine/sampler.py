@@ -12,8 +12,8 @@ import torch
 from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function, is_public_call
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
-from axon_nb.engine.interrupts import user_frame
 from axon_nb.engine.session import RankSession
+from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.state import Activity, RankState
 
 __all__ = ["Sampler", "resident_bytes"]

@@ -6,10 +6,10 @@ from typing import Any
 
 from axon_nb.engine.interrupts import Interrupts
 
-__all__ = ["install"]
+__all__ = ["install_shell_commands"]
 
 
-def install(shell: Any, interrupts: Interrupts) -> None:
+def install_shell_commands(shell: Any, interrupts: Interrupts) -> None:
     """Have `!command` and `lines = !command` raise the interrupts that they were ended by."""
     for name in ("system", "getoutput"):
         setattr(shell, name, _raising(getattr(shell, name), interrupts))

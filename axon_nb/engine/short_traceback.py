@@ -11,14 +11,14 @@ from typing import Any
 
 from axon_nb.engine.collective_functions import is_public_call
 from axon_nb.engine.groups.abort import Aborted
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE
 
-__all__ = ["find_place", "install", "take_place"]
+__all__ = ["find_place", "install_short_traceback", "take_place"]
 
 _place: dict[str, Any] = {}
 
 
-def install(shell: Any) -> None:
+def install_short_traceback(shell: Any) -> None:
     """Have `shell` show one line when a cell was aborted or interrupted."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:

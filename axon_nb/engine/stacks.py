@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from axon_nb.engine.frames import collecting_nothing, main_frame
-from axon_nb.engine.interrupts import Interrupts, user_frame
-from axon_nb.engine.kernel_hooks import RUN_CODE
+from axon_nb.engine.interrupts import Interrupts
 from axon_nb.engine.libraries import library_of
 from axon_nb.engine.session import RankSession
+from axon_nb.engine.user_frame import RUN_CODE, user_frame
 
 __all__ = ["cell_stack"]
 

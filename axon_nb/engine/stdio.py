@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import Any
 
-from axon_nb.engine import native_output
+from axon_nb.engine.native_output import drain
 
 __all__ = ["OutputBudget"]
 
@@ -119,7 +119,7 @@ class _Limited:
 
     def flush(self) -> None:
         """Send what is pending."""
-        native_output.drain()  # values and displays are sent after a flush: what C code wrote before comes before
+        drain()  # values and displays are sent after a flush: what C code wrote before comes before
         # ipykernel flushes both streams several times a request, and each waits for a thread.
         if self._pending:
             self._pending = False

@@ -4,7 +4,8 @@ All that is hung into torch for it is here, and is taken out again when nobody w
 optimizers are torch's public ones. That for all modules is there only until the outermost one is reached, whose own
 hook brings it back: the modules within it run without hooks, and what torch has compiled of them stays as it is. Of
 backwards torch tells nobody: `torch.autograd.backward`, which `Tensor.backward` and torch's pipelines look up at each
-call, is wrapped for that time. `missing()` says when a torch has it no more; the others are recorded all the same then.
+call, is wrapped for that time. `missing_span_hooks()` says when a torch has it no more; the others are recorded all the
+same then.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from axon_nb.engine.session import RankSession
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit, is_told, ring
 
-__all__ = ["StepSpans", "missing"]
+__all__ = ["StepSpans", "missing_span_hooks"]
 
 _LOOK_S = 0.5
 
 
-def missing() -> list[str]:
+def missing_span_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     if not callable(getattr(torch.autograd, "backward", None)):
         return ["torch.autograd.backward"]
@@ -119,7 +120,7 @@ class StepSpans:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._removers = [self._leave_modules, *(handle.remove for handle in steps)]
-        if not missing():
+        if not missing_span_hooks():
             self._removers.append(self._wrap_backward())
 
     def _begin_cell(self) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 from axon_nb.records.progress import Bar
 from axon_nb.records.running_cell import running_cell
 
-__all__ = ["missing", "tqdm_bars"]
+__all__ = ["missing_tqdm_hooks", "tqdm_bars"]
 
 _KEPT = 16
 _closed: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
 _hooked: list[type] = []
 
 
-def missing() -> list[str]:
+def missing_tqdm_hooks() -> list[str]:
     """Names of the hooks that this tqdm does not have; empty when it is not loaded."""
     kind = _kind()
     return [name for name in ("_instances", "close") if kind is not None and not hasattr(kind, name)]
@@ -33,7 +33,7 @@ def _kind() -> Any:
 def tqdm_bars() -> list[Bar]:
     """The open bars, and those that were closed in this cell since somebody looked first."""
     kind = _kind()
-    if kind is None or missing():
+    if kind is None or missing_tqdm_hooks():
         return []
     if kind not in _hooked:
         _hook(kind)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, TracebackType
 from typing import Any
 
-__all__ = ["bounded", "install", "missing", "shortened"]
+__all__ = ["bounded", "install_bounded_traceback", "missing_traceback_hooks", "shortened"]
 
 _ALIKE = 10
 """Calls of one function that are shown of a traceback, from its outer and as many from its inner end."""
@@ -23,7 +23,7 @@ _FIRST, _LAST = 60, 30
 """The same of all calls."""
 
 
-def missing(shell: Any) -> list[str]:
+def missing_traceback_hooks(shell: Any) -> list[str]:
     """Names of the hooks that this IPython does not have."""
     absent = [name for name in ("_showtraceback", "_last_traceback") if not hasattr(shell, name)]
     if not hasattr(getattr(shell, "InteractiveTB", None), "structured_traceback"):
@@ -31,9 +31,9 @@ def missing(shell: Any) -> list[str]:
     return absent
 
 
-def install(shell: Any) -> None:
+def install_bounded_traceback(shell: Any) -> None:
     """Have `shell` render the ends of long tracebacks only, and keep what it rendered for the reply alone."""
-    absent = missing(shell)
+    absent = missing_traceback_hooks(shell)
     if "_showtraceback" not in absent:
         shell._showtraceback = _keeper(shell)
     if "InteractiveTB.structured_traceback" not in absent:

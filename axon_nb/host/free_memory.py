@@ -1,4 +1,7 @@
-"""How much memory this process can still take without another one being ended for it."""
+"""How much memory this process can still take without another one being ended for it.
+
+Read here and not by psutil: this package imports the standard library alone, and psutil looks at no cgroup.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,26 @@ _CACHE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that are free or can be freed at once, on the machine and in its cgroup (v2); None: nobody tells."""
-    known = [value for value in (_of_machine(meminfo), _of_cgroup(cgroup)) if value is not None]
-    return min(known, default=None)
+    """Bytes that are free or can be freed at once, on the machine or in its cgroup (v2), whichever has less.
+
+    Args:
+        cgroup: Where the files of this process's cgroup are.
+        meminfo: The kernel's table of the machine's memory.
+
+    Returns:
+        None when it is not known.
+    """
+    available = _AVAILABLE.search(_read(meminfo))
+    free = [int(available[1]) << 10] if available else []
+    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    if limit.isdigit() and used.isdigit():  # without a limit the first is "max"
+        cache = _CACHE.search(_read(cgroup / "memory.stat"))
+        free.append(max(0, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
+    return min(free, default=None)
 
 
-def _of_machine(meminfo: Path) -> int | None:
+def _read(path: Path) -> str:
     try:
-        match = _AVAILABLE.search(meminfo.read_text())
+        return path.read_text()
     except OSError:
-        return None
-    return int(match.group(1)) << 10 if match else None
-
-
-def _of_cgroup(cgroup: Path) -> int | None:
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        cache = _CACHE.search((cgroup / "memory.stat").read_text())
-        return None if limit == "max" else max(0, int(limit) - used + (int(cache.group(1)) if cache else 0))
-    except (OSError, ValueError):
-        return None
+        return ""

@@ -12,13 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from axon_nb.parallel.memory import FSDPMemoryStats
+from axon_nb.parallel.memory import MB, FSDPMemoryStats
 from axon_nb.parallel.optimizer_state import held_states
 from axon_nb.parallel.strategies import CPUOffload
 
 __all__ = ["measured"]
 
-_MB = 1024.0 * 1024.0
 _ON_HOST = {
     CPUOffload.NONE: (),
     CPUOffload.PARAMS: ("params",),
@@ -62,7 +61,7 @@ def measured(
         optim_memory_bytes=sizes["states"],
         host_bytes=host,
         peak_memory_mb=_peak_mb(device),
-        allocated_mb=torch.cuda.memory_allocated(device) / _MB if device.type == "cuda" else math.nan,
+        allocated_mb=torch.cuda.memory_allocated(device) / MB if device.type == "cuda" else math.nan,
     )
 
 
@@ -78,5 +77,5 @@ def _storages(tensors: Iterable[Any]) -> list[torch.UntypedStorage]:
 
 def _peak_mb(device: torch.device) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)) / _MB
+        return float(torch.cuda.max_memory_allocated(device)) / MB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0

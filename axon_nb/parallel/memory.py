@@ -16,9 +16,10 @@ from axon_nb.comm.errors import CommError
 from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
-__all__ = ["FSDPMemoryStats", "deal_out", "model_states"]
+__all__ = ["MB", "FSDPMemoryStats", "deal_out", "model_states"]
 
-_MB = 1024.0 * 1024.0
+MB = 1024.0 * 1024.0
+"""Bytes; what is called `_mb` counts in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class FSDPMemoryStats:
 
     def total_memory_mb(self) -> float:
         """All three, in MiB."""
-        return self.total_bytes / _MB
+        return self.total_bytes / MB
 
     @property
     def current_allocation_mb(self) -> float:

@@ -1,4 +1,7 @@
-"""What a plan of memory says: bytes of each rank, by what they are for, between steps and at the peak."""
+"""What a plan of memory says: bytes of each rank, by what they are for, between steps and at the peak.
+
+As text, HTML and a figure each number is in the unit in which the largest is read best.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.asked_numbers import real_number
+from axon_nb.plan.communication_table import html_table, text_table
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.schedule_picture import plotly_figure
+from axon_nb.plan.table_units import unit_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,6 +23,13 @@ __all__ = ["GIB", "MODEL_STATES_ONLY", "PARTS", "MemoryParts", "MemoryPlan", "Mo
 GIB = 1024**3
 MODEL_STATES_ONLY = "model states only"
 """The method of a plan by formula: it has no activations and no buffers."""
+_MOST_RANKS = 16
+_LABELS = {
+    "optimizer": "optimizer states",
+    "unsharded": "unsharded buffers",
+    "communication": "communication buffers",
+    "fragmentation": "fragmentation allowance",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,23 +193,82 @@ class MemoryPlan:
 
     def figure(self) -> Any:
         """Stacked bars of the parts, persistent and at the peak, in GiB: a plotly figure."""
-        from axon_nb.plan.memory_display import figure
-
-        return figure(self)
+        return _figure(self)
 
     def __str__(self) -> str:
         """A table in plain text."""
-        from axon_nb.plan.memory_display import text
-
-        return text(self)
+        return _text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from axon_nb.plan.memory_display import html
-
-        return html(self)
+        return _html(self)
 
 
 def _gib(sizes: Mapping[str, int]) -> dict[str, float]:
     return {f"{name}_gib": size / GIB for name, size in sizes.items()}
+
+
+def _text(plan: MemoryPlan) -> str:
+    """The worst rank's table, and what the numbers rest on."""
+    return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), plan.notes)
+
+
+def _html(plan: MemoryPlan) -> str:
+    """The same as a table."""
+    return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), plan.notes)
+
+
+def _figure(plan: MemoryPlan) -> Any:
+    """Stacked bars, two a rank: persistent and peak; of at most 16 ranks, those with the highest peaks."""
+    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MOST_RANKS]
+    ranks.sort(key=lambda rank: rank.rank)
+    moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
+    axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
+    unit = unit_for(rank.peak.total for rank in ranks)
+    held = [getattr(rank, moment).as_dict() for rank, moment in moments]
+    bars = [
+        {"type": "bar", "name": _label(part), "x": axis, "y": [unit.of(parts[part]) for parts in held]}
+        for part in held[0]
+        if any(parts[part] for parts in held)
+    ]
+    layout = {
+        "barmode": "stack",
+        "title": {"text": _title(plan).partition(": ")[0]},
+        "yaxis": {"title": {"text": unit.name}},
+        "legend": {"traceorder": "normal"},
+    }
+    return plotly_figure(bars, layout)
+
+
+def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows: what the rank holds, between steps and at its peak."""
+    unit = unit_for((rank.persistent.total, rank.peak.total))
+    parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
+    shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
+    rows = [*shown, ("total", rank.persistent.total, rank.peak.total)]
+    return (
+        ("", f"persistent, {unit.name}", f"peak, {unit.name}"),
+        [(label, unit.text(size), unit.text(highest)) for label, size, highest in rows],
+    )
+
+
+def _label(part: str) -> str:
+    return _LABELS.get(part, part)
+
+
+def _title(plan: MemoryPlan) -> str:
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    return (
+        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world} "
+        f"rank{'s' if plan.world > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
+    )
+
+
+def _where(plan: MemoryPlan) -> str:
+    worst, several = plan.worst, len(plan.ranks) > 1
+    place = f"Rank {worst.rank}" + (f", the highest peak of {len(plan.ranks)} ranks" if several else "")
+    if not worst.phase:
+        return place
+    where = f" of {worst.module}" if worst.module else ""
+    return f"{place}; its peak is in {worst.phase}{where}"

@@ -8,13 +8,23 @@ from html import escape
 from axon_nb.records.quantity import format_seconds
 from axon_nb.records.state import Activity
 from axon_nb.widgets.history import RankHistory
+from axon_nb.widgets.html import (
+    MUTED,
+    cell_style,
+    data_cells,
+    figure,
+    head_cells,
+    legend,
+    note_lines,
+    svg_uri,
+    table_style,
+)
 from axon_nb.widgets.palette import PAINTS
-from axon_nb.widgets.picture import WIDTH, row_svg, svg_uri, swatch_svg
+from axon_nb.widgets.picture import WIDTH, row_svg, swatch_svg
 
 __all__ = ["end_words", "strip_bundle"]
 
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
+_CELL = cell_style(10)
 _PICTURE = "display:block;width:100%;min-width:200px;max-width:none;height:16px;margin:0"
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 _MEASURED = (Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING)
@@ -92,30 +102,19 @@ def _notes(histories: Sequence[RankHistory], lost: int) -> list[str]:
 
 def _html(histories: Sequence[RankHistory], heading: str, notes: Sequence[str], end: float) -> str:
     titles = ("", "", "at the end", "running", "in collectives", "waiting", "longest wait")
-    head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{title}</th>' for title in titles)
     rows = "".join(_row(history, end) for history in histories)
     rest = f'<td colspan="{len(titles) - 2}" style="{_CELL}"></td>'
     axis = f'<tr style="background:none"><td style="{_CELL}"></td><td style="{_CELL}">{_axis(end)}</td>{rest}</tr>'
-    return (
-        '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
-        'color:var(--jp-ui-font-color1, inherit)">'
-        f'<figcaption style="margin:0 0 4px"><b>{escape(heading)}</b>{_legend(histories)}</figcaption>'
-        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:0;width:100%;min-width:720px;'
-        'max-width:1200px;font-size:inherit;color:inherit">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}{axis}</tbody></table>'
-        + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes)
-        + "</figure>"
+    body = (
+        f'<table style="{table_style(widths=(720, 1200))}"><thead><tr style="background:none">'
+        f"{head_cells(titles, _CELL)}</tr></thead><tbody>{rows}{axis}</tbody></table>{note_lines(notes)}"
     )
+    return figure(body, heading=heading, beside=_legend(histories))
 
 
 def _legend(histories: Sequence[RankHistory]) -> str:
     seen = {segment.activity for history in histories for segment in history.segments}
-    return "".join(
-        f'<span style="white-space:nowrap;margin-left:14px"><img alt="" src="{svg_uri(swatch_svg(paint))}" width="24" '
-        f'height="14" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{paint.label}</span> '
-        for paint in PAINTS
-        if paint.activity in seen
-    )
+    return legend((swatch_svg(paint), paint.label) for paint in PAINTS if paint.activity in seen)
 
 
 def _row(history: RankHistory, end: float) -> str:
@@ -124,9 +123,7 @@ def _row(history: RankHistory, end: float) -> str:
     return (
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">rank {history.rank}</th>'
         f'<td style="{_CELL};width:45%"><img alt="{escape(said)}" src="{svg_uri(row_svg(history, end))}" '
-        f'width="{WIDTH}" height="16" style="{_PICTURE}"></td>'
-        + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in cells)
-        + "</tr>"
+        f'width="{WIDTH}" height="16" style="{_PICTURE}"></td>{data_cells(cells, _CELL)}</tr>'
     )
 
 
@@ -137,7 +134,7 @@ def _axis(end: float) -> str:
     ticks = [(i * step, step) for i in range(count)]
     if (rest := end - count * step) > step / 1000:
         ticks.append((count * step, rest))
-    style = f"padding:0 0 0 3px;text-align:left;border:none;border-left:1px solid;white-space:nowrap;{_MUTED}"
+    style = f"padding:0 0 0 3px;text-align:left;border:none;border-left:1px solid;white-space:nowrap;{MUTED}"
     cells = "".join(
         f'<td style="{style};width:{100 * width / end if end else 100:.2f}%">'
         f"{_tick(at) if width > 0.4 * step or not at else ''}</td>"

@@ -11,7 +11,8 @@ from typing import Any
 
 import traitlets
 
-from axon_nb.widgets.view import STATIC, View
+from axon_nb.widgets.assets import STATIC
+from axon_nb.widgets.view import View
 
 __all__ = ["STATIC", "LiveView"]
 

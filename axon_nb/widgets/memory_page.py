@@ -7,17 +7,16 @@ from html import escape
 
 from axon_nb.records.memory import ROLES
 from axon_nb.records.what_if import WhatIfState
+from axon_nb.widgets.html import cell_style, figure, head_cells, legend, note_lines, svg_uri, table_style
 from axon_nb.widgets.memory_rows import Bar, MemoryRow, MemoryRows
 from axon_nb.widgets.memory_what_if import answer_bars, state_in_words, what_if_html
 from axon_nb.widgets.palette import OKABE_ITO, needs_outline
-from axon_nb.widgets.picture import svg_uri
 
 __all__ = ["MEMORY_TITLES", "bar_svg", "memory_bundle", "role_swatch"]
 
 MEMORY_TITLES = ("rank", "memory", "", "process")
 """Columns of the table of ranks."""
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none"
+_CELL = cell_style(14, wraps=True)
 _MAX_RANKS = 256
 _LOOKS: dict[str, tuple[str, str]] = {
     "parameters": (OKABE_ITO["green"], ""),
@@ -96,24 +95,16 @@ def _text(rows: MemoryRows) -> str:
 
 
 def _html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
-    legend = "".join(
-        f'<span style="white-space:nowrap;margin-right:14px"><img alt="" src="{svg_uri(role_swatch(role))}" width="24" '
-        f'height="12" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{role}</span> '
-        for role in roles
-    )
+    samples = legend([(role_swatch(role), role) for role in roles], height=12, margin="right")
     drawn = rows.rows()
     notes = rows.notes()
     if len(drawn) > _MAX_RANKS:
         notes.append(f"{len(drawn) - _MAX_RANKS} more ranks are left out here.")
-    head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{t}</th>' for t in MEMORY_TITLES)
-    return (
-        '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
-        'color:var(--jp-ui-font-color1, inherit)">'
-        f'<figcaption style="margin:0 0 4px"><b>{escape(rows.heading)}</b><div>{legend}</div></figcaption>'
-        '<table style="border-collapse:collapse;border:none;margin:0;font-size:inherit;color:inherit">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{"".join(map(_row, drawn[:_MAX_RANKS]))}</tbody>'
-        "</table>" + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes) + what_if + "</figure>"
+    body = (
+        f'<table style="{table_style()}"><thead><tr style="background:none">{head_cells(MEMORY_TITLES, _CELL)}</tr>'
+        f"</thead><tbody>{''.join(map(_row, drawn[:_MAX_RANKS]))}</tbody></table>{note_lines(notes)}{what_if}"
     )
+    return figure(body, heading=rows.heading, beside=f"<div>{samples}</div>")
 
 
 def _row(row: MemoryRow) -> str:

@@ -12,7 +12,7 @@ from axon_nb.widgets.following import FollowingPanel
 
 __all__ = ["show_memory", "show_watch"]
 
-_open: dict[tuple[str, ...], FollowingPanel] = {}
+_job_panels: dict[tuple[str, ...], FollowingPanel] = {}
 
 
 def show_watch(cluster: Cluster) -> None:
@@ -60,10 +60,10 @@ def _in_notebook() -> bool:
 
 
 def _replace(key: tuple[str, ...], panel: FollowingPanel) -> None:
-    earlier = _open.pop(key, None)
+    earlier = _job_panels.pop(key, None)
     if earlier is not None:
         earlier.close()
     shell = get_ipython()
     assert shell is not None
     panel.open(shell)
-    _open[key] = panel
+    _job_panels[key] = panel

@@ -13,7 +13,7 @@ from axon_nb.widgets.shard_tensors import put_together
 
 __all__ = ["show_shards"]
 
-_open: dict[tuple[str, ...], object] = {}
+_shards_panels: dict[tuple[str, ...], object] = {}
 
 
 def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
@@ -35,8 +35,8 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     from axon_nb.widgets.shards_panel import ShardsPanel
 
     panel = ShardsPanel(cluster, names, gradients=gradients)
-    earlier = _open.pop(tuple(names), None)
+    earlier = _shards_panels.pop(tuple(names), None)
     if isinstance(earlier, ShardsPanel):
         earlier.close()
     panel.open(shell)
-    _open[tuple(names)] = panel
+    _shards_panels[tuple(names)] = panel

@@ -14,7 +14,7 @@ from axon_nb.widgets.timeline_record import Timeline
 
 __all__ = ["show_timeline"]
 
-_open: WeakKeyDictionary[Cluster, object] = WeakKeyDictionary()
+_timeline_panels: WeakKeyDictionary[Cluster, object] = WeakKeyDictionary()
 
 
 def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> Timeline:
@@ -39,9 +39,9 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
     from axon_nb.widgets.timeline_panel import TimelinePanel
 
     panel = TimelinePanel(cluster, list(ranks))
-    earlier = _open.pop(cluster, None)
+    earlier = _timeline_panels.pop(cluster, None)
     if isinstance(earlier, TimelinePanel):
         earlier.close()
     panel.open(shell)
-    _open[cluster] = panel
+    _timeline_panels[cluster] = panel
     return timeline

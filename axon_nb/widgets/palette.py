@@ -7,7 +7,7 @@ from typing import Literal
 
 from axon_nb.records.state import Activity
 
-__all__ = ["CODE_OF", "OKABE_ITO", "PAINTS", "Paint", "Pattern", "contrast", "needs_outline"]
+__all__ = ["ACTIVITY_CODES", "OKABE_ITO", "PAINTS", "Paint", "Pattern", "contrast", "needs_outline"]
 
 Pattern = Literal["solid", "bars", "hatch", "cross", "hollow", "line"]
 
@@ -50,7 +50,7 @@ PAINTS = (
 )
 """One paint an activity; the position is the activity's code on the wire."""
 
-CODE_OF = {paint.activity: code for code, paint in enumerate(PAINTS)}
+ACTIVITY_CODES = {paint.activity: code for code, paint in enumerate(PAINTS)}
 
 
 def contrast(first: str, second: str) -> float:

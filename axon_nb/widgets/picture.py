@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 
 from axon_nb.widgets.history import RankHistory
-from axon_nb.widgets.palette import CODE_OF, PAINTS, Paint, needs_outline
+from axon_nb.widgets.palette import ACTIVITY_CODES, PAINTS, Paint, needs_outline
 
-__all__ = ["WIDTH", "row_svg", "svg_uri", "swatch_svg"]
+__all__ = ["WIDTH", "row_svg", "swatch_svg"]
 
 WIDTH = 600
 """Width of a row's picture, in units; nothing shorter than one of them is drawn on its own."""
@@ -36,11 +35,6 @@ def swatch_svg(paint: Paint) -> str:
     return _svg(24, [(paint, [(0, 24)])])
 
 
-def svg_uri(svg: str) -> str:
-    """An SVG as an address for `<img src>`."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
-
-
 def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
     """(left, right, code) of the stretches where one activity takes most of each unit of the width."""
     if not history.segments or end <= 0:
@@ -48,7 +42,7 @@ def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
     shares = [[0.0] * len(PAINTS) for _ in range(WIDTH)]
     last = history.segments[-1]
     for segment in history.segments:
-        code = CODE_OF[segment.activity]
+        code = ACTIVITY_CODES[segment.activity]
         stop = history.at_end(end) if segment is last else segment.end
         left, right = (min(t / end, 1.0) * WIDTH for t in (segment.start, stop))
         for x in range(int(left), min(WIDTH, int(right) + 1)):

@@ -7,14 +7,13 @@ from html import escape
 
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.waits import named
-from axon_nb.widgets.picture import svg_uri
+from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, note_lines, svg_uri, table_style
 from axon_nb.widgets.shard_boxes import boxes_in_words, draw, drawing_svg
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words
 
 __all__ = ["heading", "shards_bundle", "shown_shape"]
 
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:middle;border:none"
+_CELL = cell_style(14, above=3, wraps=True)
 _MAX_ROWS = 200
 
 
@@ -63,20 +62,14 @@ def _each(tensor: PlacedTensor) -> str:
 
 def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> str:
     titles = ("tensor", "", "shape", "where", "on a rank", "parts by rank")
-    head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{name}</th>' for name in titles)
     rows = "".join(map(_row, tensors[:_MAX_ROWS]))
     ranks = bytes_by_rank(tensors)
     total = ", ".join(f"{named(same)}: {format_bytes(size)}" for size, same in _same(ranks))
-    return (
-        '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
-        'color:var(--jp-ui-font-color1, inherit)">'
-        f'<figcaption style="margin:0 0 4px"><b>{escape(heading(title, tensors))}</b></figcaption>'
-        '<table style="border-collapse:collapse;border:none;margin:0;font-size:inherit;color:inherit">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}</tbody></table>'
-        f'<div style="{_MUTED}">{escape(total)}</div>'
-        + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes)
-        + "</figure>"
+    body = (
+        f'<table style="{table_style()}"><thead><tr style="background:none">{head_cells(titles, _CELL)}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>{note_lines([total, *notes])}"
     )
+    return figure(body, heading=heading(title, tensors))
 
 
 def _same(held: dict[int, int]) -> list[tuple[int, list[int]]]:
@@ -96,7 +89,5 @@ def _row(tensor: PlacedTensor) -> str:
     cells = (tensor.role, shown_shape(tensor), in_words(tensor), _each(tensor))
     return (
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal;white-space:nowrap">'
-        f"{escape(tensor.name)}</th>"
-        + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in cells)
-        + f'<td style="{_CELL}">{picture}</td></tr>'
+        f'{escape(tensor.name)}</th>{data_cells(cells, _CELL)}<td style="{_CELL}">{picture}</td></tr>'
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from axon_nb.widgets.palette import OKABE_ITO, needs_outline
 
-__all__ = ["BUBBLE", "CODE_OF", "OTHER", "SPAN_PAINTS", "SpanPaint", "paints_for_page"]
+__all__ = ["BUBBLE", "OTHER", "SPAN_CODES", "SPAN_PAINTS", "SpanPaint", "paints_for_page"]
 
 SpanPattern = Literal["solid", "rows", "cross", "bars", "dots", "hatch", "line", "dashed"]
 
@@ -39,9 +39,9 @@ SPAN_PAINTS = (
 )
 """One paint a kind; the position is the kind's code on the wire."""
 
-CODE_OF = {paint.kind: code for code, paint in enumerate(SPAN_PAINTS)}
-OTHER = CODE_OF["other"]
-BUBBLE = CODE_OF["bubble"]
+SPAN_CODES = {paint.kind: code for code, paint in enumerate(SPAN_PAINTS)}
+OTHER = SPAN_CODES["other"]
+BUBBLE = SPAN_CODES["bubble"]
 
 
 def paints_for_page() -> list[dict[str, object]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.span import Span
 from axon_nb.widgets.palette import needs_outline
-from axon_nb.widgets.span_paints import BUBBLE, CODE_OF, OTHER, SPAN_PAINTS, SpanPaint
+from axon_nb.widgets.span_paints import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, SpanPaint
 
 __all__ = ["rank_svg", "step_svg", "swatch_svg"]
 
@@ -63,7 +63,7 @@ def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str
             left, wide = (span.start_ns - origin) * scale, (span.end_ns - span.start_ns) * scale
             if left - free > 1:
                 shapes.setdefault(BUBBLE, []).append((free, top, left - free, _STEP_ROW - 2.0))
-            shapes.setdefault(CODE_OF.get(span.kind, OTHER), []).append((left, top, wide, _STEP_ROW - 2.0))
+            shapes.setdefault(SPAN_CODES.get(span.kind, OTHER), []).append((left, top, wide, _STEP_ROW - 2.0))
             free = left + wide
             if wide >= 6 * len(str(span.microbatch)) + 3:
                 words.append(
@@ -79,7 +79,7 @@ def _shares(
     table: SpanTable, rank: int, start_ns: int, end_ns: int, width: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """How much of each unit of the width each kind takes, 0 to 1; one array (kinds, width) a lane."""
-    columns, codes = table.columns, [CODE_OF.get(label[0], OTHER) for label in table.labels]
+    columns, codes = table.columns, [SPAN_CODES.get(label[0], OTHER) for label in table.labels]
     lanes = (np.zeros((len(SPAN_PAINTS), width)), np.zeros((len(SPAN_PAINTS), width)))
     scale = width / max(1, end_ns - start_ns)
     kind = np.array(codes, dtype=np.int64)[columns["label"]] if codes else np.zeros(0, dtype=np.int64)
@@ -89,13 +89,13 @@ def _shares(
         which = (columns["rank"] == rank) & (kind == code)
         left, right = ((columns[name][which] - start_ns) * scale for name in ("start", "end"))
         ready = left + columns["late"][which] * scale
-        wait = CODE_OF["wait"]
+        wait = SPAN_CODES["wait"]
         _cover(lanes[paint.lane][code], ready if paint.lane == 1 else left, right)
         if paint.lane == 1:
             _cover(lanes[1][wait], left, ready)
-    code_waits = lanes[0][CODE_OF["wait"]]
+    code_waits = lanes[0][SPAN_CODES["wait"]]
     # What waits does not compute, though it is within a forward or a backward.
-    for code in (CODE_OF["forward"], CODE_OF["backward"], CODE_OF["optimizer"]):
+    for code in (SPAN_CODES["forward"], SPAN_CODES["backward"], SPAN_CODES["optimizer"]):
         lanes[0][code] -= np.minimum(lanes[0][code], code_waits)
     return lanes
 

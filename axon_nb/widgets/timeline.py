@@ -17,7 +17,7 @@ import traitlets
 from axon_nb.cluster.span_feed import SpanFeed
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.waits import named
-from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
+from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
 from axon_nb.widgets.view import STATIC, View
@@ -237,7 +237,7 @@ class TimelineView(View):
         store = self._feed.store
         start, end = self._focus_ns()
         return {
-            "labels": [[CODE_OF.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]],
+            "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]],
             "labelsFrom": labels_from,
             "groups": {name: named(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks},
             "oldest": max(store.first, self._begin),

@@ -16,8 +16,6 @@ from axon_nb.widgets.timeline_page import timeline_bundle
 
 __all__ = ["cell_timeline"]
 
-_log = logging.getLogger(__name__)
-
 
 @contextlib.contextmanager
 def cell_timeline(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterator[None]:
@@ -26,14 +24,14 @@ def cell_timeline(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iter
     try:
         _open(cluster, ranks, title, undo)
     except Exception:
-        _log.warning("The timeline of the cell could not be shown.", exc_info=True)
+        logging.getLogger(__name__).warning("The timeline of the cell could not be shown.", exc_info=True)
     try:
         yield
     finally:
         try:
             undo.close()
         except Exception:
-            _log.warning("The timeline of the cell could not be kept.", exc_info=True)
+            logging.getLogger(__name__).warning("The timeline of the cell could not be kept.", exc_info=True)
 
 
 class _Reader:

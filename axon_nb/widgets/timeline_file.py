@@ -10,7 +10,7 @@ from html import escape
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.waits import named
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.span_paints import CODE_OF, OTHER, paints_for_page
+from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
 
@@ -39,7 +39,7 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     origin = int(table.columns["start"].min()) if len(table) else 0
     end = int(table.columns["end"].max()) if len(table) else origin
     header = {
-        "labels": [[CODE_OF.get(kind, OTHER), name, group] for kind, name, group in table.labels],
+        "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels],
         "labelsFrom": 0,
         "groups": {name: named(members) for name, members in table.groups.items()},
         "oldest": table.first,

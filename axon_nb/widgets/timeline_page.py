@@ -15,9 +15,9 @@ from axon_nb.records.quantity import format_bytes, format_seconds
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.span import Span
 from axon_nb.records.waits import named
-from axon_nb.widgets.picture import svg_uri
+from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, legend, note_lines, svg_uri, table_style
 from axon_nb.widgets.span_facts import RankFacts, TimelineFacts, timeline_facts
-from axon_nb.widgets.span_paints import CODE_OF, OTHER, SPAN_PAINTS
+from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, SPAN_PAINTS
 from axon_nb.widgets.span_picture import rank_svg, step_svg, swatch_svg
 from axon_nb.widgets.span_steps import pipeline_steps
 
@@ -26,8 +26,7 @@ __all__ = ["COLUMN_TITLES", "TimelineNumbers", "facts_of", "page_facts", "timeli
 COLUMN_TITLES = ("forward", "backward", "optimizer", "communicating", "hidden", "waiting", "waited for", "moved")
 """Of the table; `hidden`: share of communication behind computing, `waited for`: what other ranks waited for it."""
 
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
+_CELL = cell_style(12)
 _MAX_ROWS = 64
 _MAX_BOXES = 1000
 """Of all pipelines together, measured and ideal: 35 kB of a message."""
@@ -83,14 +82,10 @@ def timeline_bundle(
     lines = [heading]
     lines += [f"  rank {rank}: {_in_words(by_rank.get(rank))}" for rank in ranks]
     lines += [f"  {_step_words(step)}" for step in numbers.steps[:_MAX_PIPELINES]]
-    html = _html(shown, [rank for rank in ranks if rank in by_rank][:_MAX_ROWS], by_rank, (start, end), heading)
+    rows = _table(shown, [rank for rank in ranks if rank in by_rank][:_MAX_ROWS], by_rank, (start, end))
     steps = "".join(map(_step_html, numbers.steps[:_MAX_PIPELINES]))
-    told = "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes)
-    figure = (
-        '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
-        f'color:var(--jp-ui-font-color1, inherit)">{html}{steps}{told}</figure>'
-    )
-    return {"text/html": figure, "text/plain": "\n".join([*lines, *notes])}
+    html = figure(f"{rows}{steps}{note_lines(notes)}", heading=heading, beside=_legend(shown))
+    return {"text/html": html, "text/plain": "\n".join([*lines, *notes])}
 
 
 def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int, int]:
@@ -159,7 +154,7 @@ def _page_step(step: PipelineStep, most: int) -> dict[str, Any]:
         return [
             [
                 ranks.index(span.rank), round((span.start_ns - origin) / 1e9, 6),
-                round((span.end_ns - span.start_ns) / 1e9, 6), CODE_OF.get(span.kind, OTHER), span.stage,
+                round((span.end_ns - span.start_ns) / 1e9, 6), SPAN_CODES.get(span.kind, OTHER), span.stage,
                 span.microbatch, span.name,
             ]
             for span in sorted(spans, key=lambda span: span.start_ns)[:most]
@@ -177,19 +172,12 @@ def _page_step(step: PipelineStep, most: int) -> dict[str, Any]:
     }
 
 
-def _html(
-    table: SpanTable, ranks: Sequence[int], by_rank: dict[int, RankFacts], extent: tuple[int, int], heading: str
-) -> str:
-    head = "".join(
-        f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{title}</th>'
-        for title in ("", "", *COLUMN_TITLES)
-    )
+def _table(table: SpanTable, ranks: Sequence[int], by_rank: dict[int, RankFacts], extent: tuple[int, int]) -> str:
+    head = head_cells(("", "", *COLUMN_TITLES), _CELL)
     rows = "".join(_row(table, by_rank[rank], extent, num_rows=len(ranks)) for rank in ranks)
     return (
-        f'<figcaption style="margin:0 0 4px"><b>{escape(heading)}</b>{_legend(table)}</figcaption>'
-        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:0;width:100%;min-width:760px;'
-        'max-width:1400px;font-size:inherit;color:inherit">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}</tbody></table>'
+        f'<table style="{table_style(widths=(760, 1400))}"><thead><tr style="background:none">{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
     )
 
 
@@ -200,8 +188,7 @@ def _row(table: SpanTable, own: RankFacts, extent: tuple[int, int], *, num_rows:
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">rank {own.rank}</th>'
         f'<td style="{_CELL};width:45%"><img alt="{said}" title="{said}" src="{picture}" height="26" '
         'style="display:block;width:100%;min-width:320px;max-width:none;height:26px;margin:0"></td>'
-        + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in _cells(own))
-        + "</tr>"
+        f"{data_cells(_cells(own), _CELL)}</tr>"
     )
 
 
@@ -211,12 +198,7 @@ def _legend(table: SpanTable) -> str:
         seen.add("wait")
     if (table.columns["stage"] >= 0).any():
         seen.add("bubble")
-    return "".join(
-        f'<span style="white-space:nowrap;margin-left:14px"><img alt="" src="{svg_uri(swatch_svg(paint))}" width="24" '
-        f'height="14" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{paint.label}</span> '
-        for paint in SPAN_PAINTS
-        if paint.kind in seen and paint.lane >= 0
-    )
+    return legend((swatch_svg(paint), paint.label) for paint in SPAN_PAINTS if paint.kind in seen and paint.lane >= 0)
 
 
 def _step_html(step: PipelineStep) -> str:
@@ -236,6 +218,5 @@ def _step_html(step: PipelineStep) -> str:
         )
     return (
         f'<div style="margin:6px 0 2px">{escape(_step_words(step).capitalize())}</div>'
-        '<table style="border-collapse:collapse;border:none;margin:0;font-size:inherit;color:inherit">'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f'<table style="{table_style()}"><tbody>{"".join(rows)}</tbody></table>'
     )

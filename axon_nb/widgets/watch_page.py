@@ -5,18 +5,17 @@ from __future__ import annotations
 from html import escape
 
 from axon_nb.widgets.chart_svg import HEIGHT, WIDTH, chart_svg
+from axon_nb.widgets.html import MUTED, cell_style, data_cells, figure, head_cells, note_lines, svg_uri, table_style
 from axon_nb.widgets.job_bars import MergedBar
 from axon_nb.widgets.job_store import MAX_CURVES, JobStore
 from axon_nb.widgets.job_words import heading, rank_cells, series_words
-from axon_nb.widgets.picture import svg_uri
 from axon_nb.widgets.series import Series
 
 __all__ = ["RANK_TITLES", "shown_series", "watch_bundle"]
 
 RANK_TITLES = ("rank", "what it does", "step", "steps/s", "communication", "memory")
 """Columns of the table of ranks."""
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none;white-space:nowrap"
+_CELL = cell_style(14)
 _MAX_RANKS = 256
 
 
@@ -46,25 +45,19 @@ def _text(store: JobStore) -> str:
 def _html(store: JobStore) -> str:
     curves = "".join(_curve(series, measured=measured) for series, measured in shown_series(store))
     bars = "".join(map(_bar, store.bars()))
-    head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{t}</th>' for t in RANK_TITLES)
     shown = store.rows()[:_MAX_RANKS]
     rows = "".join(
         f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal">{row.rank}</th>'
-        + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in rank_cells(row))
-        + "</tr>"
+        f"{data_cells(rank_cells(row), _CELL)}</tr>"
         for row in shown
     )
     notes = [*store.notes(), *([f"{len(store.rows()) - _MAX_RANKS} more ranks."] if len(shown) == _MAX_RANKS else [])]
-    return (
-        '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
-        'color:var(--jp-ui-font-color1, inherit)">'
-        f'<figcaption style="margin:0 0 4px"><b>{escape(heading(store))}</b></figcaption>'
+    body = (
         f'<div style="display:flex;flex-wrap:wrap;gap:10px 24px;margin:6px 0">{curves}</div>{bars}'
-        '<table style="border-collapse:collapse;border:none;margin:4px 0;font-size:inherit;color:inherit">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}</tbody></table>'
-        + "".join(f'<div style="{_MUTED}">{escape(note)}</div>' for note in notes)
-        + "</figure>"
+        f'<table style="{table_style(margin="4px 0")}"><thead><tr style="background:none">'
+        f"{head_cells(RANK_TITLES, _CELL)}</tr></thead><tbody>{rows}</tbody></table>{note_lines(notes)}"
     )
+    return figure(body, heading=heading(store))
 
 
 def _curve(series: Series, *, measured: bool) -> str:
@@ -76,7 +69,7 @@ def _curve(series: Series, *, measured: bool) -> str:
     return (
         f'<div style="width:380px"><div><b style="font-weight:600">{escape(series.name)}</b> {escape(words)}</div>'
         f'<img alt="{said}" title="{said}" src="{svg_uri(chart_svg(points))}" width="{WIDTH}" height="{HEIGHT}" '
-        f'style="display:block;margin:0;max-width:none"><div style="{_MUTED}">{escape(ends)}</div></div>'
+        f'style="display:block;margin:0;max-width:none"><div style="{MUTED}">{escape(ends)}</div></div>'
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axon_nb.widgets.history import RankHistory, Segment
-from axon_nb.widgets.palette import CODE_OF
+from axon_nb.widgets.palette import ACTIVITY_CODES
 
 __all__ = ["Clock", "encode"]
 
@@ -72,6 +72,6 @@ def _columns(picked: Sequence[tuple[int, int, Segment]], calls: dict[str, int]) 
         struct.pack(f"<{n}I", *(s.high for s in segments)),
         struct.pack(f"<{n}H", *(row for row, _, _ in picked)),
         struct.pack(f"<{n}H", *(calls[s.call] for s in segments)),
-        struct.pack(f"<{n}B", *(CODE_OF[s.activity] for s in segments)),
+        struct.pack(f"<{n}B", *(ACTIVITY_CODES[s.activity] for s in segments)),
         struct.pack(f"<{n}B", *(s.mixed for s in segments)),
     ]

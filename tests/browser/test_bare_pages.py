@@ -15,7 +15,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.history import RankHistory
 from axon_nb.widgets.memory import MemoryView
 from axon_nb.widgets.shards import ShardsView
-from axon_nb.widgets.span_paints import CODE_OF, paints_for_page
+from axon_nb.widgets.span_paints import SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import pack
 from axon_nb.widgets.strip import RankStrip
 from axon_nb.widgets.watch import WatchView
@@ -90,7 +90,7 @@ def timeline_message() -> bytes:
         store.add([Span(rank, "forward", "GPT", 0, 10**9), Span(rank, "collective", "all_reduce", 10**9, 2 * 10**9)])
     table = store.table()
     header = {
-        "labels": [[CODE_OF[kind], name, group] for kind, name, group in table.labels],
+        "labels": [[SPAN_CODES[kind], name, group] for kind, name, group in table.labels],
         "labelsFrom": 0,
         "groups": {},
         "oldest": 0,

@@ -31,7 +31,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_torch_has_what_is_used() -> None:
-    assert direct.missing() == []
+    assert direct.missing_direct_hooks() == []
 
 
 @pytest.mark.parametrize("without_hooks", [False, True])

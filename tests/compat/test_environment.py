@@ -50,7 +50,7 @@ def test_an_accelerate_without_our_hooks_is_told() -> None:
 
 
 def test_a_deepspeed_without_our_hooks_is_seen() -> None:
-    assert deepspeed_setup.missing(ModuleType("a"), ModuleType("b")) == [
+    assert deepspeed_setup.missing_setup_hooks(ModuleType("a"), ModuleType("b")) == [
         "build_shm_op",
         "DeepSpeedEngine.__init__",
         "DeepSpeedEngine.step",

@@ -123,7 +123,7 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
     kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
-    natives = nccl.install(store, device=CPU, timeout=LIMIT, kind=kind)
+    natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)
     store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
     natives.reform(int(epoch))
     recovery.agree_on_names()

@@ -16,7 +16,7 @@ from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
 def fenced() -> Iterator[torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    remove = fence.install()
+    remove = fence.install_fence()
     yield torch.optim.SGD([parameter], lr=1.0)
     remove()
     stand_down("")

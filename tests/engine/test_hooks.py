@@ -51,18 +51,18 @@ def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
 
 
 def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
-    assert stepping.missing() == []
-    assert insist.missing() == []
+    assert stepping.missing_step_hooks() == []
+    assert insist.missing_interrupt_hooks() == []
 
 
 def test_torch_has_what_recoverable_groups_need() -> None:
-    assert install.missing() == []
+    assert install.missing_group_hooks() == []
 
 
 def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:
     assert {"init_process_group", "destroy_process_group"} <= set(vars(dist)) & set(vars(dist.distributed_c10d))
     assert callable(vars(multiprocessing)["spawn"])
-    assert callable(dist_hooks.install)
+    assert callable(dist_hooks.install_dist_hooks)
 
 
 HOMES: dict[str, tuple[Any, ...]] = {

@@ -52,10 +52,10 @@ first = ScheduleGPipe(stage, 1)
 assert found()["schedules"] == [first] and len(passes) == 2
 second = ScheduleGPipe(stage, 1)
 assert found()["schedules"] == [first, second] and len(passes) == 2
-assert searched.missing() == []
+assert searched.missing_search_hooks() == []
 
 searched._STATES = ("torch.distributed._composable_state", "gone")
-assert searched.missing() == ["torch.distributed._composable_state.gone"]
+assert searched.missing_search_hooks() == ["torch.distributed._composable_state.gone"]
 assert found()["fsdp"] == [model] and len(passes) == 3, "without the table all objects are looked through"
 print("all held")
 """

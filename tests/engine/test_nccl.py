@@ -24,7 +24,7 @@ store, device = dist.HashStore(), torch.device("cuda:0")
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)
 group = dist.group.WORLD
 first = group._get_backend(torch.device("cuda"))
-owned = nccl.install(store, device=device, timeout=timedelta(seconds=5)).all() == [group]
+owned = nccl.install_native_groups(store, device=device, timeout=timedelta(seconds=5)).all() == [group]
 second = nccl._make(type(first), store, group, first.options, device)
 swap_backend(group, second, device)
 replaced = group._get_backend(torch.device("cuda")) is second

@@ -80,7 +80,7 @@ def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_pat
 def _is_replaced(rank: int, store: Any) -> Any:
     dist.new_group([0, 1], group_desc="mine")
     groups_state.installed = True
-    groups = nccl.install(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    groups = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
     registry = recovery.registry()
     if rank == 1:  # from here on another process is rank 1
         folder = str(Path(store.path).parent)
@@ -111,7 +111,7 @@ def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
 
 def _recovers(rank: int, store: Any) -> Any:
     groups_state.installed = True
-    nccl.install(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
     if rank == 1:
         for _ in range(3):  # groups of its own, which the other rank does not know of
             dist.distributed_c10d._world.group_count += 1
@@ -163,7 +163,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
 
 
 def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
-    assert swap.missing() == []
+    assert swap.missing_swap_hooks() == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
     for left in range(swap.MAX_SWAPS, 0, -1):

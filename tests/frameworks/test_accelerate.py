@@ -65,7 +65,7 @@ ways = {{
     "variable": made_without_the_variable,
 }}
 from axon_nb.compat import accelerate_state
-assert accelerate_state.missing(sys.modules["accelerate.state"]) == []
+assert accelerate_state.missing_state_hooks(sys.modules["accelerate.state"]) == []
 for name, make in ways.items():
     fresh()
     accelerator = make()
@@ -160,7 +160,7 @@ def test_its_launchers_call_the_function_on_every_rank(two: Kernel) -> None:
 import sys
 from accelerate import debug_launcher, notebook_launcher
 from axon_nb.compat import accelerate_launch
-assert accelerate_launch.missing(sys.modules["accelerate.launchers"]) == []
+assert accelerate_launch.missing_launch_hooks(sys.modules["accelerate.launchers"]) == []
 
 def train(word):
     fresh()

@@ -125,9 +125,10 @@ import importlib
 from axon_nb.compat import deepspeed_reset, deepspeed_setup
 from axon_nb.engine.living import living
 backend = importlib.import_module("deepspeed.comm.torch")
-assert deepspeed_setup.missing(backend, deepspeed.runtime.engine) == []
+assert deepspeed_setup.missing_setup_hooks(backend, deepspeed.runtime.engine) == []
 engines = living(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
-stages = {engine.zero_optimization_stage(): deepspeed_reset.missing(engine) for engine in [*engines, engine_of(2)]}
+engines = [*engines, engine_of(2)]
+stages = {engine.zero_optimization_stage(): deepspeed_reset.missing_reset_hooks(engine) for engine in engines}
 assert not any(stages.values()) and 2 in stages, stages
 assert backend.build_shm_op() is None
 """

@@ -119,6 +119,11 @@ def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path, meminfo) == 2 << 20
     assert free_memory(tmp_path, tmp_path / "none") is None
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.stat").unlink()
+    assert free_memory(tmp_path, meminfo) == 300_000
+    (tmp_path / "memory.current").write_text("1500000\n")
+    assert free_memory(tmp_path, meminfo) == 0
 
 
 BORDER = 8192

@@ -13,7 +13,7 @@ import pytest
 from axon_nb.records.state import Activity, RankState
 from axon_nb.widgets.assets import script
 from axon_nb.widgets.history import RankHistory
-from axon_nb.widgets.palette import CODE_OF
+from axon_nb.widgets.palette import ACTIVITY_CODES
 from axon_nb.widgets.series import Point, pack_points
 from axon_nb.widgets.wire import Clock, encode
 
@@ -90,7 +90,7 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
         kept = [
             {
                 **{name: getattr(segment, name) for name in ("start", "end", "since", "line", "low", "high", "call")},
-                "activity": CODE_OF[segment.activity],
+                "activity": ACTIVITY_CODES[segment.activity],
                 "mixed": segment.mixed,
             }
             for segment in history.segments

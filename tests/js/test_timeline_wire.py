@@ -9,7 +9,7 @@ import pytest
 
 from axon_nb.cluster.span_store import SpanStore
 from axon_nb.records.span import Span
-from axon_nb.widgets.span_paints import CODE_OF
+from axon_nb.widgets.span_paints import SPAN_CODES
 from axon_nb.widgets.span_wire import BYTES_PER_SPAN, pack
 from tests.js.test_javascript import node, saved
 
@@ -31,12 +31,12 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
     store = SpanStore()
     store.know_groups({"größte": [0, 1]})
     store.add([Span(0, "collective", "all_reduce", 2 * SECOND, 5 * SECOND, "größte", 1 << 31, -1, -1, 1)])
-    labels = [[CODE_OF["collective"], "all_reduce", "größte"]]
+    labels = [[SPAN_CODES["collective"], "all_reduce", "größte"]]
     first = pack(store.table(), {**HEADER, "labels": labels, "labelsFrom": 0, "lost": 0}, origin_ns=SECOND)
     assert len(first) % 2 == 0
     store.add([Span(1, "collective", "all_reduce", 3 * SECOND, 5 * SECOND, "größte", 7, -1, -1, 1)])
     store.add([Span(1, "forward", "F", 6 * SECOND, 6 * SECOND, "1", 0, 2, 40_000, 0)])
-    more = {**HEADER, "labels": [[CODE_OF["forward"], "F", "1"]], "labelsFrom": 1, "lost": 4}
+    more = {**HEADER, "labels": [[SPAN_CODES["forward"], "F", "1"]], "labelsFrom": 1, "lost": 4}
     patches, _ = store.patches(0)
     second = pack(store.table(1), more, origin_ns=SECOND, patches=patches[:1])
     paths = [tmp_path / "first", tmp_path / "second"]

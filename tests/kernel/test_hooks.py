@@ -14,7 +14,7 @@ def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\n"
         "from axon_nb.engine import kernel_hooks\nfrom axon_nb.engine.groups import install, recoverable\n"
-        "print(kernel_hooks.missing(get_ipython().kernel), install.missing())\n"
+        "print(kernel_hooks.missing(get_ipython().kernel), install.missing_group_hooks())\n"
         "print(type(dist.group.WORLD).__name__, 'allreduce' in recoverable.operations(), dist.get_backend())"
     )
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]

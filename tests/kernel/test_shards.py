@@ -124,7 +124,11 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
 
 
 def test_hooks_are_there(ready: Kernel) -> None:
-    code = "%%rank 0\nfrom axon_nb.engine import gathered, placed\nprint(gathered.missing(), placed.missing())"
+    code = (
+        "%%rank 0\nfrom axon_nb.engine.gathered import missing_gathering_hooks\n"
+        "from axon_nb.engine.placed import missing_placement_hooks\n"
+        "print(missing_gathering_hooks(), missing_placement_hooks())"
+    )
     assert ready.ok(code).lines() == ["[rank 0] [] []"]
 
 

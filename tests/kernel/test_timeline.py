@@ -49,8 +49,9 @@ other(range(4), 'GPipe', 4, 16)"""
 """Pipelines of other groups, and of the same one, whose spans are there already."""
 HOOKS = """%%distributed
 from torch.nn.modules import module as torch_modules
-from axon_nb.engine.step_spans import missing
-print(len(torch_modules._global_forward_pre_hooks), hasattr(torch.autograd.backward, '__wrapped__'), missing())"""
+from axon_nb.engine.step_spans import missing_span_hooks
+is_wrapped = hasattr(torch.autograd.backward, '__wrapped__')
+print(len(torch_modules._global_forward_pre_hooks), is_wrapped, missing_span_hooks())"""
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,9 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     with patient(shared_kernel):
         yield shared_kernel
     shared_kernel.ok(
-        "from axon_nb.widgets import open_timeline\nfor t_panel in open_timeline._open.values():\n    t_panel.close()\n"
-        "open_timeline._open.clear()"
+        "from axon_nb.widgets import open_timeline\n"
+        "for t_panel in open_timeline._timeline_panels.values():\n    t_panel.close()\n"
+        "open_timeline._timeline_panels.clear()"
     )
 
 

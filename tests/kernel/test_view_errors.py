@@ -67,6 +67,6 @@ def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str,
         kernel.ok(f"t_view.{method} = t_method")
         kernel.ok(
             "from axon_nb.widgets import open_job, open_panels\n"
-            "for t_one in [*open_job._open.values(), *open_panels._open.values()]: t_one.close()\n"
-            "open_job._open.clear(); open_panels._open.clear()"
+            "for t_one in [*open_job._job_panels.values(), *open_panels._shards_panels.values()]: t_one.close()\n"
+            "open_job._job_panels.clear(); open_panels._shards_panels.clear()"
         )

@@ -72,7 +72,7 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(ASK)
     with patient(shared_kernel):
         yield shared_kernel
-    shared_kernel.ok("for t_one in open_job._open.values(): t_one.close()\nopen_job._open.clear()")
+    shared_kernel.ok("for t_one in open_job._job_panels.values(): t_one.close()\nopen_job._job_panels.clear()")
 
 
 def told(kernel: Kernel, expression: str) -> Any:
@@ -145,7 +145,7 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
 def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
     ready.ok("%memory t_gpt")
     ready.ok(
-        "t_panel = open_job._open['memory', 't_gpt']\n"
+        "t_panel = open_job._job_panels['memory', 't_gpt']\n"
         "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
         "t_say(None)"
     )
@@ -199,7 +199,7 @@ def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
 def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     ready.ok("%memory t_three_d")
     ready.ok(
-        "t_panel = open_job._open['memory', 't_three_d']\n"
+        "t_panel = open_job._job_panels['memory', 't_three_d']\n"
         "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
         "t_say(None)"
     )

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups import fence, install, nccl
+from axon_nb.engine.groups.fence import install_fence
+from axon_nb.engine.groups.install import install_recoverable_groups
+from axon_nb.engine.groups.nccl import install_native_groups
 
 __all__ = ["form_default_group"]
 
@@ -38,10 +40,10 @@ def form_default_group(
     """
     late = False
     if recoverable:
-        install.install(store, rank=rank, epoch=epoch)
+        install_recoverable_groups(store, rank=rank, epoch=epoch)
         if backend == "nccl":
-            nccl.install(store, device=device, timeout=timedelta(seconds=timeout_s))
-            fence.install()
+            install_native_groups(store, device=device, timeout=timedelta(seconds=timeout_s))
+            install_fence()
             # A newcomer connects as those do that were there before: in `NativeGroups.reform`, all groups in order.
             late = epoch > 0
     dist.init_process_group(

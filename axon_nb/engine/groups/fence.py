@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_nb.engine.groups.abort import ABORT, Aborted
 
-__all__ = ["install", "wait_for"]
+__all__ = ["install_fence", "wait_for"]
 
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 
 
-def install() -> Callable[[], None]:
+def install_fence() -> Callable[[], None]:
     """From now on each optimizer step waits for what it depends on; returns what takes the fence away."""
     handle = register_optimizer_step_pre_hook(_before_step)
     return handle.remove
@@ -62,5 +62,5 @@ def _refuse() -> None:
 
 
 def _cuda_devices(optimizer: torch.optim.Optimizer) -> set[torch.device]:
-    groups: Iterable[dict[str, Any]] = optimizer.param_groups
-    return {parameter.device for group in groups for parameter in group["params"] if parameter.is_cuda}
+    param_groups: Iterable[dict[str, Any]] = optimizer.param_groups
+    return {parameter.device for group in param_groups for parameter in group["params"] if parameter.is_cuda}

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.torch_api import torch_api
 
-__all__ = ["all_groups", "groups_state", "install", "missing", "named_group"]
+__all__ = ["all_groups", "groups_state", "install_recoverable_groups", "missing_group_hooks", "named_group"]
 
 _NAME = "axon_nb"
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
@@ -41,13 +41,13 @@ class GroupsState:
 groups_state = GroupsState()
 
 
-def missing() -> list[str]:
+def missing_group_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     names = ("_new_process_group_helper", "_process_group_name", "_world")
     return [name for name in names if not hasattr(c10d, name)]
 
 
-def install(root: Store, *, rank: int, epoch: int = 0) -> None:
+def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> None:
     """From now on every Gloo group is a recoverable one."""
     groups_state.epoch = epoch
     if groups_state.installed:

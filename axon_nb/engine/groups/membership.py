@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups.activity import pending
 from axon_nb.engine.groups.naming import call_in_words, public_call
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks
@@ -34,7 +34,7 @@ def leave() -> None:
     """The cell is over; what it has begun may be waited for in the next."""
     if _alone:
         _alone.clear()
-        for call in activity.pending():
+        for call in pending():
             call.refusal = ""
 
 

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 
 from axon_nb.engine.collective_functions import PUBLIC_NAMES, find_function, is_public_call
-from axon_nb.engine.interrupts import user_frame
+from axon_nb.engine.user_frame import user_frame
 
 __all__ = ["call_in_words", "public_call"]
 

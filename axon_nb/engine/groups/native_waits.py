@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from axon_nb.engine.frames import main_frame
-from axon_nb.engine.groups import flight
+from axon_nb.engine.groups.flight import dump, parse
 from axon_nb.engine.groups.native import NativeGroups
 
 __all__ = ["native_waits", "synchronizes"]
@@ -34,10 +34,10 @@ def native_waits(
         native: The groups.
         pending: Calls of other groups of this rank.
         counts: Collectives begun in those.
-        recorder: As for `flight.dump`.
+        recorder: As for `dump`.
     """
     groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
-    seen = flight.parse(flight.dump(recorder), groups, since_ns=native.formed_at_ns)
+    seen = parse(dump(recorder), groups, since_ns=native.formed_at_ns)
     own = list(seen.pending)
     counts = {**counts, **seen.counts}
     if own and not pending and synchronizes(main_frame()):

@@ -19,7 +19,7 @@ from axon_nb.engine.groups.native import Kind, NativeGroups
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
-__all__ = ["ABORT_LIMIT_S", "DEFAULTS", "REQUIRED", "groups", "install", "set_environment"]
+__all__ = ["ABORT_LIMIT_S", "DEFAULTS", "REQUIRED", "groups", "install_native_groups", "set_environment"]
 
 ABORT_LIMIT_S = 5.0
 """Seconds that a communicator may take to end; after that the rank counts as stuck."""
@@ -67,7 +67,9 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
         environ.setdefault(NCCL_INTERFACE.name, NCCL_INTERFACE.default)
 
 
-def install(root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None) -> NativeGroups:
+def install_native_groups(
+    root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None
+) -> NativeGroups:
     """From now on NCCL groups of this rank, or those of another `kind`, can be aborted and formed anew."""
     _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
     return _groups[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from types import CodeType, FrameType
 
-__all__ = ["count_as_step", "missing", "step_depth"]
+__all__ = ["count_as_step", "missing_step_hooks", "step_depth"]
 
 _other_steps: dict[int, CodeType] = {}
 """By identity: to hash code is to hash all of it, for every frame that is looked at."""
@@ -23,7 +23,7 @@ def _wrapper_code() -> CodeType | None:
     return getattr(hook(lambda self: None), "__code__", None) if hook is not None else None
 
 
-def missing() -> list[str]:
+def missing_step_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups.abort import GroupBroken
 
-__all__ = ["MAX_SWAPS", "missing", "swap_backend", "swaps_left"]
+__all__ = ["MAX_SWAPS", "missing_swap_hooks", "swap_backend", "swaps_left"]
 
 _FIRST_TYPE = 7
 _LAST_TYPE = 255
@@ -24,7 +24,7 @@ MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 _next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def missing() -> list[str]:
+def missing_swap_hooks() -> list[str]:
     """Names of the hooks that this torch does not have."""
     names = ("_get_backend", "_register_backend", "_set_group_desc", "_set_group_name", "bound_device_id")
     return [name for name in names if not hasattr(dist.ProcessGroup, name)]

@@ -56,7 +56,7 @@ def interrupts(_: Place) -> None:
     """A loop that catches everything is left at a line that no `try` guards."""
     from axon_nb.engine import insist
 
-    _raise_if_missing(insist.missing())
+    _raise_if_missing(insist.missing_interrupt_hooks())
 
     def stubborn() -> None:
         while True:
@@ -99,8 +99,8 @@ def short_tracebacks(_: Place) -> None:
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
-    _raise_if_missing(traceback_size.missing(shell))
-    traceback_size.install(shell)
+    _raise_if_missing(traceback_size.missing_traceback_hooks(shell))
+    traceback_size.install_bounded_traceback(shell)
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
     if "are not shown" not in shown or shown.count("fall") > 200:
@@ -111,7 +111,9 @@ def sharding_views(_: Place) -> None:
     """What the views read of DTensor and FSDP2 is there."""
     from axon_nb.engine import gathered, living, placed
 
-    _raise_if_missing([*placed.missing(), *gathered.missing(), *living.missing()])
+    _raise_if_missing(
+        [*placed.missing_placement_hooks(), *gathered.missing_gathering_hooks(), *living.missing_search_hooks()]
+    )
 
 
 def pipeline_spans(_: Place) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.records.state import Activity
-from axon_nb.widgets.palette import CODE_OF, OKABE_ITO, PAINTS, contrast, needs_outline
+from axon_nb.widgets.palette import ACTIVITY_CODES, OKABE_ITO, PAINTS, contrast, needs_outline
 
 
 def test_every_activity_has_a_paint() -> None:
-    assert [paint.activity for paint in PAINTS] == list(CODE_OF)
-    assert set(CODE_OF) == set(Activity)
+    assert [paint.activity for paint in PAINTS] == list(ACTIVITY_CODES)
+    assert set(ACTIVITY_CODES) == set(Activity)
 
 
 def test_paints_differ_by_more_than_colour() -> None:
