@@ -15,6 +15,7 @@ from axon_nb.cluster.drive import drive, drive_blocking
 from axon_nb.cluster.failures import REPAIR
 from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.health import Health
+from axon_nb.cluster.launching import shut_down_foreign
 from axon_nb.cluster.layout import Layout
 from axon_nb.cluster.namespace_table import variables_frame
 from axon_nb.cluster.options import CellOptions
@@ -244,7 +245,7 @@ class Cluster(CellRunning):
         if self.health.gone:
             return
         self.health.gone = "was stopped"
-        asking.shut_down_foreign(self)
+        shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
         for run in list(self._runs):
             run.on_lost("was stopped")
