@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import code as cell_code
-from axon_nb.cluster import transfer
 from axon_nb.cluster.alone import nobody_else
 from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.compatibility import after_failure, collective_timeout
@@ -30,6 +29,7 @@ from axon_nb.cluster.repair import auto_repair, replace_stuck
 from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
+from axon_nb.cluster.values import last_values
 from axon_nb.errors import ClusterGone, UsageError
 from axon_nb.records.ranks import format_ranks
 
@@ -152,7 +152,7 @@ class CellRunning:
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
-        fetched = transfer.last_values(self._whole, with_value, run.token)
+        fetched = last_values(self._whole, with_value, run.token)
         if not options.get("quiet", False):
             self.health.hint("draws", shared_draws(run.told, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
