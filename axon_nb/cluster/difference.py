@@ -12,7 +12,7 @@ from axon_nb.records.ranks import format_ranks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["difference_frame"]
 
@@ -21,11 +21,11 @@ _LIMIT_S = 60.0
 _COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
-def difference_frame(cluster: Cluster, name: str, reference: int = 0) -> pd.DataFrame:
+def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:
     """Where a variable of other ranks differs from that of `reference`; empty when it does not.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         name: A tensor, a module, an array, a table, or anything else that has a text.
         reference: The rank with which the others are compared.
 
@@ -38,14 +38,12 @@ def difference_frame(cluster: Cluster, name: str, reference: int = 0) -> pd.Data
     """
     import pandas as pd
 
-    if cluster.busy:
-        raise UsageError(f"Rank {format_ranks(cluster.busy)} runs a cell: compare when that is over.")
-    if reference not in cluster.ranks or reference in cluster.health.dead:
-        raise UsageError(
-            f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {cluster.ranks[-1]}."
-        )
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-    futures = {rank: remote.call(cluster.connection.client, rank, _PARTS, name=name) for rank in living}
+    if state.busy:
+        raise UsageError(f"Rank {format_ranks(state.busy)} runs a cell: compare when that is over.")
+    if reference not in state.ranks or reference in state.health.dead:
+        raise UsageError(f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {state.ranks[-1]}.")
+    living = state.living
+    futures = {rank: remote.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
     found = {rank: future.result(timeout=_LIMIT_S) for rank, future in futures.items()}
     if "refused" in found[reference]:
         raise UsageError(f"{name!r} of rank {reference} {found[reference]['refused']}.")

@@ -14,7 +14,7 @@ from axon_nb.records.waits import named
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["agreement", "variables_frame"]
 
@@ -23,7 +23,7 @@ _LIMIT_S = 60.0
 _COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 
 
-def variables_frame(cluster: Cluster) -> pd.DataFrame:
+def variables_frame(state: ClusterState) -> pd.DataFrame:
     """One row a variable; `bytes` of all ranks together.
 
     Raises:
@@ -31,13 +31,13 @@ def variables_frame(cluster: Cluster) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if cluster.busy:
+    if state.busy:
         raise UsageError(
-            f"Rank {format_ranks(cluster.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
+            f"Rank {format_ranks(state.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
             "while it runs."
         )
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-    futures = {rank: remote.call(cluster.connection.client, rank, _FACTS) for rank in living}
+    living = state.living
+    futures = {rank: remote.call(state.connection.client, rank, _FACTS) for rank in living}
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, future in futures.items():
         for fact in future.result(timeout=_LIMIT_S):

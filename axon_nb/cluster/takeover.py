@@ -11,7 +11,7 @@ from axon_nb.errors import StartError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["copy_variables"]
 
@@ -21,7 +21,7 @@ _SLOWEST_BYTES_S = 20e6
 
 
 def copy_variables(
-    cluster: Cluster, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
+    state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Copy variables of `source` to `ranks`; process groups are each rank's own of the same name.
 
@@ -31,7 +31,7 @@ def copy_variables(
     Raises:
         StartError: they were replaced, and could not take the variables over.
     """
-    connection = cluster.connection
+    connection = state.connection
     client = connection.client
     try:
         asked = {rank: remote.call(client, rank, f"{_COPIES}:group_variables") for rank in survivors}

@@ -15,7 +15,8 @@ from axon_nb.host.parcels import Address, Parcel, ParcelUnreachable, join_parts,
 from axon_nb.records.ranks import format_ranks, parse_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.cell_manager import CellManager
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["pull", "push"]
 
@@ -23,11 +24,11 @@ _OTHER_RANKS = "OtherRanks"
 _UNREACHABLE = ParcelUnreachable.__name__
 
 
-def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
+def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None:
     """Put variables into the namespaces of ranks; returns when each has them.
 
     Args:
-        cluster: The cluster.
+        cells: The cells of the cluster.
         variables: By rank; the same mapping for several ranks is sent once.
     """
     names = list(dict.fromkeys(name for own in variables.values() for name in own))
@@ -35,10 +36,10 @@ def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is no variable name.")
     what = f"take {', '.join(names)}"
-    cluster.health.refuse(list(variables))
-    _tell_queue(cluster, variables)
+    cells.state.health.refuse(list(variables))
+    _tell_queue(cells.state, variables)
     packed = {id(own): _packed(own) for own in variables.values()}
-    near = ranks_on_this_host(cluster, variables)
+    near = ranks_on_this_host(cells.state, variables)
     _check_memory(sum(parcel_size(parts) for parts in packed.values()), what=", ".join(names))
     with contextlib.ExitStack() as open_parcels:
         addresses: dict[int, Address] = {}
@@ -48,19 +49,19 @@ def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
                 parcel = open_parcels.enter_context(Parcel())
                 parcel.write(parts)
                 addresses.update(dict.fromkeys(fitting, parcel.address))
-        unreached = _run(cluster, list(addresses), f"take({addresses!r})", what) if addresses else []
+        unreached = _run(cells, list(addresses), f"take({addresses!r})", what) if addresses else []
     far = [rank for rank in variables if rank not in addresses or rank in unreached]
     joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if far else {}
-    _ask_far(cluster, far, "put", what, lambda rank: {"parts": joined[id(variables[rank])]})
+    _ask_far(cells.state, far, "put", what, lambda rank: {"parts": joined[id(variables[rank])]})
 
 
 def pull(
-    cluster: Cluster, ranks: Sequence[int], expression: str, *, shards: bool = False, arrays: bool = False
+    cells: CellManager, ranks: Sequence[int], expression: str, *, shards: bool = False, arrays: bool = False
 ) -> tuple[dict[int, Any], bool]:
     """The value of a name or expression on each rank.
 
     Args:
-        cluster: The cluster.
+        cells: The cells of the cluster.
         ranks: Which are asked.
         expression: What they evaluate.
         shards: Whether each gives its own part of a distributed tensor; else all of it is put together.
@@ -73,9 +74,9 @@ def pull(
         compile(expression, "<pull>", "eval")
     except (SyntaxError, ValueError):
         raise UsageError(f"{expression!r} is no name or expression.") from None
-    cluster.health.refuse(ranks)
-    _tell_queue(cluster, ranks)
-    near = ranks_on_this_host(cluster, ranks)
+    cells.state.health.refuse(ranks)
+    _tell_queue(cells.state, ranks)
+    near = ranks_on_this_host(cells.state, ranks)
     running = list(ranks)
     with contextlib.ExitStack() as open_parcels:
         while True:
@@ -83,7 +84,7 @@ def pull(
             addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
             call = f"give({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
             try:
-                unreached = _run(cluster, running, call, f"give {expression!r}")
+                unreached = _run(cells, running, call, f"give {expression!r}")
             except _NeedsRanks as more:
                 running = more.ranks
                 continue
@@ -91,7 +92,7 @@ def pull(
                 break
             near = [rank for rank in near if rank not in unreached]
         far = [rank for rank in ranks if rank not in parcels]
-        came = _ask_far(cluster, far, "take_offer", f"give {expression!r}", lambda rank: {})
+        came = _ask_far(cells.state, far, "take_offer", f"give {expression!r}", lambda rank: {})
         sources: dict[int, Parcel | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
         sources |= {rank: data for rank, data in came.items() if data}
         # What was put together has one giver; the entry of each rank is a copy of its own all the same.
@@ -143,26 +144,26 @@ def _check_memory(size: int, *, what: str) -> None:
         )
 
 
-def _tell_queue(cluster: Cluster, ranks: Iterable[int]) -> None:
-    ahead = [rank for rank in cluster.busy if rank in ranks]
+def _tell_queue(state: ClusterState, ranks: Iterable[int]) -> None:
+    ahead = [rank for rank in state.busy if rank in ranks]
     if ahead:
         print(f"Waiting for the cell that still runs on ranks {format_ranks(ahead)}.")
 
 
-def _run(cluster: Cluster, ranks: Sequence[int], call: str, what: str) -> list[int]:
+def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list[int]:
     """Call a function of the ranks' side as a cell: a death, an interrupt or a deadlock ends it as it ends any other.
 
     Returns:
         The ranks that cannot open the parcel.
     """
     code = f"__import__({RANK_SIDE!r}, fromlist=['take']).{call}"
-    result = cluster.run(code, ranks=ranks, quiet=True, check=False, values=False)
+    result = cells.run(code, ranks=ranks, quiet=True, check=False, values=False)
     errors = {rank: error for rank, error in result.errors.items() if error.ename != _UNREACHABLE}
     if not errors:
         return list(result.errors)
     cause = root_cause(errors)
     if cause.ename == _OTHER_RANKS:
-        raise _NeedsRanks(parse_ranks(cause.evalue, cluster.world_size))
+        raise _NeedsRanks(parse_ranks(cause.evalue, cells.state.world_size))
     if cause.kind != "raised":
         raise cell_error(errors, first=(), hint=hint_for(errors.values()))
     why = cause.evalue if cause.ename == "UsageError" else str(cause)
@@ -170,9 +171,9 @@ def _run(cluster: Cluster, ranks: Sequence[int], call: str, what: str) -> list[i
 
 
 def _ask_far(
-    cluster: Cluster, ranks: Sequence[int], function: str, what: str, arguments: Callable[[int], dict[str, Any]]
+    state: ClusterState, ranks: Sequence[int], function: str, what: str, arguments: Callable[[int], dict[str, Any]]
 ) -> dict[int, Any]:
     """Call a function of ranks that share no memory with the notebook; what it was sent and gave is cached nowhere."""
-    client = cluster.connection.client
+    client = state.connection.client
     futures = {rank: remote.call(client, rank, f"{RANK_SIDE}:{function}", **arguments(rank)) for rank in ranks}
-    return {rank: await_answer(cluster, rank, future, what) for rank, future in futures.items()}
+    return {rank: await_answer(state, rank, future, what) for rank, future in futures.items()}
