@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from axon_nb.cluster import unproven
 from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.failures import REPAIR, RankError
+from axon_nb.cluster.unproven import UNPROVEN_ON_NCCL
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
 
@@ -137,7 +137,7 @@ class Health:
         """Say once what has not been tried on NCCL; on the notebook's thread."""
         if not self.unproven_told:
             self.unproven_told = True
-            print(unproven.NCCL)
+            print(UNPROVEN_ON_NCCL)
 
     def follow_stuck(self, run: ActiveCell) -> None:
         """Remember the ranks on which `run` was given up; a late answer frees them."""
