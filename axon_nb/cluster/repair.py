@@ -31,7 +31,7 @@ __all__ = ["auto_repair", "repair", "replace_stuck"]
 _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 _SHARDED = "axon_nb.engine.sharded"
-_REPAIR_LIMIT_S = 30.0
+_REPAIR_S = 30.0
 _ABORTED_S = 2.0
 
 
@@ -134,7 +134,7 @@ def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     try:
-        answers = gather(calls, _REPAIR_LIMIT_S, connection)
+        answers = gather(calls, _REPAIR_S, connection)
     except AxonError:
         _leave(connection, chosen, survivors)
         raise
@@ -172,16 +172,16 @@ def _end(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.awaited.update(ranks)
     for rank in ranks:
         state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
-    end = time.monotonic() + _REPAIR_LIMIT_S
+    end = time.monotonic() + _REPAIR_S
     while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
-            raise StartError(f"ranks {format_ranks(ranks)} did not end within {_REPAIR_LIMIT_S:.0f} s of SIGKILL.")
+            raise StartError(f"ranks {format_ranks(ranks)} did not end within {_REPAIR_S:.0f} s of SIGKILL.")
         time.sleep(0.005)
 
 
 def _ask(connection: Connection, asked: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
     calls = {rank: remote.call(connection.client, rank, target, **arguments) for rank in asked}
-    return gather(calls, _REPAIR_LIMIT_S, connection)
+    return gather(calls, _REPAIR_S, connection)
 
 
 def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
@@ -195,13 +195,13 @@ def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> 
     client = connection.client
     for rank in ranks:
         client.unregister(rank)  # its id is free only when the controller has forgotten it
-    if not client.wait_unregistered(ranks, _REPAIR_LIMIT_S):
-        raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_REPAIR_LIMIT_S:.0f} s.")
+    if not client.wait_unregistered(ranks, _REPAIR_S):
+        raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_REPAIR_S:.0f} s.")
     env = rank_environment(state.layout)
     for rank in ranks:
         connection.agent.call("fork", **fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
-    if not client.wait_registered(ranks, _REPAIR_LIMIT_S):
+    if not client.wait_registered(ranks, _REPAIR_S):
         raise StartError(
-            f"Ranks {format_ranks(ranks)} did not come up within {_REPAIR_LIMIT_S:.0f} s: see {connection.run_dir.path}."
+            f"Ranks {format_ranks(ranks)} did not come up within {_REPAIR_S:.0f} s: see {connection.run_dir.path}."
         )
-    await_reached(connection, ranks, _REPAIR_LIMIT_S)
+    await_reached(connection, ranks, _REPAIR_S)
