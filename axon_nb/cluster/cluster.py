@@ -40,9 +40,9 @@ class Cluster:
 
     def __init__(self, state: ClusterState) -> None:
         self.state = state
-        """What is known of the cluster, for who asks its ranks."""
+        """What the notebook knows of the cluster; the functions of this package take it."""
         self.cells = CellManager(state)
-        """What runs cells on the ranks."""
+        """Runs cells on the ranks."""
         self.name = state.name
         self.world_size = state.world_size
         self.backend = state.backend
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def launched(self) -> Any:
-        """Ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
+        """The launcher's object of the engines, in the process that launched them; None after an attach."""
         return self.state.launched
 
     @property
