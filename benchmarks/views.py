@@ -53,7 +53,7 @@ from axon_nb.widgets import open_job, open_panels, open_timeline
 def views():
     panels = [*open_job._open.values(), *open_panels._open.values(), *open_timeline._open.values()]
     found = [panel.view for panel in panels]
-    spans = span_feed(current.get())._views if current.get() is not None else ()
+    spans = span_feed(current.get().state)._views if current.get() is not None else ()
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
 class Page:

@@ -45,7 +45,7 @@ def _seed(words: list[str]) -> None:
     options = parse(parser, words)
     if not options.value.isdecimal():
         raise UsageError(f"%distributed seed: {options.value!r} is no whole number of 0 or more.")
-    print(seed(current.require("%distributed seed"), int(options.value), per_rank=options.per_rank))
+    print(seed(current.require("%distributed seed").cells, int(options.value), per_rank=options.per_rank))
 
 
 def _debug(words: list[str]) -> None:
@@ -55,7 +55,7 @@ def _debug(words: list[str]) -> None:
     )
     parser.add_argument("--ranks", metavar="RANK", default=None, help="which rank (default: the first that has failed)")
     options = parse(parser, words)
-    debugger = PostMortem(current.require("%distributed debug"), options.ranks)
+    debugger = PostMortem(current.require("%distributed debug").cells, options.ranks)
     print(f"Rank {debugger.rank}: {debugger.error}. Commands are those of pdb: u, d, p NAME, l, w; q ends.")
     print(debugger.start(), end="")
     over = False

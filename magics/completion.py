@@ -62,7 +62,7 @@ def _find(text: str, line_number: int, column: int) -> Found | None:
     rank = target_rank(text, cluster.world_size) if cluster is not None else None
     if cluster is None or rank is None:
         return None
-    fragment, texts = assist.of(cluster).complete(rank, line, column)
+    fragment, texts = assist.of(cluster.state).complete(rank, line, column)
     if fragment.startswith(".") and all(text.startswith(".") for text in texts):
         fragment, texts = fragment[1:], [text[1:] for text in texts]
     return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
@@ -90,7 +90,7 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     if name == "auto":
         return partial, _beginning(("on", "off"), partial), "value"
     if name in _RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _beginning(assist.of(cluster).names(), partial), "rank 0"
+        return partial, _beginning(assist.of(cluster.state).names(), partial), "rank 0"
     return None
 
 

@@ -36,4 +36,4 @@ def forget() -> None:
 def _refresh() -> None:
     cluster = current.get()
     if cluster is not None:
-        assist.of(cluster).refresh()
+        assist.of(cluster.state).refresh()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.name_snapshot import NameSnapshot
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["Assistance", "of"]
 
@@ -25,12 +25,12 @@ class Assistance:
     """Asks the ranks of one cluster, over the control channel, one question a rank at a time.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._client = cluster.connection.client
-        self._dead = cluster.health.dead
+    def __init__(self, state: ClusterState) -> None:
+        self._client = state.connection.client
+        self._dead = state.health.dead
         self._snapshots: dict[int, NameSnapshot] = {}
         self._open: dict[tuple[int, str], tuple[Any, float]] = {}
 
@@ -92,11 +92,11 @@ def _take(done: Any, snapshot: NameSnapshot) -> None:
             snapshot.update(content["names"], content["types"])
 
 
-_known: weakref.WeakKeyDictionary[Cluster, Assistance] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[ClusterState, Assistance] = weakref.WeakKeyDictionary()
 
 
-def of(cluster: Cluster) -> Assistance:
+def of(state: ClusterState) -> Assistance:
     """The assistance of a cluster; the same one each time."""
-    if cluster not in _known:
-        _known[cluster] = Assistance(cluster)
-    return _known[cluster]
+    if state not in _known:
+        _known[state] = Assistance(state)
+    return _known[state]

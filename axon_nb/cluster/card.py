@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
-from axon_nb.cluster.mesh_picture import mesh_html, mesh_text
+from axon_nb.cluster.mesh_picture import MUTED, mesh_html, mesh_text
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
 from axon_nb.records.quantity import format_bytes
 
 __all__ = ["cluster_card"]
 
 _OPEN_UP_TO = 16
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
 _CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
 _NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
 _RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
@@ -51,7 +50,7 @@ def _state(row: RankInfo) -> str:
 def _html(info: ClusterInfo) -> str:
     columns = _columns(info)
     head = "".join(
-        f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{_MUTED}">{title}</th>'
+        f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{MUTED}">{title}</th>'
         for title, number, _ in columns
     )
     body = "".join(
@@ -75,7 +74,7 @@ def _html(info: ClusterInfo) -> str:
         'font-size:var(--jp-ui-font-size1, 13px)">'
         f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
         f"{'running' if info.running else 'not running'}"
-        f'<span style="{_MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
+        f'<span style="{MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
         f"<details{opened}><summary>ranks</summary>{table}</details>{mesh}</div>"
     )
 

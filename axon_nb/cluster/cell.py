@@ -11,10 +11,10 @@ from typing import Any
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.code import mentions
 from axon_nb.cluster.ending import Ending
+from axon_nb.cluster.failures import RankError
 from axon_nb.cluster.notice import WaitNotice
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.part import LiveView, Part, Stepped, was_ended, where_ended
-from axon_nb.cluster.result import RankError
 
 __all__ = ["CellRun"]
 

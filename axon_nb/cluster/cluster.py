@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import asking, compatibility, journal, presses, transfer
-from axon_nb.cluster.cell_running import LEFT, CellRunning
-from axon_nb.cluster.connection import Connection
+from axon_nb.cluster import asking, journal, transfer
+from axon_nb.cluster.cell_manager import LEFT, CellManager
 from axon_nb.cluster.difference import difference_frame
-from axon_nb.cluster.drive import drive, drive_blocking
-from axon_nb.cluster.failures import REPAIR
 from axon_nb.cluster.handle import CellHandle
-from axon_nb.cluster.health import Health
-from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.launching import shut_down_foreign
 from axon_nb.cluster.namespace_table import variables_frame
 from axon_nb.cluster.options import CellOptions
 from axon_nb.cluster.ranks import resolve_ranks
@@ -25,6 +21,7 @@ from axon_nb.cluster.result import CellResult
 from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.cluster.splitting import join_values, split_value
 from axon_nb.cluster.stacks import rank_stacks
+from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.status import cluster_info, status_frame
 from axon_nb.cluster.sync import SyncReport, sync
 from axon_nb.records.state import RankState
@@ -38,58 +35,66 @@ if TYPE_CHECKING:
 __all__ = ["Cluster"]
 
 
-class Cluster(CellRunning):
+class Cluster:
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        layout: Layout,
-        settings: Settings,
-        *,
-        name: str,
-        engines: str,
-        places: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self.name = name
-        self.world_size = layout.num_ranks
-        self.backend = layout.backend
-        self.engines = engines
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+        """What the notebook knows of the cluster; the functions of this package take it."""
+        self.cells = CellManager(state)
+        """Runs cells on the ranks."""
+        self.name = state.name
+        self.world_size = state.world_size
+        self.backend = state.backend
+        self.engines = state.engines
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
-        self.layout = layout
-        self.connection = connection
-        self.settings = settings
-        self.launched: Any = None
-        """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
-        self.places = list(places)
+        self.layout = state.layout
+        self.connection = state.connection
+        self.places = state.places
         """What each rank says of its host: host, pid, device, cores, gpus."""
+        self.health = state.health
         self.running_cell: CellHandle | None = None
         """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
-        way_back = REPAIR if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
-        self.health = Health(name, lambda: list(self._runs), way_back=way_back)
-        self._keep_cells()
-        connection.agent.on_event(self.health.on_event)
-        connection.client.on_registration(self.health.on_registration)
 
     def __repr__(self) -> str:
-        state = self.health.gone or "running"
-        return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {state})"
+        how = self.health.gone or "running"
+        return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {how})"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
         from axon_nb.cluster.card import cluster_card
 
         # With the facts that a script needs which is made from the saved notebook.
-        return cluster_card(self.info()), {"axon_nb": journal.session_facts(self).to_json()}
+        return cluster_card(self.info()), {"axon_nb": journal.session_facts(self.state).to_json()}
 
     @property
     def client(self) -> Any:
         """The ipyparallel client; engine ids are ranks."""
-        return self.connection.client
+        return self.state.client
+
+    @property
+    def launched(self) -> Any:
+        """The launcher's object of the engines, in the process that launched them; None after an attach."""
+        return self.state.launched
+
+    @property
+    def settings(self) -> Settings:
+        """The cluster's own copy of the settings."""
+        return self.state.settings
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks of the world."""
+        return self.state.ranks
+
+    @property
+    def busy(self) -> list[int]:
+        """The ranks that run a cell now."""
+        return self.state.busy
 
     @property
     def running(self) -> bool:
         """Whether cells can be sent."""
-        return not self.health.gone
+        return self.state.running
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run `code` on ranks and wait for it.
@@ -103,29 +108,20 @@ class Cluster(CellRunning):
             CellInterrupt: the user pressed stop; with `check=False` too.
             ClusterGone: the cluster ended.
         """
-        with presses.caught() as pressed:
-            run = self.begin(code, options)
-            drive_blocking(run, pressed)
-            return self.end(run, options)
+        return self.cells.run(code, **options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
-        with presses.caught() as pressed:
-            run = self.begin(code, options)
-            await drive(run, pressed)
-            return self.end(run, options)
+        return await self.cells.run_async(code, **options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
-        with presses.caught() as pressed:
-            run = self.begin(code, options)
-            pressed.hand_to(run.interrupt)
-            return CellHandle(run, lambda: self.end(run, options))
+        return self.cells.run_noblock(code, **options)
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
-        transfer.push(self, dict.fromkeys(chosen, variables))
+        transfer.push(self.cells, dict.fromkeys(chosen, variables))
         journal.pushed(variables, chosen)
 
     def pull(
@@ -146,14 +142,14 @@ class Cluster(CellRunning):
             UsageError: a rank does not have it, or it does not pickle.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = transfer.pull(self, chosen, name, shards=shards, arrays=arrays)
+        values, _ = transfer.pull(self.cells, chosen, name, shards=shards, arrays=arrays)
         return values[chosen[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
         """As `push`, but each rank gets its own part, in their order: tensors and arrays along `dim`."""
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
-        transfer.push(self, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
+        transfer.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
         journal.pushed(variables, chosen, scattered_along=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
@@ -164,7 +160,7 @@ class Cluster(CellRunning):
             and a distributed tensor as it is, whole.
         """
         chosen = resolve_ranks(ranks, self.world_size)
-        values, whole = transfer.pull(self, chosen, name, arrays=arrays)
+        values, whole = transfer.pull(self.cells, chosen, name, arrays=arrays)
         return values[chosen[0]] if whole else join_values(list(values.values()), dim=dim)
 
     def repair(
@@ -181,28 +177,20 @@ class Cluster(CellRunning):
             What was replaced and copied, and what only those ranks held, which is lost; its text says so.
         """
         chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
-        return repair(self, chosen, source=source, names=list(names))
+        return repair(self.state, chosen, source=source, names=list(names))
 
     def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all possible."""
-        return sync(self, source, list(names))
-
-    def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
-        """A fresh process has taken the place of `rank`."""
-        self.places[rank] = place
-        self.health.dead.pop(rank, None)
-        self.health.stuck.discard(rank)
-        self.health.lost.discard(rank)
-        self.connection.agent.call("set_info", info={"places": self.places})
+        return sync(self.cells, source, list(names))
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return asking.sample(self.connection.client, [rank for rank in chosen if rank not in self.health.dead])
+        return asking.sample(self.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""
-        return cluster_info(self, self.places, self.health.dead)
+        return cluster_info(self.state)
 
     def status(self) -> pd.DataFrame:
         """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
@@ -210,11 +198,11 @@ class Cluster(CellRunning):
 
     def variables(self) -> pd.DataFrame:
         """One row a variable of the ranks: type, shape, dtype, device, placements, bytes, whether ranks agree."""
-        return variables_frame(self)
+        return variables_frame(self.state)
 
     def diff(self, name: str, reference: int = 0) -> pd.DataFrame:
         """Where a variable of other ranks differs from that of the `reference` rank; empty when it does not."""
-        return difference_frame(self, name, reference)
+        return difference_frame(self.state, name, reference)
 
     def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
         """Where each rank is: its Python stack and its communication call, also while it is stuck.
@@ -226,7 +214,7 @@ class Cluster(CellRunning):
             The stacks by rank; printed, ranks with the same one are told once.
         """
         chosen = resolve_ranks(ranks, self.world_size)
-        return rank_stacks(self.connection.client, chosen, self.ranks, self.health.dead)
+        return rank_stacks(self.client, chosen, self.ranks, self.health.dead)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""
@@ -237,17 +225,16 @@ class Cluster(CellRunning):
         """Change settings of this cluster that act while it runs; `axon_nb.cluster.settings` checks the values."""
         own = dataclasses.replace(self.settings, **changed)
         self.connection.agent.call("set_info", info=settings_facts(own))
-        self.settings = own
+        self.state.settings = own
 
     def stop(self) -> None:
         """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""
         if self.health.gone:
             return
         self.health.gone = "was stopped"
-        asking.shut_down_foreign(self)
+        shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
-        for run in list(self._runs):
-            run.on_lost("was stopped")
+        self.cells.lose("was stopped")
 
     def detach(self) -> None:
         """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
@@ -257,15 +244,11 @@ class Cluster(CellRunning):
 
     def leave_cells(self) -> None:
         """Wait no longer for the cells that run; they go on. From any thread."""
-        for run in list(self._runs):
-            run.on_lost(LEFT)
+        self.cells.lose(LEFT)
 
     def cancel(self) -> list[int]:
         """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
-        ranks = {rank for run in self._runs for rank in run.unfinished}
-        for run in list(self._runs):
-            run.interrupt()
-        return sorted(ranks)
+        return self.cells.cancel()
 
     def __enter__(self) -> Cluster:
         return self

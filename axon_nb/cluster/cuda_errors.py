@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from axon_nb.cluster.result import RankError
+from axon_nb.cluster.failures import RankError
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["context_hint", "lost_contexts"]

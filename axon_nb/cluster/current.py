@@ -40,7 +40,7 @@ def put(cluster: Cluster) -> None:
     """Make `cluster` the current one; it ends with this process unless the kernel is being restarted."""
     from axon_nb.cluster import journal, lifecycle
 
-    journal.started(cluster)
+    journal.started(cluster.state)
     settings.running = get
     with _lock:
         _current[:] = [cluster]

@@ -12,20 +12,20 @@ from axon_nb.records.ranks import format_ranks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["difference_frame"]
 
 _PARTS = "axon_nb.engine.variable_parts:variable_parts"
-_LIMIT_S = 60.0
-_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
+_PARTS_LIMIT_S = 60.0
+_DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
-def difference_frame(cluster: Cluster, name: str, reference: int = 0) -> pd.DataFrame:
+def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:
     """Where a variable of other ranks differs from that of `reference`; empty when it does not.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         name: A tensor, a module, an array, a table, or anything else that has a text.
         reference: The rank with which the others are compared.
 
@@ -38,27 +38,27 @@ def difference_frame(cluster: Cluster, name: str, reference: int = 0) -> pd.Data
     """
     import pandas as pd
 
-    if cluster.busy:
-        raise UsageError(f"Rank {format_ranks(cluster.busy)} runs a cell: compare when that is over.")
-    if reference not in cluster.ranks or reference in cluster.health.dead:
-        raise UsageError(
-            f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {cluster.ranks[-1]}."
-        )
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-    futures = {rank: remote.call(cluster.connection.client, rank, _PARTS, name=name) for rank in living}
-    found = {rank: future.result(timeout=_LIMIT_S) for rank, future in futures.items()}
+    if state.busy:
+        raise UsageError(f"Rank {format_ranks(state.busy)} runs a cell: compare when that is over.")
+    if reference not in state.ranks or reference in state.health.dead:
+        raise UsageError(f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {state.ranks[-1]}.")
+    living = state.living
+    futures = {rank: remote.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
+    found = {rank: future.result(timeout=_PARTS_LIMIT_S) for rank, future in futures.items()}
     if "refused" in found[reference]:
         raise UsageError(f"{name!r} of rank {reference} {found[reference]['refused']}.")
-    rows = [row for rank in living if rank != reference for row in _rows(found[reference], found[rank], rank)]
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+    rows = [
+        row for rank in living if rank != reference for row in _difference_rows(found[reference], found[rank], rank)
+    ]
+    return pd.DataFrame(rows, columns=list(_DIFFERENCE_COLUMNS))
 
 
-def _rows(ours: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
+def _difference_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
     if "refused" in theirs:
-        return [_row("", rank, values=theirs["refused"])]
+        return [_difference_row("", rank, values=theirs["refused"])]
     if "text" in ours or "text" in theirs:
         mine, other = ours.get("text", "arrays"), theirs.get("text", "arrays")
-        return [] if mine == other else [_row("", rank, values=f"{mine} / {other}")]
+        return [] if mine == other else [_difference_row("", rank, values=f"{mine} / {other}")]
     names = dict.fromkeys([*ours["parts"], *theirs["parts"]])
     rows = (_compare(name, ours["parts"].get(name), theirs["parts"].get(name), rank) for name in names)
     return [row for row in rows if row is not None]
@@ -68,9 +68,9 @@ def _compare(name: str, ours: Any, theirs: Any, rank: int) -> dict[str, Any] | N
     import numpy as np
 
     if ours is None or theirs is None:
-        return _row(name, rank, values=f"only on {'the reference' if theirs is None else f'rank {rank}'}")
+        return _difference_row(name, rank, values=f"only on {'the reference' if theirs is None else f'rank {rank}'}")
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return _row(name, rank, values=f"{_kind(ours)} / {_kind(theirs)}")
+        return _difference_row(name, rank, values=f"{_kind(ours)} / {_kind(theirs)}")
     numeric = ours.dtype.kind in "fc"
     unequal = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)) if numeric else ours != theirs
     count = int(np.count_nonzero(unequal))
@@ -80,14 +80,14 @@ def _compare(name: str, ours: Any, theirs: Any, rank: int) -> dict[str, Any] | N
     largest = float(np.nanmax(np.abs(ours[unequal] - theirs[unequal]))) if ours.dtype.kind in "fciu" else None
     at = str(list(first)) if ours.ndim else ""
     values = f"{ours[first]} / {theirs[first]}"
-    return _row(name, rank, differing=count, of=ours.size, at=at, largest=largest, values=values)
+    return _difference_row(name, rank, differing=count, of=ours.size, at=at, largest=largest, values=values)
 
 
 def _kind(array: Any) -> str:
     return f"{' × '.join(map(str, array.shape)) or 'scalar'} {array.dtype}"
 
 
-def _row(
+def _difference_row(
     part: str,
     rank: int,
     *,
@@ -97,4 +97,4 @@ def _row(
     largest: float | None = None,
     values: str,
 ) -> dict[str, Any]:
-    return dict(zip(_COLUMNS, (part, rank, differing, of, at, largest, values), strict=True))
+    return dict(zip(_DIFFERENCE_COLUMNS, (part, rank, differing, of, at, largest, values), strict=True))

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from axon_nb.cluster.result import RankError
 from axon_nb.errors import CellError, CellInterrupt, CellTimeout
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["REPAIR", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR", "RankError", "cell_error", "interrupt_error", "root_cause"]
 
 REPAIR = "`%distributed repair` replaces such ranks by fresh ones; the others keep all they have."
 
 # A rank that died took the others with it; an error of its own comes before what it caused elsewhere.
 _ORDER = {"died": 0, "raised": 1, "stuck": 2, "ended": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """How a cell failed on one rank."""
+
+    rank: int
+    kind: str
+    """``raised``, ``ended`` (from outside), ``died`` or ``stuck``."""
+    ename: str
+    """Name of the exception's type; empty when none was raised."""
+    evalue: str
+    """The exception's message, or what happened."""
+    traceback: tuple[str, ...] = ()
+    """The rank's own traceback, with terminal colours."""
+
+    def __str__(self) -> str:
+        return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
 
 
 def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from axon_nb.cluster import unproven
-from axon_nb.cluster.cell import CellRun
 from axon_nb.cluster.deaths import describe_death
-from axon_nb.cluster.failures import REPAIR
+from axon_nb.cluster.failures import REPAIR, RankError
+from axon_nb.cluster.unproven import UNPROVEN_ON_NCCL
 from axon_nb.errors import ClusterGone
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Health"]
+__all__ = ["ActiveCell", "Health"]
+
+
+class ActiveCell(Protocol):
+    """A cell that runs on ranks, and learns what becomes of them."""
+
+    ranks: list[int]
+    on_late_reply: Callable[[int], None]
+    """Called with a rank that ends the cell after it was given up."""
+
+    @property
+    def errors(self) -> Mapping[int, RankError]:
+        """Failures by rank."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks that have not ended the cell."""
+
+    def on_death(self, rank: int, reason: str) -> None:
+        """From any thread: the rank's process is gone."""
+
+    def on_lost(self, reason: str) -> None:
+        """From any thread: the whole cluster is gone."""
+
+    def interrupt(self) -> None:
+        """The user wants the cell to end."""
 
 
 class Health:
     """Fed by the host agent's events and by ipyparallel's registrations, from any thread; told to the running cells."""
 
-    def __init__(self, name: str, runs: Callable[[], list[CellRun]], *, way_back: str = REPAIR) -> None:
+    def __init__(self, name: str, runs: Callable[[], list[ActiveCell]], *, way_back: str = REPAIR) -> None:
         self._name = name
         self._runs = runs
         self.way_back = way_back
@@ -77,7 +101,7 @@ class Health:
         elif news and not any(rank in run.ranks for run in runs):
             print(f"rank {rank} {reason}, while it was idle. {self.way_back}", file=sys.stderr, flush=True)
 
-    def tell(self, run: CellRun) -> None:
+    def tell(self, run: ActiveCell) -> None:
         """Tell a new cell what is known already."""
         for rank, reason in list(self.dead.items()):
             run.on_death(rank, reason)
@@ -113,9 +137,9 @@ class Health:
         """Say once what has not been tried on NCCL; on the notebook's thread."""
         if not self.unproven_told:
             self.unproven_told = True
-            print(unproven.NCCL)
+            print(UNPROVEN_ON_NCCL)
 
-    def follow_stuck(self, run: CellRun) -> None:
+    def follow_stuck(self, run: ActiveCell) -> None:
         """Remember the ranks on which `run` was given up; a late answer frees them."""
         stuck = {error.rank for error in run.errors.values() if error.kind == "stuck"}
         if stuck:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.failures import REPAIR
-from axon_nb.cluster.result import RankError
+from axon_nb.cluster.failures import REPAIR, RankError
 from axon_nb.records.extras import missing_package
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.ranks import format_ranks

@@ -12,7 +12,7 @@ from axon_nb.records.job import JobReport, read_job
 from axon_nb.records.waits import awaited
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["JobAnswers", "ask_job", "running_cell"]
 
@@ -34,23 +34,23 @@ class JobAnswers:
     """What the answer has cost the rank for which it was most."""
 
 
-def ask_job(cluster: Cluster, before: Mapping[int, JobReport]) -> JobAnswers:
+def ask_job(state: ClusterState, before: Mapping[int, JobReport]) -> JobAnswers:
     """Ask every living rank; those that do not answer within a second are told as such.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         before: The last report of each rank, from which reading goes on; empty: from the beginning.
     """
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+    living = state.living
     asked = {rank: _mark(before.get(rank)) for rank in living}
-    busy = set(living).intersection(cluster.busy)
-    answers = ask_each(cluster.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
+    busy = set(living).intersection(state.busy)
+    answers = ask_each(state.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
     reports = {rank: read_job(answer) for rank, answer in answers.items()}
     late = awaited({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
     words = {}
-    for rank in cluster.ranks:
-        state = reports[rank].state if rank in reports else None
-        words[rank] = cluster.health.dead.get(rank) or describe_state(state, late.get(rank, ()))
+    for rank in state.ranks:
+        seen = reports[rank].state if rank in reports else None
+        words[rank] = state.health.dead.get(rank) or describe_state(seen, late.get(rank, ()))
     spent_s = max((float(answer.get("spent_s", 0.0)) for answer in answers.values()), default=0.0)
     return JobAnswers(reports, words, running_cell(reports, busy), spent_s)
 

@@ -14,7 +14,7 @@ from axon_nb.cluster.identity import recogniser
 from axon_nb.records.history import PushedValues, RanCell, SessionFacts
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = [
     "auto_options",
@@ -39,17 +39,17 @@ _sent: dict[str, Callable[[Any], bool]] = {}
 """Tells whether a value is the one that was last sent under a name."""
 
 
-def started(cluster: Cluster) -> None:
+def started(state: ClusterState) -> None:
     """A cluster is the notebook's own now: what was done on earlier ranks is gone with them."""
-    _facts[:] = [session_facts(cluster)]
+    _facts[:] = [session_facts(state)]
     _entries[:] = [entry for entry in _entries if isinstance(entry, RanCell) and not entry.magic]
     _sent.clear()
 
 
-def session_facts(cluster: Cluster) -> SessionFacts:
+def session_facts(state: ClusterState) -> SessionFacts:
     """What a script must know of the ranks to do what they do."""
-    layout = cluster.layout
-    seeds = {place.get("seed") for place in cluster.places}  # forked ranks begin with the same one
+    layout = state.layout
+    seeds = {place.get("seed") for place in state.places}  # forked ranks begin with the same one
     seed = seeds.pop() if len(seeds) == 1 else None
     return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 

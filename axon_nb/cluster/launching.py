@@ -20,15 +20,22 @@ from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 from traitlets.utils.importstring import import_item
 
+from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.connection import Connection
 from axon_nb.cluster.hosts import LOOPBACK
 from axon_nb.cluster.launcher import AgentControllerLauncher, ForkedEngineSetLauncher
 from axon_nb.cluster.layout import Layout
 from axon_nb.errors import StartError, UsageError
 
-__all__ = ["launch_engines", "launcher_class", "rank_environment", "stop_engines"]
+__all__ = ["launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
 
 _ON_THIS_HOST = ("axon", "local")
+_SHUTDOWN_S = 30.0
+"""Seconds for the engines to end before their controller does.
+
+ipyparallel's nanny of an engine never ends when the controller goes while an answer is on its way to it
+(its control socket lingers without limit; seen with 9.1), so a busy machine gets time.
+"""
 
 
 def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
@@ -130,6 +137,24 @@ def stop_engines(cluster: ipp.Cluster, engines: str) -> None:
         for launcher in getattr(cluster.engines["ranks"], "launchers", {}).values():
             launcher._output = ""  # else the output file of each is fetched from its host first, and told as lost
         cluster.stop_engines_sync()
+
+
+def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engines: str, num_ranks: int) -> None:
+    """End the engines of other launchers than ours; the host agent ends its own.
+
+    Args:
+        client: The cluster's client.
+        launched: ipyparallel's own object of the engines; None: another process launched them.
+        engines: Name of the launcher.
+        num_ranks: How many engines there are.
+    """
+    if launched is not None:
+        stop_engines(launched, engines)
+    elif engines != "axon":
+        with contextlib.suppress(Exception):
+            client.shutdown(targets="all", hub=False, block=False)
+            # A client that closes before the request is out takes it along.
+            client.wait_unregistered(range(num_ranks), _SHUTDOWN_S)
 
 
 def launcher_config() -> Config:

@@ -12,7 +12,7 @@ from axon_nb.records.ranks import format_ranks
 from axon_nb.records.shard import Shard
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["LayoutQuestion", "ask_layouts"]
 
@@ -25,13 +25,13 @@ class LayoutQuestion:
     Not thread-safe: who asks holds a lock.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         names: Variables of the ranks: modules, optimizers, tensors, collections of tensors.
         gradients: Whether gradients are asked for besides.
     """
 
-    def __init__(self, cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
-        self._cluster = cluster
+    def __init__(self, state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> None:
+        self._state = state
         self._content: dict[str, Any] = {"names": list(names), "gradients": gradients}
         self._known: dict[int, tuple[str, list[Shard]]] = {}
         """By rank: what stands for its last answer, and that."""
@@ -48,13 +48,13 @@ class LayoutQuestion:
             UsageError: no rank has a variable of that name, or what it has holds no tensor.
             AxonError: no rank answers.
         """
-        cluster = self._cluster
-        living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+        state = self._state
+        living = state.living
         asked = {rank: {**self._content, "known": self._known.get(rank, ("", []))[0]} for rank in living}
-        answers = ask_each(cluster.connection.client, asked, "axon_layouts", limit_s=_LIMIT_S)
+        answers = ask_each(state.connection.client, asked, "axon_layouts", limit_s=_LIMIT_S)
         if not answers:
             raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
-        notes = _notes(answers, cluster.ranks)
+        notes = _notes(answers, state.ranks)
         self.spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
         given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
         self.is_news = notes != self._notes or given.keys() != self._known.keys()
@@ -67,9 +67,9 @@ class LayoutQuestion:
         return [shard for _, shards in self._known.values() for shard in shards], notes
 
 
-def ask_layouts(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> tuple[list[Shard], list[str]]:
+def ask_layouts(state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> tuple[list[Shard], list[str]]:
     """As `LayoutQuestion.ask`, once."""
-    return LayoutQuestion(cluster, names, gradients=gradients).ask()
+    return LayoutQuestion(state, names, gradients=gradients).ask()
 
 
 def _notes(answers: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[str]:

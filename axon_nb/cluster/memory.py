@@ -15,7 +15,7 @@ from axon_nb.records.memory import MemoryUse
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["MemoryAnswers", "ask_memory", "ask_plan"]
 
@@ -40,11 +40,11 @@ class MemoryAnswers:
     """What the answer has cost the rank for which it was most."""
 
 
-def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
+def ask_memory(state: ClusterState, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
     """What the memory of all living ranks holds.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         names: Modules and optimizers of the ranks; empty: all that their variables hold.
         patient: Whether to wait for estimates, whose code ranks load when they are asked first.
 
@@ -52,10 +52,10 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
         UsageError: no rank has a module or optimizer of that name.
         AxonError: no rank answers.
     """
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
+    living = state.living
     end = time.monotonic() + (_PATIENCE_S if patient else 0.0)
     while True:
-        answers = ask(cluster.connection.client, living, "axon_memory", limit_s=_LIMIT_S, names=list(names))
+        answers = ask(state.connection.client, living, "axon_memory", limit_s=_LIMIT_S, names=list(names))
         if time.monotonic() >= end or not any(answer.get("is_pending") for answer in answers.values()):
             break
         time.sleep(_PENDING_S)
@@ -71,7 +71,7 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
     notes = tuple(
         note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
     )
-    if silent := [rank for rank in cluster.ranks if rank not in answers]:
+    if silent := [rank for rank in state.ranks if rank not in answers]:
         notes = (*notes, f"Rank {format_ranks(silent)}: it has not answered.")
     given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
     model = next((str(answer.get("model", "")) for answer in given.values()), "")
@@ -79,13 +79,15 @@ def ask_memory(cluster: Cluster, names: Sequence[str], *, patient: bool = True) 
     return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model, spent_s)
 
 
-def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+def ask_plan(
+    state: ClusterState, names: Sequence[str], asked: Mapping[str, Any] | None, known: str
+) -> Mapping[str, Any]:
     """What a rank tells a planner of memory, as `engine/plan_request.py` says: the first living one.
 
     Of a pipeline it is the one with the first stage, and the model is put together of all its ranks' stages.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         names: A model, and its optimizers where they are named.
         asked: Fields of `MemorySetup` that differ from what is; None: what is.
         known: The key of the model that is here already.
@@ -93,32 +95,32 @@ def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | 
     Raises:
         AxonError: it does not answer, or there is none.
     """
-    if not cluster.running:
-        raise ClusterGone(f"The cluster {cluster.name!r} is gone: `%distributed start`, and `%memory` again.")
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead][:1]
+    if not state.running:
+        raise ClusterGone(f"The cluster {state.name!r} is gone: `%distributed start`, and `%memory` again.")
+    living = state.living[:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")
     content = {"names": list(names), "asked": None if asked is None else dict(asked), "known": known}
-    told = _planned(cluster, living, **content)[living[0]]
+    told = _planned(state, living, **content)[living[0]]
     if "first" in told:  # of a pipeline, whose inputs another rank knows
         living = [int(told["first"])]
-        told = _planned(cluster, living, **content)[living[0]]
+        told = _planned(state, living, **content)[living[0]]
     if "ranks" not in told:
         return told
-    return _with_stages(told, cluster, names) if told["key"] != known else {**told, "model": None, "states": None}
+    return _with_stages(told, state, names) if told["key"] != known else {**told, "model": None, "states": None}
 
 
-def _planned(cluster: Cluster, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
-    answers = ask(cluster.connection.client, ranks, "axon_plan", limit_s=_PATIENCE_S, **content)
+def _planned(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
+    answers = ask(state.connection.client, ranks, "axon_plan", limit_s=_PATIENCE_S, **content)
     if silent := [rank for rank in ranks if rank not in answers]:
         raise AxonError(f"Rank {format_ranks(silent)} has not answered: `%distributed status` tells what they do.")
     return answers
 
 
-def _with_stages(told: Mapping[str, Any], cluster: Cluster, names: Sequence[str]) -> Mapping[str, Any]:
+def _with_stages(told: Mapping[str, Any], state: ClusterState, names: Sequence[str]) -> Mapping[str, Any]:
     """An answer about a pipeline, with its model put together of what its ranks hold."""
     holders = {int(stage): int(rank) for stage, rank in told["ranks"].items()}
-    answers = _planned(cluster, sorted(set(holders.values())), names=list(names), stages=True)
+    answers = _planned(state, sorted(set(holders.values())), names=list(names), stages=True)
     for rank, answer in answers.items():
         if answer.get("is_pending"):
             return answer

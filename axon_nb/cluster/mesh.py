@@ -11,11 +11,11 @@ from axon_nb.records.mesh import MeshInfo, read_mesh
 
 __all__ = ["ask_mesh"]
 
-_LIMIT_S = 1.0
+_MESH_LIMIT_S = 1.0
 
 
 def ask_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
     """The mesh of most ranks, of several the one that most have; None: there is none, or no rank answers in time."""
-    answers = ask(client, ranks, "axon_mesh", limit_s=_LIMIT_S)
+    answers = ask(client, ranks, "axon_mesh", limit_s=_MESH_LIMIT_S)
     found = Counter(read_mesh(answer["mesh"]) for answer in answers.values() if answer.get("mesh"))
     return max(found, key=lambda mesh: (len(mesh.ranks), found[mesh]), default=None)

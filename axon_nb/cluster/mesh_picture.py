@@ -7,11 +7,11 @@ from html import escape
 
 from axon_nb.records.mesh import MeshInfo, MeshSlice
 
-__all__ = ["mesh_html", "mesh_text"]
+__all__ = ["MUTED", "mesh_html", "mesh_text"]
 
 _MAX_RANKS = 1024
-_MUTED = "color:var(--jp-ui-font-color2, inherit)"
-_HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{_MUTED}"
+MUTED = "color:var(--jp-ui-font-color2, inherit)"
+_HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{MUTED}"
 _BOX = "padding:3px 10px;border:1px solid var(--jp-border-color1, #767676);text-align:center;min-width:1.5em"
 _DEAD = ";text-decoration:line-through;opacity:.6"
 
@@ -40,7 +40,7 @@ def _table(mesh: MeshInfo, part: MeshSlice, states: Mapping[int, str]) -> str:
         + "</tr>"
         for i, ranks in enumerate(part.rows)
     )
-    caption = f'<caption style="caption-side:top;text-align:left;padding:0;{_MUTED}">{escape(part.place)}</caption>'
+    caption = f'<caption style="caption-side:top;text-align:left;padding:0;{MUTED}">{escape(part.place)}</caption>'
     return (
         '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:2px 0;font-size:inherit;'
         f'color:inherit">{caption if part.place else ""}<thead><tr style="background:none"><th style="{_HEAD}"></th>'

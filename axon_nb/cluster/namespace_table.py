@@ -14,16 +14,16 @@ from axon_nb.records.waits import named
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["agreement", "variables_frame"]
 
 _FACTS = "axon_nb.engine.variable_facts:variable_facts"
-_LIMIT_S = 60.0
-_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
+_FACTS_LIMIT_S = 60.0
+_VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 
 
-def variables_frame(cluster: Cluster) -> pd.DataFrame:
+def variables_frame(state: ClusterState) -> pd.DataFrame:
     """One row a variable; `bytes` of all ranks together.
 
     Raises:
@@ -31,22 +31,24 @@ def variables_frame(cluster: Cluster) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if cluster.busy:
+    if state.busy:
         raise UsageError(
-            f"Rank {format_ranks(cluster.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
+            f"Rank {format_ranks(state.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
             "while it runs."
         )
-    living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-    futures = {rank: remote.call(cluster.connection.client, rank, _FACTS) for rank in living}
+    living = state.living
+    futures = {rank: remote.call(state.connection.client, rank, _FACTS) for rank in living}
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, future in futures.items():
-        for fact in future.result(timeout=_LIMIT_S):
+        for fact in future.result(timeout=_FACTS_LIMIT_S):
             by_name.setdefault(fact["name"], {})[rank] = fact
-    rows = [_row(name, facts, living) for name, facts in sorted(by_name.items(), key=lambda item: item[0].lower())]
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+    rows = [
+        _variable_row(name, facts, living) for name, facts in sorted(by_name.items(), key=lambda item: item[0].lower())
+    ]
+    return pd.DataFrame(rows, columns=list(_VARIABLE_COLUMNS))
 
 
-def _row(name: str, facts: Mapping[int, dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
+def _variable_row(name: str, facts: Mapping[int, dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
     shown = {column: _common([fact[key] for fact in facts.values()]) for column, key in _SHOWN.items()}
     total = sum(int(fact["bytes"]) for fact in facts.values())
     return {"name": name, **shown, "bytes": total, "ranks": agreement(facts, ranks)}

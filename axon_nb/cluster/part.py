@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from axon_nb.cluster.result import RankError
+from axon_nb.cluster.failures import RankError
 
 __all__ = ["LiveView", "Part", "Stepped", "was_ended", "where_ended"]
 

@@ -11,7 +11,7 @@ from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.cell_manager import CellManager
 
 __all__ = ["PostMortem"]
 
@@ -24,27 +24,26 @@ class PostMortem:
     """A debugger on one rank; the rank is idle between two commands.
 
     Args:
-        cluster: The cluster.
+        cells: The cells of the cluster.
         ranks: Which rank, as for a cell; None: the first that has a failure to look at.
 
     Raises:
         UsageError: several ranks are named, the rank runs a cell, or it keeps no failure.
     """
 
-    def __init__(self, cluster: Cluster, ranks: str | None) -> None:
-        self._cluster = cluster
-        chosen = None if ranks is None else resolve_ranks(ranks, cluster.world_size)
+    def __init__(self, cells: CellManager, ranks: str | None) -> None:
+        self._cells, state = cells, cells.state
+        chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        living = [rank for rank in cluster.ranks if rank not in cluster.health.dead]
-        answers = ask(cluster.connection.client, living, "axon_failure", limit_s=_LIMIT_S)
+        answers = ask(state.client, state.living, "axon_failure", limit_s=_LIMIT_S)
         kept = {rank: str(answer["kept"]) for rank, answer in answers.items() if answer.get("kept")}
         self.rank = chosen[0] if chosen else min(kept, default=0)
-        if self.rank in cluster.health.dead:
+        if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead, and nothing is left of it to look at.")
         if self.rank not in kept:
             raise UsageError(f"{self._nothing(chosen)} {_where(kept)}")
-        if self.rank in cluster.busy:
+        if self.rank in state.busy:
             raise UsageError(f"Rank {self.rank} runs a cell: wait for its end or interrupt it first.")
         self.error = kept[self.rank]
         """The failure in a line."""
@@ -62,7 +61,8 @@ class PostMortem:
     @property
     def alive(self) -> bool:
         """Whether the rank is there."""
-        return self._cluster.running and self.rank not in self._cluster.health.dead
+        state = self._cells.state
+        return state.running and self.rank not in state.health.dead
 
     def start(self) -> str:
         """Open it; where the failure is, as the debugger shows it."""
@@ -77,7 +77,7 @@ class PostMortem:
 
     def _call(self, call: str) -> tuple[object, str]:
         code = f"__import__({_RANK_SIDE!r}, fromlist=['command']).{call}"
-        result = self._cluster.run(code, ranks=[self.rank], quiet=True, facts={"debugs": True, "keep_failure": False})
+        result = self._cells.run(code, ranks=[self.rank], quiet=True, facts={"debugs": True, "keep_failure": False})
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 

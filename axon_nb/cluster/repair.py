@@ -23,20 +23,20 @@ from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.connection import Connection
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["auto_repair", "repair", "replace_stuck"]
 
 _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 _SHARDED = "axon_nb.engine.sharded"
-_LIMIT_S = 30.0
+_REPAIR_S = 30.0
 _ABORTED_S = 2.0
 
 
 def repair(
-    cluster: Cluster,
+    state: ClusterState,
     ranks: Sequence[int] | None,
     *,
     source: int | None = None,
@@ -46,7 +46,7 @@ def repair(
     """Replace ranks, and form the groups of all anew.
 
     Args:
-        cluster: The cluster.
+        state: The cluster.
         ranks: Which, besides those that are dead; one that lives is killed first: the user asked for it.
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
@@ -56,91 +56,91 @@ def repair(
         UsageError: there is nothing to replace, these ranks cannot be, or the source cannot give.
         StartError: a newcomer did not come up.
     """
-    chosen = sorted({*cluster.health.dead, *(ranks or ())})
-    _refuse(cluster, chosen, source, names, all_allowed)
-    survivors = [rank for rank in cluster.ranks if rank not in chosen]
+    chosen = sorted({*state.health.dead, *(ranks or ())})
+    _refuse(state, chosen, source, names, all_allowed)
+    survivors = [rank for rank in state.ranks if rank not in chosen]
     with _uninterrupted():
-        reasons = {rank: cluster.health.dead.get(rank, "") for rank in chosen}
-        _end(cluster, [rank for rank in chosen if rank not in cluster.health.dead])
-        lost = _ask(cluster.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
-        _replace(cluster, chosen, survivors)
-        copied = None if source is None else copy_variables(cluster, chosen, survivors, source, names)
+        reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
+        _end(state, [rank for rank in chosen if rank not in state.health.dead])
+        lost = _ask(state.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
+        _replace(state, chosen, survivors)
+        copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
 
 
-def auto_repair(cluster: Cluster) -> None:
+def auto_repair(state: ClusterState) -> None:
     """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
-    dead = cluster.health.dead
-    possible = cluster.engines == "axon" and len(dead) < cluster.world_size and not cluster.health.gone
-    possible = possible and can_replace(cluster.places, cluster.backend)
-    if dead and possible and not cluster.busy and not cluster.health.stuck:
-        print("\n".join(repair(cluster, None).lines(why=True)))
+    dead = state.health.dead
+    possible = state.engines == "axon" and len(dead) < state.world_size and not state.health.gone
+    possible = possible and can_replace(state.places, state.backend)
+    if dead and possible and not state.busy and not state.health.stuck:
+        print("\n".join(repair(state, None).lines(why=True)))
 
 
-def replace_stuck(cluster: Cluster, ranks: Sequence[int]) -> list[str]:
+def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
     """Replace ranks that do not react, all of them if need be; what to tell the user, also when it cannot be done."""
-    if not ranks or cluster.health.gone:
+    if not ranks or state.health.gone:
         return []
     try:
-        return repair(cluster, ranks, all_allowed=True).lines()
+        return repair(state, ranks, all_allowed=True).lines()
     except AxonError as error:
         return [f"They could not be replaced: {error}"]
 
 
 def _refuse(
-    cluster: Cluster, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
+    state: ClusterState, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
     if not chosen:
         raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
-    if reason := refusal(cluster.places, cluster.backend):
+    if reason := refusal(state.places, state.backend):
         raise UsageError(reason)
-    if cluster.engines != "axon":
+    if state.engines != "axon":
         raise UsageError(
-            f"Ranks of the launcher {cluster.engines!r} cannot be replaced one by one: `%distributed restart`."
+            f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: `%distributed restart`."
         )
-    if len(chosen) == cluster.world_size and not all_allowed:
+    if len(chosen) == state.world_size and not all_allowed:
         raise UsageError("No rank would be left to keep anything: `%distributed restart` starts all ranks afresh.")
     if names and source is None:
         raise UsageError(f"Names are copied from a rank: `--from 0 {' '.join(names)}`.")
-    if source is not None and source not in cluster.ranks:
-        raise UsageError(f"--from {source}: ranks are 0 to {cluster.world_size - 1}.")
-    if source is not None and (source in chosen or source in cluster.health.dead):
+    if source is not None and source not in state.ranks:
+        raise UsageError(f"--from {source}: ranks are 0 to {state.world_size - 1}.")
+    if source is not None and (source in chosen or source in state.health.dead):
         raise UsageError(f"--from {source}: that rank is replaced itself; variables come from one that lives on.")
-    stuck = sorted(cluster.health.stuck - set(chosen))
+    stuck = sorted(state.health.stuck - set(chosen))
     if stuck:
         both = format_ranks(sorted({*stuck, *chosen}))
         raise UsageError(
             f"Rank {format_ranks(stuck)} is stuck in an earlier cell and cannot join the groups anew: "
             f"`%distributed repair --ranks {both}` replaces it too."
         )
-    busy = [rank for rank in cluster.busy if rank not in chosen]
+    busy = [rank for rank in state.busy if rank not in chosen]
     if busy:
         raise UsageError(f"Ranks {format_ranks(busy)} still run a cell: wait for its end or interrupt it, then repair.")
 
 
-def _replace(cluster: Cluster, chosen: Sequence[int], survivors: Sequence[int]) -> None:
-    connection = cluster.connection
+def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+    connection = state.connection
     groups = _groups(connection, survivors)
-    _fork(connection, cluster, chosen)
+    _fork(connection, state, chosen)
     epoch = next_epoch()
     calls: dict[int, Any] = {
         rank: remote.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
         for rank in survivors
     }
-    seated = seats(cluster.layout, cluster.places)
-    store = store_address(connection, {place["host"] for place in cluster.places})
+    seated = seats(state.layout, state.places)
+    store = store_address(connection, {place["host"] for place in state.places})
     for rank in chosen:
-        arguments = join_settings(cluster.layout, cluster.settings, rank, seated[rank], store, recoverable=True)
+        arguments = join_settings(state.layout, state.settings, rank, seated[rank], store, recoverable=True)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = remote.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     try:
-        answers = gather(calls, _LIMIT_S, connection)
+        answers = gather(calls, _REPAIR_S, connection)
     except AxonError:
         _leave(connection, chosen, survivors)
         raise
     for rank in chosen:
-        cluster.replaced(rank, answers[rank])
-    cluster.health.broken = ""
+        state.replaced(rank, answers[rank])
+    state.health.broken = ""
 
 
 def _leave(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
@@ -168,20 +168,20 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _end(cluster: Cluster, ranks: Sequence[int]) -> None:
-    cluster.health.awaited.update(ranks)
+def _end(state: ClusterState, ranks: Sequence[int]) -> None:
+    state.health.awaited.update(ranks)
     for rank in ranks:
-        cluster.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
-    end = time.monotonic() + _LIMIT_S
-    while any(rank not in cluster.health.dead for rank in ranks):
+        state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
+    end = time.monotonic() + _REPAIR_S
+    while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
-            raise StartError(f"ranks {format_ranks(ranks)} did not end within {_LIMIT_S:.0f} s of SIGKILL.")
+            raise StartError(f"ranks {format_ranks(ranks)} did not end within {_REPAIR_S:.0f} s of SIGKILL.")
         time.sleep(0.005)
 
 
 def _ask(connection: Connection, asked: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
     calls = {rank: remote.call(connection.client, rank, target, **arguments) for rank in asked}
-    return gather(calls, _LIMIT_S, connection)
+    return gather(calls, _REPAIR_S, connection)
 
 
 def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
@@ -191,17 +191,17 @@ def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, 
     return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
 
 
-def _fork(connection: Connection, cluster: Cluster, ranks: Sequence[int]) -> None:
+def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> None:
     client = connection.client
     for rank in ranks:
         client.unregister(rank)  # its id is free only when the controller has forgotten it
-    if not client.wait_unregistered(ranks, _LIMIT_S):
-        raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_LIMIT_S:.0f} s.")
-    env = rank_environment(cluster.layout)
+    if not client.wait_unregistered(ranks, _REPAIR_S):
+        raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_REPAIR_S:.0f} s.")
+    env = rank_environment(state.layout)
     for rank in ranks:
         connection.agent.call("fork", **fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
-    if not client.wait_registered(ranks, _LIMIT_S):
+    if not client.wait_registered(ranks, _REPAIR_S):
         raise StartError(
-            f"Ranks {format_ranks(ranks)} did not come up within {_LIMIT_S:.0f} s: see {connection.run_dir.path}."
+            f"Ranks {format_ranks(ranks)} did not come up within {_REPAIR_S:.0f} s: see {connection.run_dir.path}."
         )
-    await_reached(connection, ranks, _LIMIT_S)
+    await_reached(connection, ranks, _REPAIR_S)

@@ -6,28 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from axon_nb.cluster.failures import RankError
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["CellResult", "CellShown", "RankError", "measured"]
-
-
-@dataclass(frozen=True, slots=True)
-class RankError:
-    """How a cell failed on one rank."""
-
-    rank: int
-    kind: str
-    """``raised``, ``ended`` (from outside), ``died`` or ``stuck``."""
-    ename: str
-    """Name of the exception's type; empty when none was raised."""
-    evalue: str
-    """The exception's message, or what happened."""
-    traceback: tuple[str, ...] = ()
-    """The rank's own traceback, with terminal colours."""
-
-    def __str__(self) -> str:
-        return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
+__all__ = ["CellResult", "CellShown", "measured"]
 
 
 class CellShown(Protocol):

@@ -17,7 +17,8 @@ from axon_nb.errors import CellError, CellInterrupt, ClusterGone
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.cell_manager import CellManager
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["resume"]
 
@@ -34,53 +35,53 @@ _RECOVERY_S = 40.0
 Answers = Mapping[int, Mapping[str, Any]]
 
 
-def resume(cluster: Cluster, *, left_ns: int) -> CellHandle | None:
+def resume(cells: CellManager, *, left_ns: int) -> CellHandle | None:
     """Take up what the notebook before this one has left on the ranks.
 
     Args:
-        cluster: Just attached to.
+        cells: Those of a cluster just attached to.
         left_ns: When that notebook left: monotonic time of the host in nanoseconds.
 
     Returns:
         The cell that runs last, or has ended since; None: no cell was under way.
     """
-    answers = _ask(cluster, left_ns)
-    harmed = _harmed(cluster, answers)
+    answers = _ask(cells.state, left_ns)
+    harmed = _harmed(cells.state, answers)
     next_epoch(above=max((answer["epoch"] for answer in answers.values()), default=0))
     reports: dict[str, dict[int, Mapping[str, Any]]] = {}
     for rank, answer in answers.items():
         for report in answer["cells"]:
             reports.setdefault(report["run"], {})[rank] = report
-    handles = [_adopt(cluster, run, by_rank, answers, harmed=harmed) for run, by_rank in reports.items()]
+    handles = [_adopt(cells, run, by_rank, answers, harmed=harmed) for run, by_rank in reports.items()]
     if harmed and not handles:
-        _recover(cluster, answers)
+        _recover(cells, answers)
     return handles[-1] if handles else None
 
 
-def _ask(cluster: Cluster, left_ns: int) -> dict[int, Mapping[str, Any]]:
-    client = cluster.connection.client
-    ranks = [rank for rank in client.registered if rank not in cluster.health.dead]
+def _ask(state: ClusterState, left_ns: int) -> dict[int, Mapping[str, Any]]:
+    client = state.connection.client
+    ranks = [rank for rank in client.registered if rank not in state.health.dead]
     asked = {rank: client.request(rank, "axon_cells", after_ns=left_ns) for rank in ranks}
     end = time.monotonic() + _ANSWER_S
     answers = {}
     for rank, future in asked.items():
-        while not future.wait(_LOOK_S) and rank not in cluster.health.dead and time.monotonic() < end:
+        while not future.wait(_LOOK_S) and rank not in state.health.dead and time.monotonic() < end:
             pass
         if future.done() and "cells" in (content := future.result()["content"]):
             answers[rank] = content
     return answers
 
 
-def _harmed(cluster: Cluster, answers: Answers) -> bool:
+def _harmed(state: ClusterState, answers: Answers) -> bool:
     """Whether the groups cannot be used as they are: a rank is dead, or an abort or a forming was cut short."""
-    if cluster.backend != "gloo":
+    if state.backend != "gloo":
         return False
     halfway = any(answer["aborted"] or answer["forming"] for answer in answers.values())
-    return bool(cluster.health.dead) or halfway or len({answer["epoch"] for answer in answers.values()}) > 1
+    return bool(state.health.dead) or halfway or len({answer["epoch"] for answer in answers.values()}) > 1
 
 
 def _adopt(
-    cluster: Cluster, name: str, reports: Mapping[int, Mapping[str, Any]], answers: Answers, *, harmed: bool
+    cells: CellManager, name: str, reports: Mapping[int, Mapping[str, Any]], answers: Answers, *, harmed: bool
 ) -> CellHandle:
     facts = next(iter(reports.values()))["facts"]
     ranks = list(facts["ranks"])
@@ -90,18 +91,18 @@ def _adopt(
         print(f"{title} still runs on ranks {format_ranks(running)}: its output goes on here.")
     else:
         print(f"{title} has ended on ranks {format_ranks(ranks)} while no notebook was connected.")
-    run = cluster.new_run(
+    run = cells.new_run(
         ranks, {"quiet": facts["quiet"], "timeout": facts["timeout"], "show_value": facts["show_value"]}
     )
     run.harmed = harmed
-    follower = Follower(cluster.connection.client, run)
+    follower = Follower(cells.state.connection.client, run)
     run.adopt(name, follower.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
     for rank, report in reports.items():
         follower.feed(rank, report)
-    cluster.health.tell(run)
+    cells.state.health.tell(run)
     if any(answers[rank]["aborted"] for rank in reports) and not run.errors:
         run.interrupt()  # somebody has pressed the stop button, and the notebook went away before it had its effect
-    end = _ending(cluster, run, follower, title, values=facts["token"] is not None)
+    end = _ending(cells, run, follower, title, values=facts["token"] is not None)
     handle = CellHandle(run, end)
     if not running:
         handle.wait(_ENDED_S)
@@ -109,12 +110,12 @@ def _adopt(
 
 
 def _ending(
-    cluster: Cluster, run: CellRun, follower: Follower, title: str, *, values: bool
+    cells: CellManager, run: CellRun, follower: Follower, title: str, *, values: bool
 ) -> Callable[[], CellResult]:
     def end() -> CellResult:
         sink = NotebookSink()
         try:
-            result = cluster.end(run, {"values": values})
+            result = cells.end(run, {"values": values})
         except (CellError, CellInterrupt, ClusterGone) as error:
             sink.stream("stderr", f"{title} failed.\n" + "\n".join(error._render_traceback_()) + "\n")
             if run.unfinished and not run.lost:
@@ -126,11 +127,11 @@ def _ending(
     return end
 
 
-def _recover(cluster: Cluster, answers: Answers) -> None:
+def _recover(cells: CellManager, answers: Answers) -> None:
     for rank, answer in answers.items():
         if answer["forming"]:  # it may wait for ranks that were never told to form their groups
-            cluster.connection.client.request(rank, "axon_abort", again=False)
-    recovery = cluster.recovery()
+            cells.state.connection.client.request(rank, "axon_abort", again=False)
+    recovery = cells.recovery()
     end = time.monotonic() + _RECOVERY_S
     while not recovery.step() and time.monotonic() < end:
         time.sleep(0.005)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from axon_nb.errors import UsageError
+from axon_nb.records.quantity import exact_bytes
 
 __all__ = ["Acts", "Kind", "Number", "Switch", "Value", "byte_count", "count", "seconds"]
 
@@ -107,10 +108,7 @@ class Number:
     def show(self, value: Any) -> str:
         """See `Kind`."""
         if self.unit == "bytes":
-            for name, size in _BINARY.items():
-                if value >= size and (value / size * 100) % 1 == 0:
-                    return f"{value / size:g} {name}"
-            return f"{int(value)} B"
+            return exact_bytes(value)
         text = str(int(value)) if value == int(value) else repr(float(value))
         return f"{text} s" if self.unit == "seconds" else text
 

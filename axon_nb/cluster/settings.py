@@ -94,7 +94,9 @@ class Settings:
 class RunningCluster(Protocol):
     """The cluster on which settings act."""
 
-    settings: Settings
+    @property
+    def settings(self) -> Settings:
+        """The cluster's own values."""
 
     def take_settings(self, changed: Mapping[str, Value]) -> None:
         """Have these settings act on the cluster; raises, and changes nothing, when that is not possible."""

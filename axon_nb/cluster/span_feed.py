@@ -15,7 +15,7 @@ from axon_nb.records.beat import BEAT_S, until_beat
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
@@ -54,11 +54,11 @@ class SpanFeed:
     Asking, rather than being sent, means one unanswered question a rank at most, and nothing at all while nobody looks.
 
     Args:
-        cluster: Whose ranks are asked.
+        state: Whose ranks are asked.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = weakref.ref(cluster)
+    def __init__(self, state: ClusterState) -> None:
+        self._state = weakref.ref(state)
         self.store = SpanStore()
         self._lock = threading.Lock()
         self._views: list[SpanView] = []
@@ -106,16 +106,16 @@ class SpanFeed:
             much = any(fast for _, fast in list(self._flows.values()))
             time.sleep(_TICK_S if much else until_beat(_SLOW_TICK_S))
             with self._lock:
-                cluster = self._cluster()
-                if not self._views or cluster is None or not cluster.running:
+                state = self._state()
+                if not self._views or state is None or not state.running:
                     self._thread = None
                     return
                 views = list(self._views)
                 try:
-                    self._tick(cluster, any(view.wanted for view in views))
+                    self._tick(state, any(view.wanted for view in views))
                 except Exception:  # such as one that closed the sockets; a view is never worth a cell
                     _log.debug("spans could not be fetched", exc_info=True)
-            del cluster  # one that nobody uses any more is not kept by its views
+            del state  # one that nobody uses any more is not kept by its views
             for view in views:
                 self._pump(view)
 
@@ -126,18 +126,18 @@ class SpanFeed:
             _log.warning("A view of spans has failed, and is no longer fed.", exc_info=True)
             self.close(view)
 
-    def _tick(self, cluster: Cluster, wanted: bool) -> None:
+    def _tick(self, state: ClusterState, wanted: bool) -> None:
         now = time.monotonic()
-        if not cluster.busy:
+        if not state.busy:
             self.running_since = None
         elif self.running_since is None:
             self.running_since = time.monotonic_ns() - round(_SLOW_TICK_S * 1e9)
             self._due.clear()
         self._take_answers()
         if wanted:
-            due = [rank for rank in cluster.ranks if now >= self._due.get(rank, 0.0)]
+            due = [rank for rank in state.ranks if now >= self._due.get(rank, 0.0)]
             self._ask(_WATCH_S, due)
-            self._due.update({rank: now + self._pause_s(rank, cluster.ranks, now) for rank in due})
+            self._due.update({rank: now + self._pause_s(rank, state.ranks, now) for rank in due})
 
     def _pause_s(self, rank: int, ranks: Sequence[int], now: float) -> float:
         """Seconds until it is asked again."""
@@ -150,16 +150,16 @@ class SpanFeed:
         return until_beat(every, now=now, late_s=every * ranks.index(rank) / len(ranks))
 
     def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
-        cluster = self._cluster()
-        if cluster is None or not cluster.running:
+        state = self._state()
+        if state is None or not state.running:
             return
-        for rank in cluster.ranks if ranks is None else ranks:
-            if rank in cluster.health.dead:
+        for rank in state.ranks if ranks is None else ranks:
+            if rank in state.health.dead:
                 self._asked.pop(rank, None)
             elif rank not in self._asked:
                 with contextlib.suppress(KeyError, OSError):  # it is gone; the host agent tells
                     since = self._next.get(rank, (0, 0))[1]
-                    future = cluster.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
+                    future = state.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
                     self._asked[rank] = (future, time.monotonic_ns())
 
     def _take_answers(self) -> None:
@@ -197,11 +197,11 @@ class SpanFeed:
         return best[1]
 
 
-_feeds: weakref.WeakKeyDictionary[Cluster, SpanFeed] = weakref.WeakKeyDictionary()
+_feeds: weakref.WeakKeyDictionary[ClusterState, SpanFeed] = weakref.WeakKeyDictionary()
 
 
-def span_feed(cluster: Cluster) -> SpanFeed:
+def span_feed(state: ClusterState) -> SpanFeed:
     """The one of a cluster."""
-    if (feed := _feeds.get(cluster)) is None:
-        feed = _feeds.setdefault(cluster, SpanFeed(cluster))
+    if (feed := _feeds.get(state)) is None:
+        feed = _feeds.setdefault(state, SpanFeed(state))
     return feed

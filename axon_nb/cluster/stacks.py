@@ -14,7 +14,7 @@ from axon_nb.records.waits import awaited
 
 __all__ = ["rank_stacks"]
 
-_LIMIT_S = 2.0
+_STACKS_LIMIT_S = 2.0
 _SILENT = "does not answer: it is in C code that keeps Python's lock, or the machine is overloaded"
 
 
@@ -27,7 +27,7 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         world: All ranks; asked whom the others wait for.
         dead: Why each dead rank died; reads after its name.
     """
-    answers = ask(client, [rank for rank in ranks if rank not in dead], "axon_stacks", limit_s=_LIMIT_S)
+    answers = ask(client, [rank for rank in ranks if rank not in dead], "axon_stacks", limit_s=_STACKS_LIMIT_S)
     states = {rank: RankState(**{**a["state"], "activity": Activity(a["state"]["activity"])})
               for rank, a in answers.items()}  # fmt: skip
     late: dict[int, tuple[int, ...]] = {}

@@ -21,6 +21,7 @@ from axon_nb.cluster.owner import default_name
 from axon_nb.cluster.reach import hear
 from axon_nb.cluster.resume import resume
 from axon_nb.cluster.settings import Settings, settings, settings_facts
+from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
 
 __all__ = ["attach", "restart", "start"]
@@ -97,7 +98,7 @@ def start(
             stop_engines(launched, chosen)
         connection.stop()
         raise
-    cluster.launched = launched
+    cluster.state.launched = launched
     current.put(cluster)
     return cluster
 
@@ -121,7 +122,7 @@ def _publish(
         "places": places,
     }
     connection.agent.call("set_info", info=facts)
-    return Cluster(connection, layout, own, name=name, engines=engines, places=places)
+    return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, places=places))
 
 
 def _free_name(name: str | None) -> str:
@@ -166,13 +167,15 @@ def attach(name: str | None = None) -> Cluster:
         raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
     hear(connection.client, living, timeout_s=_HEARD_S)
     own = settings.take_over(info.get("settings", {}))
-    cluster = Cluster(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
+    cluster = Cluster(
+        ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
+    )
     for rank in set(cluster.ranks) - living:
         event = greeting["deaths"].get(str(rank))
         cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
     settings.act_again()
-    cluster.running_cell = resume(cluster, left_ns=greeting["left_ns"])
+    cluster.running_cell = resume(cluster.cells, left_ns=greeting["left_ns"])
     return cluster
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster.asking import sample
 from axon_nb.cluster.mesh import ask_mesh
 from axon_nb.cluster.waits import ask_waits
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
@@ -14,7 +15,7 @@ from axon_nb.records.waits import awaited, named
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["cluster_info", "describe_state", "status_frame"]
 
@@ -42,39 +43,39 @@ def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
     return f"{verb} {state.call}{at}{whom}" + (f" for {seconds:.1f} s" if seconds >= _WAITED_S else "")
 
 
-def cluster_info(cluster: Cluster, places: Sequence[Mapping[str, Any]], dead: Mapping[int, str]) -> ClusterInfo:
+def cluster_info(state: ClusterState) -> ClusterInfo:
     """Ask every rank and put the answers together."""
-    states = cluster.sample() if cluster.running else {}
+    states = sample(state.client, state.living) if state.running else {}
     late: dict[int, tuple[int, ...]] = {}
-    if any(state.activity is Activity.WAITING for state in states.values()):
-        late = awaited(ask_waits(cluster.client, states), _WAITED_S)
+    if any(seen.activity is Activity.WAITING for seen in states.values()):
+        late = awaited(ask_waits(state.client, states), _WAITED_S)
     rows = []
-    for rank, place in enumerate(places):
-        state = states.get(rank)
-        words = dead.get(rank) or (describe_state(state, late.get(rank, ())) if cluster.running else "gone")
+    for rank, place in enumerate(state.places):
+        seen = states.get(rank)
+        words = state.health.dead.get(rank) or (describe_state(seen, late.get(rank, ())) if state.running else "gone")
         rows.append(
             RankInfo(
                 rank=rank,
                 host=str(place["host"]),
                 pid=int(place["pid"]),
                 device=str(place["device"]),
-                backend=cluster.backend,
+                backend=state.backend,
                 state=words,
-                rss_bytes=state.rss_bytes if state else 0,
-                device_bytes=state.device_bytes if state else 0,
-                cell=state.cell if state else None,
+                rss_bytes=seen.rss_bytes if seen else 0,
+                device_bytes=seen.device_bytes if seen else 0,
+                cell=seen.cell if seen else None,
             )
         )
     hosts = ", ".join(dict.fromkeys(row.host for row in rows))
     return ClusterInfo(
-        name=cluster.name,
-        backend=cluster.backend,
+        name=state.name,
+        backend=state.backend,
         host=hosts,
-        num_ranks=cluster.world_size,
-        running=cluster.running,
-        engines=cluster.engines,
+        num_ranks=state.world_size,
+        running=state.running,
+        engines=state.engines,
         ranks=tuple(rows),
-        mesh=ask_mesh(cluster.client, states) if states else None,
+        mesh=ask_mesh(state.client, states) if states else None,
     )
 
 

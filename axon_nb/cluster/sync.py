@@ -11,7 +11,7 @@ from axon_nb.records.quantity import format_bytes
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.cell_manager import CellManager
 
 __all__ = ["SyncReport", "plan_sync", "sync"]
 
@@ -82,21 +82,21 @@ def _why_not(told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, n
     return f"has other types or shapes on rank{'s' if len(other) > 1 else ''} {format_ranks(other)}" if other else ""
 
 
-def sync(cluster: Cluster, source: int, names: Sequence[str]) -> SyncReport:
+def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
     """See `Cluster.sync`."""
-    if source not in cluster.ranks:
-        raise UsageError(f"--from {source}: ranks are 0 to {cluster.world_size - 1}.")
-    if cluster.busy:
+    if source not in cells.state.ranks:
+        raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
+    if cells.state.busy:
         raise UsageError(
-            f"Ranks {format_ranks(cluster.busy)} still run a cell: wait for its end or interrupt it first."
+            f"Ranks {format_ranks(cells.state.busy)} still run a cell: wait for its end or interrupt it first."
         )
-    told = _ask(cluster, f"describe({list(names)!r})")
+    told = _ask(cells, f"describe({list(names)!r})")
     chosen, skipped = plan_sync(told, source, names)
-    _ask(cluster, f"give_and_take({source}, {chosen!r})")
+    _ask(cells, f"give_and_take({source}, {chosen!r})")
     size = sum(told[source][name]["bytes"] for name in chosen if told[source][name]["kind"] == "module")
     return SyncReport(source, tuple(chosen), size, skipped)
 
 
-def _ask(cluster: Cluster, call: str) -> Mapping[int, Any]:
+def _ask(cells: CellManager, call: str) -> Mapping[int, Any]:
     # As a cell: a death, an interrupt or a failure in the middle ends it as it ends any other.
-    return cluster.run(f"__import__({_RANK_SIDE!r}, fromlist=['sync']).{call}", quiet=True).values
+    return cells.run(f"__import__({_RANK_SIDE!r}, fromlist=['sync']).{call}", quiet=True).values

@@ -11,18 +11,18 @@ from axon_nb.errors import UsageError
 from axon_nb.records.chrome import write_chrome_trace
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cluster import Cluster
+    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["cell_window", "recorded", "save_trace"]
 
 
-def recorded(cluster: Cluster) -> SpanTable:
+def recorded(state: ClusterState) -> SpanTable:
     """The spans that ranks have recorded so far, as far as they are kept.
 
     While nobody looks these are cells, communication and pipelines; forwards, backwards and optimizer steps are
     recorded from the moment that a timeline is open.
     """
-    feed = span_feed(cluster)
+    feed = span_feed(state)
     feed.collect()
     return feed.store.table()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds"]
+__all__ = ["exact_bytes", "format_bytes", "format_seconds"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -17,6 +17,15 @@ def format_bytes(num_bytes: int) -> str:
         return f"{sign}{int(value)} B"
     digits = 3 if value < 0.9995 else 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{sign}{value:.{digits}f} {_UNITS[unit]}"
+
+
+def exact_bytes(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that needs 2 decimals at most: ``4 MiB``, ``1.25 GiB``, ``1000 B``."""
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        value = num_bytes / 2**power
+        if value >= 1 and (value * 100) % 1 == 0:
+            return f"{value:g} {name}"
+    return f"{int(num_bytes)} B"
 
 
 def format_seconds(seconds: float) -> str:

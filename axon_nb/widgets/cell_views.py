@@ -61,7 +61,7 @@ class CellViews:
         except Exception:  # a view is never worth a cell
             _log.warning("What ranks do could not be shown.", exc_info=True)
         with cell_timeline(cluster, self._ranks, title=self._title):
-            feed, start_ns = span_feed(cluster), time.monotonic_ns()
+            feed, start_ns = span_feed(cluster.state), time.monotonic_ns()
             first = feed.store.end
             try:
                 with self._watch:

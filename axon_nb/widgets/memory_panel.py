@@ -30,10 +30,10 @@ class MemoryPanel(FollowingPanel):
     def __init__(self, cluster: Cluster, names: Sequence[str]) -> None:
         super().__init__(cluster, every_s=_EVERY_S)
         self._names = list(names)
-        answers = ask_memory(cluster, self._names)
+        answers = ask_memory(cluster.state, self._names)
         self._model = answers.model
         self.what_if = WhatIf(
-            lambda asked, known: ask_plan(cluster, self._names, asked, known),
+            lambda asked, known: ask_plan(cluster.state, self._names, asked, known),
             self._answered,
             lambda: bool(cluster.busy),
         )
@@ -47,7 +47,7 @@ class MemoryPanel(FollowingPanel):
 
     def ask(self) -> float:
         """Ask the ranks, and show what they say."""
-        answers = ask_memory(self._cluster, self._names, patient=False)
+        answers = ask_memory(self._cluster.state, self._names, patient=False)
         self._take(answers)
         return answers.spent_s
 

@@ -23,7 +23,7 @@ def show_watch(cluster: Cluster) -> None:
         from axon_nb.widgets.watch_page import watch_bundle
 
         store = JobStore()
-        store.take(ask_job(cluster, {}), time.monotonic())
+        store.take(ask_job(cluster.state, {}), time.monotonic())
         print(watch_bundle(store)["text/plain"])
         return
     from axon_nb.widgets.watch_panel import WatchPanel
@@ -47,7 +47,7 @@ def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
         from axon_nb.widgets.memory_rows import MemoryRows
 
         rows = MemoryRows(", ".join(names))
-        rows.take(ask_memory(cluster, names))
+        rows.take(ask_memory(cluster.state, names))
         print(memory_bundle(rows)["text/plain"])
         return
     from axon_nb.widgets.memory_panel import MemoryPanel

@@ -29,7 +29,7 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     """
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
-        shards, notes = ask_layouts(cluster, names, gradients=gradients)
+        shards, notes = ask_layouts(cluster.state, names, gradients=gradients)
         print(shards_bundle(", ".join(names), put_together(shards), notes)["text/plain"])
         return
     from axon_nb.widgets.shards_panel import ShardsPanel

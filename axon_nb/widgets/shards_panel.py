@@ -36,7 +36,7 @@ class ShardsPanel:
 
     def __init__(self, cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
         self._cluster = cluster
-        self._question = LayoutQuestion(cluster, names, gradients=gradients)
+        self._question = LayoutQuestion(cluster.state, names, gradients=gradients)
         self.view = ShardsView(", ".join(names), *self._question.ask())
         self._asking = threading.Lock()
         self._pace = Pace(_EVERY_S)

@@ -44,7 +44,7 @@ class _Reader:
 
 
 def _open(cluster: Cluster, ranks: Sequence[int], title: str, undo: contextlib.ExitStack) -> None:
-    feed = span_feed(cluster)
+    feed = span_feed(cluster.state)
     feed.collect(limit_s=1.0, watch_s=5.0)
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):

@@ -28,7 +28,7 @@ class TimelinePanel:
 
     def __init__(self, cluster: Cluster, ranks: list[int]) -> None:
         self._cluster = weakref.ref(cluster)
-        self._feed = span_feed(cluster)
+        self._feed = span_feed(cluster.state)
         self._feed.collect(watch_s=5.0)
         self.view = TimelineView(self._feed, ranks)
         self._saved: DisplayHandle | None = None

@@ -47,7 +47,7 @@ class Timeline:
         Raises:
             UsageError: ranks have no spans of that cell.
         """
-        table = recorded(self._cluster)
+        table = recorded(self._cluster.state)
         if self._cell is not None:
             table = table.between(*cell_window(table, self._cell))
         if len(self._ranks) < self._cluster.world_size:

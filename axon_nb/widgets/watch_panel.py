@@ -43,7 +43,7 @@ def ask_all(cluster: Cluster, view: WatchView) -> list[JobAnswers]:
     """What the ranks have logged since the view was fed last, in as many questions as it takes."""
     known, answers = dict(view.store.reports), []
     for _ in range(_MAX_ROUNDS):
-        answers.append(ask_job(cluster, known))
+        answers.append(ask_job(cluster.state, known))
         known.update(answers[-1].reports)
         if all(report.is_last for report in answers[-1].reports.values()):
             break

@@ -31,7 +31,7 @@ def t_meet(path):
         time.sleep(0.01)
 """
 """Part of a cell: `t_meet(path)` on a rank waits, outside of all communication, for the moment of `meet_when`."""
-PRESSED = "any(run.interrupted_at is not None for run in t_current._runs)"
+PRESSED = "any(run.interrupted_at is not None for run in t_current.state.active_cells)"
 """The stop button was pressed while a cell runs, and the notebook has noticed it."""
 
 

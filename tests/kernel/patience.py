@@ -28,7 +28,7 @@ for patience_limit, patience_s in {
 }.items():
     patience.enter_context(mock.patch(f"axon_nb.cluster.{patience_limit}", patience_s))
 """
-_AS_BEFORE = "patience.close()\nspan_feed(current.require('test')).collect(limit_s=60.0, watch_s=0.01)"
+_AS_BEFORE = "patience.close()\nspan_feed(current.require('test').state).collect(limit_s=60.0, watch_s=0.01)"
 
 
 @contextlib.contextmanager

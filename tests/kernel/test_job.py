@@ -17,7 +17,7 @@ from axon_nb.cluster.job import ask_job
 from axon_nb.widgets import open_job
 def t_ask(before={}):
     while True:  # a busy rank may answer late
-        found = ask_job(current.require("test"), before)
+        found = ask_job(current.require("test").state, before)
         if len(found.reports) == 4:
             return found
 def t_until(reached):
@@ -174,7 +174,7 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
     ready.ok(MODEL)
     ready.ok(
         "from axon_nb.cluster.memory import ask_memory\n"
-        "t_of = lambda *names: ask_memory(current.require('test'), names)\n"
+        "t_of = lambda *names: ask_memory(current.require('test').state, names)\n"
         "t_sizes = lambda uses: {rank: dict(use.by_role) for rank, use in uses.items()}"
     )
     ready.ok("t_memory = t_of('t_plain')")

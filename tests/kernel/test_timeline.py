@@ -188,7 +188,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
     assert ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []")
     ready.ok(
         "from axon_nb.cluster import current\nfrom axon_nb.cluster.span_feed import span_feed\n"
-        "t_feed = span_feed(current.require('test'))\n"
+        "t_feed = span_feed(current.require('test').state)\n"
         "for t_view in list(t_feed._views):\n    t_feed.close(t_view)\n"
         "patience_collect(t_feed, limit_s=60.0, watch_s=0.01)"
     )

@@ -52,7 +52,7 @@ from axon_nb.cluster.memory import ask_plan
 from axon_nb.widgets import open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
-    while (told := ask_plan(current.require("test"), names, asked, "")).get("is_pending"):
+    while (told := ask_plan(current.require("test").state, names, asked, "")).get("is_pending"):
         assert time.monotonic() < end
         time.sleep(0.1)
     return {key: value for key, value in told.items() if key != "model"} | {"sent": len(told.get("model") or "")}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from axon_nb.cluster.output.labels import num_bytes
 from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
-from axon_nb.cluster.setting_kinds import byte_count
+from axon_nb.records.quantity import exact_bytes
 
 __all__ = ["Dropped"]
 
@@ -121,7 +121,7 @@ def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, e
     if not exceeded:
         return what + "more at once than a notebook takes …"
     larger = max(4, -(-4 * limit // 2**20))
-    shown = byte_count(1).show(limit)
+    shown = exact_bytes(limit)
     return what + f"a cell shows {shown}; `%distributed config output_limit={larger}MiB` raises that …"
 
 

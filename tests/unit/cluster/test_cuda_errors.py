@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.cluster.cuda_errors import context_hint, lost_contexts
-from axon_nb.cluster.failures import cell_error
-from axon_nb.cluster.result import RankError
+from axon_nb.cluster.failures import RankError, cell_error
 
 ASSERT = (
     "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"

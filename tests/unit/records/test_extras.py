@@ -6,9 +6,8 @@ from importlib.metadata import metadata
 
 import pytest
 
-from axon_nb.cluster.failures import cell_error
+from axon_nb.cluster.failures import RankError, cell_error
 from axon_nb.cluster.hints import hint_for
-from axon_nb.cluster.result import RankError
 from axon_nb.records.extras import missing_package
 
 

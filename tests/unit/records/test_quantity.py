@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.records.quantity import format_bytes, format_seconds
+from axon_nb.records.quantity import exact_bytes, format_bytes, format_seconds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -29,6 +29,14 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 )
 def test_bytes_have_three_digits(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1000, "1000 B"), (KIB, "1 KiB"), (1536, "1.5 KiB"), (4 * MIB, "4 MiB"), (MIB + 1, "1048577 B")],
+)
+def test_exact_bytes_lose_nothing(num_bytes: int, text: str) -> None:
+    assert exact_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(
