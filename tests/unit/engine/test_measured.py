@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from axon_nb.engine import rounds as rounds_module
 from axon_nb.engine import tqdm_bars as tqdm_module
-from axon_nb.engine.capacity import capacity, free_on_host
+from axon_nb.engine.capacity import capacity
 from axon_nb.engine.living_tensors import LivingTensors, storages_of
 from axon_nb.records.pace import Pace
 
@@ -28,21 +27,6 @@ def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
     assert 4 * 23456 not in living.storages("cpu").values(), "too early for another look"
     assert 4 * 23456 in living.storages("cpu", now=True).values()
     assert len(kept) == 2
-
-
-def test_room_is_that_of_the_host_or_of_the_cgroup(tmp_path: Path) -> None:
-    info = tmp_path / "meminfo"
-    assert free_on_host(info, tmp_path) is None
-    info.write_text("MemTotal:       16000 kB\nMemAvailable:    8000 kB\n")
-    assert free_on_host(info, tmp_path) == 8000 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("3000000\n")
-    assert free_on_host(info, tmp_path) == 8000 * 1024
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    assert free_on_host(info, tmp_path) == 3_000_000
-    (tmp_path / "memory.current").write_text("7000000\n")
-    assert free_on_host(info, tmp_path) == 0
 
 
 def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
