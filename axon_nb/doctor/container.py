@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from axon_nb.host.cgroup import CGROUPS, OWN_CGROUP, folders
+from axon_nb.host.container import kind
 
 __all__ = ["cgroup_limit", "kind"]
 
@@ -24,17 +24,6 @@ _USAGE = {
 """Files by controller and version of cgroups."""
 _V1_UNLIMITED = 1 << 60
 """Without a limit version 1 tells the largest number of whole pages."""
-
-
-def kind() -> str:
-    """``kubernetes``, ``docker``, ``podman``, ``apptainer``, or empty: no container that is known."""
-    if os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return "kubernetes"
-    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
-        return "apptainer"
-    if Path("/run/.containerenv").exists():
-        return "podman"
-    return "docker" if Path("/.dockerenv").exists() else ""
 
 
 def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, int] | None:
