@@ -28,6 +28,16 @@
 # `set_epoch` shuffles anew in every epoch, in the same way on all ranks.
 
 # %%
+from importlib.util import find_spec
+
+import axon_nb
+
+if not find_spec("sklearn"):
+    raise axon_nb.UsageError(
+        'This notebook needs scikit-learn. Run `%pip install "axon_nb[demo]"`, then this cell again.'
+    )
+
+# %%
 # %%distributed
 import time
 

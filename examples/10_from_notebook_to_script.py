@@ -29,6 +29,16 @@
 # array gets a copy of the pages that it touches.
 
 # %%
+from importlib.util import find_spec
+
+import axon_nb
+
+if not find_spec("sklearn"):
+    raise axon_nb.UsageError(
+        'This notebook needs scikit-learn. Run `%pip install "axon_nb[demo]"`, then this cell again.'
+    )
+
+# %%
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 

@@ -30,6 +30,15 @@
 # Every rank loads the 1,797 handwritten digits for itself. `your_model()` and `train_dataset` are what the guide calls
 # `YourModel()` and `YourDataset()`; `in_step` is the question that matters after training on many ranks.
 
+# %%
+from importlib.util import find_spec
+
+import axon_nb
+
+if not find_spec("sklearn"):
+    raise axon_nb.UsageError(
+        'This notebook needs scikit-learn. Run `%pip install "axon_nb[demo]"`, then this cell again.'
+    )
 
 # %%
 # %%distributed

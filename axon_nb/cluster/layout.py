@@ -37,7 +37,7 @@ def plan_layout(
 
     Args:
         n: Number of ranks; None: one a free GPU, without GPUs min(4, max(2, cores)).
-        devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
+        devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``, or the MIG instance that is visible.
         backend: ``auto``, ``gloo`` or ``nccl``.
         threads: Intra-op threads a rank; 0: usable cores / ranks, at least 1.
         several_hosts: Whether ranks may be on other hosts, which are taken to have GPUs when this one has.
@@ -67,7 +67,7 @@ def plan_layout(
     if gpus and len(gpus) < num_ranks:
         notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} (Gloo).")
     placed = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
-    visible = ",".join(str(gpu.index) for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
+    visible = ",".join(gpu.selector for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
     return Layout(num_ranks, backend, placed, visible, threads or max(1, cores // num_ranks), tuple(notes))
 
 
@@ -90,15 +90,16 @@ def _choose(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
             numbers = ", ".join(str(gpu.index) for gpu in busy)
             notes.append(f"GPU {numbers} skipped: in use. `--devices {busy[0].index}` takes it all the same.")
         return [gpu for gpu in gpus if not gpu.busy]
-    by_index = {gpu.index: gpu for gpu in gpus}
-    chosen = []
-    for item in devices.split(","):
-        if not (item.strip().isascii() and item.strip().isdigit()):
+    by_name = {str(gpu.index): gpu for gpu in gpus} | {gpu.selector: gpu for gpu in gpus}
+    chosen: list[Gpu] = []
+    for item in map(str.strip, devices.split(",")):
+        if not (item.isascii() and item.isdigit()) and not item.startswith("MIG-"):
             raise UsageError(f"--devices {devices}: it is `auto`, `cpu` or GPU numbers such as `0,2`.")
-        if int(item) not in by_index:
-            there = ", ".join(map(str, by_index)) or "none"
-            raise UsageError(f"--devices {devices}: GPU {item.strip()} is not visible here; visible: {there}.")
-        if by_index[int(item)] in chosen:
-            raise UsageError(f"--devices {devices}: GPU {item.strip()} is there twice.")
-        chosen.append(by_index[int(item)])
+        gpu = by_name.get(str(int(item)) if item.isdigit() else item)
+        if gpu is None:
+            there = ", ".join(gpu.selector for gpu in gpus) or "none"
+            raise UsageError(f"--devices {devices}: GPU {item} is not visible here; visible: {there}.")
+        if gpu in chosen:
+            raise UsageError(f"--devices {devices}: GPU {item} is there twice.")
+        chosen.append(gpu)
     return chosen

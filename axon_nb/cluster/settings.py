@@ -51,8 +51,8 @@ class Settings:
     """How much text one cell shows, and how much each rank sends in one cell. The rest is counted, and the last lines
     are shown."""
     collective_timeout: float = _setting(1800.0, seconds(1.0), Acts.NEXT_START, of_cluster=True)
-    """How long a collective on the group of all ranks waits for the other ranks before it fails. Groups made with
-    `dist.new_group` have a `timeout=` of their own."""
+    """How long a collective waits for the other ranks before it fails: in the group of all ranks, and in groups made
+    with `dist.new_group` without a `timeout=` of their own."""
     threads: int = _setting(
         0,
         count("a whole number of threads per rank, such as 2, or 0 to share the cores evenly", 4096),

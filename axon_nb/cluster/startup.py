@@ -17,6 +17,7 @@ from axon_nb.cluster.hosts import LOOPBACK, interface_ip
 from axon_nb.cluster.kept import end_kept, find, running
 from axon_nb.cluster.launching import launch_engines, stop_engines
 from axon_nb.cluster.layout import Layout, plan_layout
+from axon_nb.cluster.open_files import raise_if_too_few
 from axon_nb.cluster.owner import default_name
 from axon_nb.cluster.reach import hear
 from axon_nb.cluster.resume import resume
@@ -76,6 +77,7 @@ def start(
             f"--interface {interface}: the launcher {chosen!r} starts ranks on this host alone; see --engines."
         )
     title = _free_name(name)
+    raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
         print(note)
     end = time.monotonic() + chosen_settings.start_timeout

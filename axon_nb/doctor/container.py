@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from axon_nb.host.cgroup import CGROUPS, OWN_CGROUP, folders
+from axon_nb.host.container import kind
 
 __all__ = ["cgroup_limit", "kind"]
 
@@ -24,20 +26,7 @@ _V1_UNLIMITED = 1 << 60
 """Without a limit version 1 tells the largest number of whole pages."""
 
 
-def kind() -> str:
-    """``kubernetes``, ``docker``, ``podman``, ``apptainer``, or empty: no container that is known."""
-    if os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return "kubernetes"
-    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
-        return "apptainer"
-    if Path("/run/.containerenv").exists():
-        return "podman"
-    return "docker" if Path("/.dockerenv").exists() else ""
-
-
-def cgroup_limit(
-    controller: str, *, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> tuple[int, int] | None:
+def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, int] | None:
     """Limit and usage of that cgroup, this process's own or one above it, which has the least left; None: no limit.
 
     Args:
@@ -46,7 +35,7 @@ def cgroup_limit(
         own: Which of them this process is in.
     """
     found = []
-    for folder, version in _folders(controller, root, own):
+    for folder, version in folders(controller, root=root, own=own):
         limit, used = (_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
         if limit is not None and limit < _V1_UNLIMITED:
             found.append((limit, used or 0))
@@ -58,23 +47,3 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):  # "max" is no number
         return None
-
-
-def _folders(controller: str, root: Path, own: Path) -> list[tuple[Path, int]]:
-    """This process's cgroup folder and all above it, lowest first, each with its version (1 or 2)."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return []
-    found: list[tuple[Path, int]] = []
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        if names == "" and (root / "cgroup.controllers").exists():
-            base, version = root, 2
-        elif controller in names.split(","):
-            base, version = root / controller, 1
-        else:
-            continue
-        below = Path(path.lstrip("/"))
-        found += [(base / part, version) for part in (below, *below.parents)]
-    return found

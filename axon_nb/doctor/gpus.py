@@ -79,7 +79,8 @@ def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int,
     if card["mig"]:
         return Finding(
             label, f"{value}, MIG on with {len(card['instances'])} instances", "note",
-            "A process can use one instance only, so ranks on this GPU share its first.",
+            "A process can use one instance only, so ranks on this GPU share its first, or the one that "
+            "CUDA_VISIBLE_DEVICES names.",
             f"To use all of it, run `nvidia-smi -i {number} -mig 0` as root while nothing runs on it.",
         )  # fmt: skip
     if card["exclusive"]:
@@ -125,9 +126,8 @@ def _name(pid: int) -> str:
 
 
 def _plain_card(gpu: Gpu) -> Finding:
-    return Finding(
-        f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"
-    )
+    used = f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"
+    return Finding(f"GPU {gpu.index}", f"{gpu.name}, {used if gpu.total_bytes else 'memory unknown'}")
 
 
 def _no_nvml(nvml: Answer) -> list[Finding]:
@@ -187,7 +187,7 @@ def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
     if visible is not None and not list_gpus():
         fix = "Unset CUDA_VISIBLE_DEVICES where Jupyter is started."
         if visible.startswith("MIG-"):
-            fix = "Unset CUDA_VISIBLE_DEVICES: axon_nb does not place ranks on single MIG instances yet."
+            fix = "Set it to a MIG instance that `nvidia-smi -L` lists, or unset it, where Jupyter is started."
         return [nccl, Finding("visible", f"CUDA_VISIBLE_DEVICES={visible!r}", "note", "It hides all GPUs.", fix)]
     warning = next((line.strip() for line in build.stderr.splitlines() if "CUDA" in line or "driver" in line), "")
     if "too old" in warning:

@@ -9,18 +9,13 @@ import sys
 
 import psutil
 
+from axon_nb.cluster.open_files import UNLIMITED, files_needed, how_to_raise
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 
-__all__ = ["files_needed", "limits", "tasks_needed"]
+__all__ = ["limits", "tasks_needed"]
 
-_UNLIMITED = resource.RLIM_INFINITY
 _COMFORTABLE_FILES = 1024
-
-
-def files_needed(num_ranks: int) -> int:
-    """Open files of the cluster's hungriest process, the controller: 107, and 6 a rank, and a few to spare."""
-    return 112 + 7 * num_ranks
 
 
 def tasks_needed(num_ranks: int) -> int:
@@ -48,20 +43,14 @@ def _whose() -> str:
 
 
 def _files(soft: int, hard: int, num_ranks: int) -> Finding:
-    value = f"{_number(soft)} soft, {_number(hard)} hard; {num_ranks} ranks need {files_needed(num_ranks)}"
-    if soft == _UNLIMITED or soft >= _COMFORTABLE_FILES:
+    needed = files_needed(num_ranks)
+    value = f"{_number(soft)} soft, {_number(hard)} hard; {num_ranks} ranks need {needed}"
+    wanted = max(needed, _COMFORTABLE_FILES)
+    if soft == UNLIMITED or soft >= wanted:
         return Finding("open files", value)
-    if hard == _UNLIMITED or hard >= _COMFORTABLE_FILES:
-        room = 65536 if hard == _UNLIMITED else min(hard, 65536)
-        fix = f"Run `ulimit -n {room}` in the shell that starts Jupyter, before it does."
-    elif container.kind() in ("docker", "podman"):
-        fix = "Start the container with `--ulimit nofile=65536:65536`."
-    elif sys.platform.startswith("linux"):
-        fix = "Raise the hard limit, with `nofile` in /etc/security/limits.conf or `LimitNOFILE=` of the service."
-    else:
-        fix = "Raise the hard limit of the shell that starts Jupyter."
-    if soft < files_needed(num_ranks):
-        message = "The cluster's controller runs out of them, at the start or soon after."
+    fix = how_to_raise(hard, wanted=wanted)
+    if soft < needed:
+        message = "`%distributed start` refuses to start that many: the cluster's controller would run out of them."
         return Finding("open files", value, "problem", message, fix)
     return Finding(
         "open files", value, "note", "Programs with many DataLoader workers, connections or GPUs run out of them.", fix
@@ -78,7 +67,7 @@ def _tasks(num_ranks: int) -> Finding:
         limit, used = group
         shown.append(f"{limit} in the cgroup, {used} used")
         free.append((limit - used, _raise_group()))
-    if user != _UNLIMITED and os.geteuid() != 0:  # Linux does not hold root to it
+    if user != UNLIMITED and os.geteuid() != 0:  # Linux does not hold root to it
         used = _tasks_of_user()
         shown.append(f"{user} for this user, {used} used")
         free.append((user - used, "Raise `ulimit -u` in the shell that starts Jupyter, before it does."))
@@ -105,4 +94,4 @@ def _tasks_of_user() -> int:
 
 
 def _number(value: int) -> str:
-    return "unlimited" if value == _UNLIMITED else str(value)
+    return "unlimited" if value == UNLIMITED else str(value)

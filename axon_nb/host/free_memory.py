@@ -1,40 +1,58 @@
-"""How much memory this process can still take without another one being ended for it.
-
-Read here and not by psutil: this package imports the standard library alone, and psutil looks at no cgroup.
-"""
+"""How much memory this process can still take without another one being ended for it."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from axon_nb.host.cgroup import CGROUPS, OWN_CGROUP, folders
+
 __all__ = ["free_memory"]
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s*(\d+) kB$", re.MULTILINE)
-_CACHE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
+_MACHINE = Path("/proc/meminfo")
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+_CACHE = {
+    1: re.compile(r"^total_inactive_file (\d+)$", re.MULTILINE),
+    2: re.compile(r"^inactive_file (\d+)$", re.MULTILINE),
+}
+"""Files and fields by version of cgroups."""
+_UNLIMITED = 1 << 60
+"""Without a limit version 1 tells the largest number of whole pages."""
 
 
-def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that are free or can be freed at once, on the machine or in its cgroup (v2), whichever has less.
+def free_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = _MACHINE) -> int | None:
+    """Bytes that are free or can be freed at once, on the machine, in its cgroup and those above; None: nobody tells.
 
     Args:
-        cgroup: Where the files of this process's cgroup are.
-        meminfo: The kernel's table of the machine's memory.
-
-    Returns:
-        None when it is not known.
+        root: Where cgroups are mounted.
+        own: A file like /proc/self/cgroup.
+        meminfo: A file like /proc/meminfo.
     """
-    available = _AVAILABLE.search(_read(meminfo))
-    free = [int(available[1]) << 10] if available else []
-    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():  # without a limit the first is "max"
-        cache = _CACHE.search(_read(cgroup / "memory.stat"))
-        free.append(max(0, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
-    return min(free, default=None)
+    of_groups = [_of_cgroup(folder, version) for folder, version in folders("memory", root=root, own=own)]
+    return min((value for value in (_of_machine(meminfo), *of_groups) if value is not None), default=None)
 
 
-def _read(path: Path) -> str:
+def _of_machine(meminfo: Path) -> int | None:
     try:
-        return path.read_text()
+        match = _AVAILABLE.search(meminfo.read_text())
     except OSError:
-        return ""
+        return None
+    return int(match.group(1)) << 10 if match else None
+
+
+def _of_cgroup(folder: Path, version: int) -> int | None:
+    try:
+        limit, used = (int((folder / name).read_text()) for name in _FILES[version])
+    except (OSError, ValueError):  # "max" is no number
+        return None
+    return max(0, limit - used + _cache(folder, version)) if limit < _UNLIMITED else None
+
+
+def _cache(folder: Path, version: int) -> int:
+    """Bytes of files that the kernel keeps and can drop at once."""
+    try:
+        match = _CACHE[version].search((folder / "memory.stat").read_text())
+    except OSError:
+        return 0
+    return int(match.group(1)) if match else 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from axon_nb.cluster.layout import plan_layout
 from axon_nb.errors import UsageError
 from axon_nb.host.cores import usable_cores
-from tests.host.nvidia_smi import A100X4, Driver
+from tests.host.nvidia_smi import A100X4, MIG, Driver
 
 CORES = usable_cores()
 
@@ -101,6 +101,20 @@ def test_what_the_user_has_hidden_stays_hidden(driver: Driver) -> None:
     assert plan_layout(2).devices == ("cpu", "cpu")
     with pytest.raises(UsageError, match="visible: none"):
         plan_layout(1, devices="0")
+
+
+def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
+    driver.prints(A100X4, listing=MIG)
+    name = "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"
+    driver.shows(name)
+    layout = plan_layout(None)
+    assert (layout.num_ranks, layout.backend, layout.devices, layout.visible) == (1, "nccl", ("cuda:0",), name)
+    assert plan_layout(2).notes == ("2 ranks share 1 GPU (Gloo).",)
+    assert plan_layout(1, devices=name) == plan_layout(1, devices="1") == layout
+    with pytest.raises(UsageError, match=f"GPU MIG-x is not visible here; visible: {name}"):
+        plan_layout(1, devices="MIG-x")
+    with pytest.raises(UsageError, match="is there twice"):
+        plan_layout(1, devices=f"1,{name}")
 
 
 def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None:

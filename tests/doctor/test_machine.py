@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.doctor.limits import files_needed
+from axon_nb.cluster.open_files import files_needed
 from tests.doctor.command import Done, axon_nb
 
 SECTIONS = ["software", "GPUs", "host", "network", "environment", "clusters"]
@@ -114,12 +114,19 @@ def test_a_low_hard_limit_of_open_files_cannot_be_raised_by_the_shell() -> None:
     assert done.code == 1
 
 
-def test_the_number_of_files_that_is_needed_suffices_and_half_of_it_does_not(tmp_path: Path) -> None:
+def test_the_number_of_files_that_is_needed_suffices_and_fewer_are_refused_at_once(tmp_path: Path) -> None:
     code = "import axon_nb\nc = axon_nb.start(2, devices='cpu')\nc.run('dist.barrier()', quiet=True)\nc.stop()"
-    for limit, works in ((files_needed(2), True), (files_needed(2) // 2, False)):
+    needed = files_needed(2)
+    for limit, works in ((needed, True), (needed - 1, False), (64, False)):
         command = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "-", sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path)
         assert (done.returncode == 0) is works, done.stderr
+        if not works:
+            (error,) = [line for line in done.stderr.splitlines() if line.startswith("axon_nb.errors.StartError: ")]
+            told = f"2 ranks need {needed} open files, and the limit here is {limit}. "
+            assert error.removeprefix("axon_nb.errors.StartError: ").startswith(told)
+            assert error.endswith(".")
+            assert "Raise the hard limit" in error or "Start the container" in error
 
 
 def test_a_small_shared_memory_is_a_problem() -> None:

@@ -30,6 +30,7 @@ LOSSES = {
 }
 """Every loss that an example has at its end, as an expression on its ranks."""
 STOP = "\n# %%\n# %distributed stop\n"
+ON_DIGITS = [name for name in EXAMPLES if "\nfrom sklearn" in (ROOT / "examples" / f"{name}.py").read_text()]
 QUICKSTART = "01_quickstart"
 TO_SCRIPT = "10_from_notebook_to_script"
 GUIDE = "11_the_guide"
@@ -89,6 +90,21 @@ def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
 def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None:
     ended = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.execution_count is not None]
     assert ended
+
+
+@pytest.mark.parametrize("name", ON_DIGITS)
+def test_without_scikit_learn_a_sentence_says_what_to_install(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['sklearn'] = None\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    source = ROOT / "examples" / f"{name}.py"
+    command = [sys.executable, "scripts/run_notebook.py", str(source), "--out", str(tmp_path)]
+    found = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("UsageError: ")]
+    assert re.fullmatch(r"UsageError: This notebook needs scikit-learn.* Run `%pip install .*`, then this .*", line)
+    assert "ModuleNotFoundError" not in found.stderr
 
 
 def test_quickstart_learns_the_digits(quickstart: NotebookNode) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["A100X4", "MIXED", "Driver"]
+__all__ = ["A100X4", "MIG", "MIG_R450", "MIXED", "Driver"]
 
 A100X4 = """\
 0, GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10, NVIDIA A100-SXM4-80GB, 81920, 4
@@ -25,6 +25,24 @@ Unable to determine the device handle for GPU2: 0000:41:00.0: Unknown Error
 """
 """A card that shares the host's memory, one with a comma in its name, one that has fallen off the bus."""
 
+MIG = """\
+GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21)
+  MIG 3g.40gb     Device  0: (UUID: MIG-c7384736-a75d-5afc-978f-d2f1294409fd)
+  MIG 1c.3g.40gb  Device  1: (UUID: MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d)
+GPU 2: NVIDIA A100-SXM4-80GB (UUID: GPU-8d77aa10-02b3-9c4d-5e6f-708192a3b4c5)
+GPU 3: NVIDIA A100-SXM4-80GB (UUID: GPU-f0e1d2c3-b4a5-9687-7869-5a4b3c2d1e0f)
+  MIG 7g.80gb     Device  0: (UUID: MIG-51b2c3d4-1111-5222-8333-944455556666)
+"""
+"""What `nvidia-smi -L` prints of these four: 1 and 3 are cut into instances."""
+
+MIG_R450 = """\
+GPU 0: A100-SXM4-80GB (UUID: GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10)
+  MIG 3g.40gb Device 0: (UUID: MIG-GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10/1/0)
+  MIG 3g.40gb Device 1: (UUID: MIG-GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10/2/0)
+"""
+"""The same by a driver before R470."""
+
 
 class Driver:
     """Puts the program on the PATH."""
@@ -35,12 +53,19 @@ class Driver:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    def prints(self, text: str, *, code: int = 0) -> None:
-        """From now on there are these cards; the program takes only the question that the real one takes."""
+    def prints(self, text: str, *, code: int = 0, listing: str = "") -> None:
+        """From now on there are these cards; the program takes only the questions that the real one takes.
+
+        Args:
+            text: The answer to the query.
+            code: Exit status.
+            listing: What `nvidia-smi -L` prints.
+        """
         query = "--query-gpu=index,uuid,name,memory.total,memory.used --format=csv,noheader,nounits"
         program = self._folder / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\n[ "$*" = {shlex.quote(query)} ] || exit 6\nprintf %s {shlex.quote(text)}\nexit {code}\n'
+            f'#!/bin/sh\ncase "$*" in\n  {shlex.quote(query)}) printf %s {shlex.quote(text)} ;;\n'
+            f"  -L) printf %s {shlex.quote(listing)} ;;\n  *) exit 6 ;;\nesac\nexit {code}\n"
         )
         program.chmod(0o755)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.devices import list_gpus
-from tests.host.nvidia_smi import A100X4, MIXED, Driver
+from axon_nb.host.devices import Gpu, choose, instances_of, list_gpus
+from tests.host.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver
 
 
 @pytest.fixture
@@ -45,6 +45,8 @@ VISIBLE = [
     ("GPU-f0e1,GPU-5c,GPU-00", [3, 0]),
     ("GPU-00000000", []),
     ("MIG-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21", []),
+    ("2,GPU-8d2b,0", [2, 1, 0]),
+    ("0,GPU-none,1", [0]),
 ]
 
 
@@ -57,6 +59,57 @@ def test_the_users_choice_is_followed_in_its_order(driver: Driver, visible: str,
 @pytest.mark.parametrize("visible", ["1,1", "2,0,2", "GPU-8d2b,GPU-5c,GPU-8d2b6a44", "GPU-8d", "GPU-"])
 def test_a_card_named_twice_or_two_by_one_name_show_none_as_in_cuda(driver: Driver, visible: str) -> None:
     driver.shows(visible)
+    assert list_gpus() == []
+
+
+FIRST, SECOND, OTHER = list(instances_of(MIG.splitlines()))
+BY_PARENT = "MIG-GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21/1/0"
+INSTANCES = [
+    (FIRST, [(1, FIRST)]),
+    (SECOND, [(1, SECOND)]),
+    (OTHER, [(3, OTHER)]),
+    (f" {OTHER} ", [(3, OTHER)]),
+    (f"{SECOND},{OTHER}", [(1, SECOND)]),
+    (f"{SECOND},0", [(1, SECOND)]),
+    (f"{FIRST},{FIRST}", []),
+    (f"0,{FIRST},2", [(0, "")]),
+    (f"MIG-none,{FIRST}", []),
+    (FIRST[:12], []),
+    ("MIG-", []),
+    (BY_PARENT, [(1, BY_PARENT)]),
+    ("MIG-GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10/1/0", []),
+    ("MIG-GPU-8d2b6a44/1/0", []),
+    ("MIG-GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21", []),
+    ("GPU-8d2b", [(1, "")]),
+]
+"""A value, and the number of each card with the instance that is used of it."""
+
+
+@pytest.mark.parametrize(("visible", "expected"), INSTANCES)
+def test_a_mig_instance_is_followed_to_its_card(driver: Driver, visible: str, expected: list[tuple[int, str]]) -> None:
+    driver.prints(A100X4, listing=MIG)
+    driver.shows(visible)
+    gpus = list_gpus()
+    assert [(gpu.index, gpu.mig) for gpu in gpus] == expected
+    assert [gpu.selector for gpu in gpus] == [mig or str(index) for index, mig in expected]
+    assert not any(gpu.busy for gpu in gpus if gpu.mig), "what others use of the card is not the instance's"
+
+
+def test_an_instance_has_the_name_of_its_profile(driver: Driver) -> None:
+    driver.prints(A100X4, listing=MIG)
+    driver.shows(SECOND)
+    assert [gpu.name for gpu in list_gpus()] == ["NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb"]
+
+
+def test_instances_of_older_drivers_have_the_numbers_that_are_listed() -> None:
+    card = "GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10"
+    cards, instances = {card: Gpu(0, "A100-SXM4-80GB", 80 << 30, 0)}, instances_of(MIG_R450.splitlines())
+    assert [gpu.mig for gpu in choose(f"MIG-{card}/2/0", cards, instances)] == [f"MIG-{card}/2/0"]
+    assert choose(f"MIG-{card}/3/0", cards, instances) == []
+
+
+def test_instances_that_nobody_lists_are_not_there(driver: Driver) -> None:
+    driver.shows(FIRST)
     assert list_gpus() == []
 
 

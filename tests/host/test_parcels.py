@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from axon_nb.host import parcel_filling, parcels
-from axon_nb.host.free_memory import free_memory
 from axon_nb.host.parcels import Parcel, ParcelUnreachable, join_parts, read_parcel, split_parts, write_parcel
 
 pytestmark = pytest.mark.skipif(not parcels.supported(), reason="needs memfd_create")
@@ -103,27 +102,6 @@ def test_nothing_has_a_name_in_dev_shm() -> None:
         assert all(os.readlink(path).startswith("/memfd:") for path, _ in parcel.address)
         assert bytes(parts[1]) == LARGE[1]
         assert mapped() <= before
-
-
-def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  99 kB\nMemAvailable:     2048 kB\n")
-    assert free_memory(tmp_path / "none", meminfo) == 2 << 20
-    for name, text in {
-        "memory.max": "1000000\n",
-        "memory.current": "700000\n",
-        "memory.stat": "anon 1\ninactive_file 200000\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert free_memory(tmp_path, meminfo) == 500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory(tmp_path, meminfo) == 2 << 20
-    assert free_memory(tmp_path, tmp_path / "none") is None
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.stat").unlink()
-    assert free_memory(tmp_path, meminfo) == 300_000
-    (tmp_path / "memory.current").write_text("1500000\n")
-    assert free_memory(tmp_path, meminfo) == 0
 
 
 BORDER = 8192

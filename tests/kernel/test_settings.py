@@ -57,6 +57,31 @@ def test_a_longer_keep_alive_acts_on_the_running_cluster_and_attach_restores_it(
     assert agent_says == (600.0, 4096)
 
 
+WAIT_IN_VAIN = """%%distributed
+import time
+from pathlib import Path
+
+given_up = Path({given_up!r})
+own = dist.new_group([0, 1])
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(1), group=own)
+    except RuntimeError as error:
+        print(type(error).__name__)
+    finally:
+        given_up.touch()
+while not given_up.exists():
+    time.sleep(0.05)
+"""
+
+
+def test_a_new_group_has_the_collective_timeout(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    kernel.ok("%load_ext axon_nb\n%distributed config collective_timeout=5\n%distributed start -n 2 --devices cpu")
+    reply = kernel.ok(WAIT_IN_VAIN.format(given_up=str(tmp_path / "given_up")), timeout=120)
+    assert any(line.startswith("[rank 0] ") and "Error" in line for line in reply.lines())
+
+
 def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
     flood = "%%distributed --ranks 0\nfor i in range(1000):\n    print(i, 'x' * 90)"
     assert len(kernel.ok(flood).lines()) == 1000
