@@ -47,7 +47,7 @@ def load(shell: InteractiveShell) -> None:
             shell.input_transformers_cleanup.append(transformer)
     _assist(shell)
     shell.events.register("post_run_cell", journal.ran)
-    lifecycle.install()
+    lifecycle.watch_shutdown()
     stop_button.install()
     settings.acting["warm_up"] = _warm
     if current.get() is not None:

@@ -38,14 +38,15 @@ def require(command: str) -> Cluster:
 
 def put(cluster: Cluster) -> None:
     """Make `cluster` the current one; it ends with this process unless the kernel is being restarted."""
-    from axon_nb.cluster import journal, lifecycle
+    from axon_nb.cluster import journal
+    from axon_nb.cluster.lifecycle import at_exit, watch_shutdown
 
     journal.started(cluster.state)
     settings.running = get
     with _lock:
         _current[:] = [cluster]
-    lifecycle.install(cluster)
-    atexit.register(lifecycle.at_exit, cluster)
+    watch_shutdown(cluster)
+    atexit.register(at_exit, cluster)
 
 
 def drop(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from axon_nb.cluster import warmup
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["at_exit", "install", "restarting"]
+__all__ = ["at_exit", "restarting", "watch_shutdown"]
 
 _state = {"restart": False, "installed": False}
 _clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -26,7 +26,7 @@ def restarting() -> bool:
     return _state["restart"]
 
 
-def install(cluster: Cluster | None = None) -> None:
+def watch_shutdown(cluster: Cluster | None = None) -> None:
     """Watch for the kernel's shutdown request, on behalf of `cluster` too; safe to call again, and without a kernel."""
     if cluster is not None:
         _clusters.add(cluster)
