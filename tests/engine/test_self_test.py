@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from axon_nb.engine.self_test.catalog import CHECKS
+from axon_nb.engine.self_test.catalog import CHECKS, is_out_of_time
 from axon_nb.engine.self_test.locking import held
 from axon_nb.records.tested_versions import TESTED, install_line
 
@@ -182,6 +182,21 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
     answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     assert answers[0] == answers[1] == answers[2]  # the seconds it took, too
     assert len(_saved(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "late"),
+    [
+        ("not done after 30 s on rank [0]", True),
+        ("TimeoutError: rank 0 left no note 'groups' in 20 s", True),
+        ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete", True),
+        ("DistStoreError: wait timeout after 20000ms, keys: /epoch1/0/1", True),
+        ("RuntimeError: Gloo connectFullMesh failed with Connection closed by peer", False),
+        ("AttributeError: missing: dis._parse_exception_table", False),
+    ],
+)
+def test_a_check_that_took_too_long_says_nothing_of_the_versions(reason: str, late: bool) -> None:
+    assert is_out_of_time(reason) is late
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
