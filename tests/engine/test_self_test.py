@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from axon_nb.engine.self_test.catalog import CHECKS
+from axon_nb.engine.self_test.catalog import CHECKS, is_out_of_time
+from axon_nb.engine.self_test.locking import held
 from axon_nb.records.tested_versions import TESTED, install_line
 
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
@@ -102,6 +106,74 @@ def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
     assert left == {f"axon_nb-self-test-{os.getpid()}-y", "other"}
 
 
+def _age(path: Path, *, used_days: float, tested_days: float) -> None:
+    os.utime(path, (time.time() - used_days * 86400, time.time() - tested_days * 86400))
+
+
+def test_verdicts_of_builds_that_nobody_uses_are_removed_with_the_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "axon_nb" / "self_test"
+    folder.mkdir(parents=True)
+    days = {"old": (40.0, 40.0), "used": (29.0, 400.0), "new": (2.0, 2.0), "under test": (40.0, 40.0)}
+    for name, (used, tested) in days.items():
+        for suffix in ("json", "lock"):
+            (folder / f"{name}.{suffix}").touch()
+            _age(folder / f"{name}.{suffix}", used_days=used, tested_days=tested)
+    for name in (".half", "begun.lock", "users.txt"):
+        (folder / name).touch()
+        _age(folder / name, used_days=40, tested_days=40)
+    with (folder / "under test.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _run(tmp_path)
+    (saved,) = [path for path in _saved(tmp_path) if path.name.startswith("torch-")]
+    kept = {f"{name}.{suffix}" for name in ("used", "new", "under test") for suffix in ("json", "lock")}
+    assert {path.name for path in folder.iterdir()} == {*kept, saved.name, f"{saved.stem}.lock", "users.txt"}
+    _age(saved, used_days=40, tested_days=40)
+    written = saved.stat().st_mtime_ns
+    _run(tmp_path)
+    assert time.time() - saved.stat().st_atime < 86400, "in use"
+    assert saved.stat().st_mtime_ns == written
+
+
+def test_a_lock_that_was_removed_while_one_waited_for_it_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    got: list[bool] = []
+    over = threading.Event()
+
+    def wait() -> None:
+        with held(path, wait_s=60.0) as alone:
+            got.append(alone)
+            over.wait()
+
+    with held(path, wait_s=0.0) as first:
+        assert first
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        try:
+            opened = tmp_path.joinpath("lock").stat().st_ino
+            while sum(_is_open(handle, opened) for handle in Path("/proc/self/fd").iterdir()) < 2:
+                time.sleep(0.01)
+            path.unlink()
+        except BaseException:
+            over.set()
+            raise
+    try:
+        while not got:
+            time.sleep(0.01)
+        assert got == [True]
+        with held(path, wait_s=0.0) as other:
+            assert not other, "the file that is at the path is locked"
+    finally:
+        over.set()
+        waiting.join()
+
+
+def _is_open(handle: Path, inode: int) -> bool:
+    try:
+        return handle.stat().st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
     environment = _environment(tmp_path)
     processes = [
@@ -110,6 +182,21 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
     answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     assert answers[0] == answers[1] == answers[2]  # the seconds it took, too
     assert len(_saved(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "late"),
+    [
+        ("not done after 30 s on rank [0]", True),
+        ("TimeoutError: rank 0 left no note 'groups' in 20 s", True),
+        ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete", True),
+        ("DistStoreError: wait timeout after 20000ms, keys: /epoch1/0/1", True),
+        ("RuntimeError: Gloo connectFullMesh failed with Connection closed by peer", False),
+        ("AttributeError: missing: dis._parse_exception_table", False),
+    ],
+)
+def test_a_check_that_took_too_long_says_nothing_of_the_versions(reason: str, late: bool) -> None:
+    assert is_out_of_time(reason) is late
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:

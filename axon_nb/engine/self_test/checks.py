@@ -129,6 +129,7 @@ def rebuild(place: Place) -> None:
     """After an abort the same group objects communicate again, the default one and a subgroup."""
     _join(place)
     world, own = dist.group.WORLD, dist.new_group([0, 1])
+    _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
     _wait_in_vain(place)
     _recover()
     if dist.group.WORLD is not world:

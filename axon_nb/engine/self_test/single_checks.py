@@ -68,10 +68,11 @@ def interrupts(_: Place) -> None:
         while outermost is not None and outermost.f_code is not stubborn.__code__:
             outermost = outermost.f_back
         if outermost is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             insist.insist(frame, outermost)
 
     previous = signal.signal(signal.SIGALRM, press)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # again, where the first comes before the loop has begun
     try:
         stubborn()
     except KeyboardInterrupt:

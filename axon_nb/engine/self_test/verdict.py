@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -24,6 +23,8 @@ import torch
 
 from axon_nb._version import __version__
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_out_of_time
+from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.capability import Capability, Verdict
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.tested_versions import are_tested
@@ -31,7 +32,6 @@ from axon_nb.records.tested_versions import are_tested
 __all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
 
 _LIMIT_S = 90.0
-_PIECE_S = 0.02
 _FAILURE_HOLDS_S = 60.0
 _SOURCES = ("engine/groups", "engine/self_test", "torch_api")
 
@@ -78,7 +78,10 @@ def cached_verdict() -> Verdict | None:
         age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if verdict.lost and age_s > _FAILURE_HOLDS_S else verdict
+    if verdict.lost and age_s > _FAILURE_HOLDS_S:
+        return None
+    mark_used(_path())
+    return verdict
 
 
 def run_and_save() -> Verdict:
@@ -92,6 +95,7 @@ def run_and_save() -> Verdict:
     if not (verdict.lost and are_tested(_versions()) and all(is_out_of_time(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
             _write(_path(), json.dumps(verdict.to_json()))
+        prune(cache_folder(), but=_key())
     return verdict
 
 
@@ -164,26 +168,13 @@ def _locked(*, wait_s: float) -> Iterator[bool]:
 
     Without a cache folder nothing is shared: who would wait goes on alone, and who would not has nothing to do.
     """
-    try:
-        _make_cache_folder()
-        handle = os.open(_path().with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield wait_s > 0
-        return
-    try:
-        end = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    yield False
-                    return
-            time.sleep(_PIECE_S)
-        yield True
-    finally:
-        os.close(handle)
+    with contextlib.ExitStack() as stack:
+        try:
+            _make_cache_folder()
+            got = stack.enter_context(held(_path().with_suffix(".lock"), wait_s=wait_s))
+        except OSError:
+            got = wait_s > 0
+        yield got
 
 
 def _run_in_interpreter() -> Verdict:

@@ -1,0 +1,56 @@
+"""A lock file that others may remove: who holds the lock holds the file that is at its path."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["held"]
+
+_PIECE_S = 0.02
+
+
+@contextlib.contextmanager
+def held(path: Path, *, wait_s: float) -> Iterator[bool]:
+    """Hold a lock; yields whether it was got.
+
+    Args:
+        path: The lock file; made where there is none.
+        wait_s: Seconds to wait for it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            got = _lock(handle, end)
+            if got and not _is_at(path, handle):
+                continue  # removed while this process waited for it: others lock the file that is there now
+            yield got
+            return
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, end: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+        time.sleep(_PIECE_S)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
