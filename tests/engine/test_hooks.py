@@ -21,6 +21,7 @@ import axon_nb
 from axon_nb.cluster import client
 from axon_nb.engine import dist_hooks, insist
 from axon_nb.engine.groups import install, stepping
+from axon_nb.torch_api import torch_api
 from tests.cluster.lines import by_rank
 from tests.kernel.driver import Kernel
 
@@ -140,15 +141,17 @@ def test_fsdp2_has_what_its_reset_uses() -> None:
     from torch.distributed.fsdp import fully_shard
 
     module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-    module(torch.ones(1, 2)).sum().backward()
+    module(torch.ones(1, 2))  # a step that ends before its backward
     state = module._get_fsdp_state()
     assert state._is_root is True
-    assert callable(module.reset_iter_state)
-    (group,) = state._fsdp_param_groups
+    torch_api().reset_fsdp(module)
+    module(torch.ones(1, 2)).sum().backward()
+    (group,) = torch_api().fsdp_parameter_groups(state)
     assert hasattr(group, "_all_gather_result")
     for parameter in group.fsdp_params:
         assert hasattr(parameter, "_unsharded_param")
-        assert hasattr(parameter, "unsharded_accumulated_grad")
+        assert parameter.sharded_param.grad is not None
+        torch_api().drop_accumulated_gradient(parameter)
 
 
 @pytest.mark.usefixtures("one_rank_world")
