@@ -12,6 +12,7 @@ import gc
 import sys
 import threading
 import traceback
+from types import FrameType
 from typing import Any
 
 from axon_nb.engine.post_mortem import keep_error
@@ -61,11 +62,25 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
 def _clear_outermost(error: BaseException | None) -> None:
     # IPython's own frame is the first of the error's, and holds the error: without it nothing refers to itself.
     trace = error.__traceback__ if error is not None else None
+    if trace is not None and trace.tb_frame.f_code is RUN_CODE:
+        _clear_callers(trace.tb_frame)
     while trace is not None:
         if trace.tb_frame.f_code is RUN_CODE:
             with contextlib.suppress(RuntimeError):  # it still runs
                 trace.tb_frame.clear()
         trace = trace.tb_next
+
+
+def _clear_callers(frame: FrameType) -> None:
+    # From Python 3.12 on, a coroutine's frame that has ended still refers to the frame that ran it. So the error's
+    # frames hold those of IPython and ipykernel, which hold the error. The first frame that still runs is ours.
+    caller = frame.f_back
+    while caller is not None:
+        try:
+            caller.clear()
+        except RuntimeError:
+            return
+        caller = caller.f_back
 
 
 def _clear_all(error: BaseException | None) -> None:

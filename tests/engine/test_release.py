@@ -71,6 +71,12 @@ def test_an_error_that_a_handler_raises_holds_none_of_the_first_either(kernel: K
     _expect_all_free(kernel, 2)
 
 
+def test_a_failed_async_cell_holds_no_tensor_of_its_functions(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nimport asyncio\nawait asyncio.sleep(0)\nraises()")
+    assert "as asked" in reply.traceback
+    _expect_all_free(kernel, 1)
+
+
 def test_an_interrupted_cell_holds_none(kernel: Kernel, tmp_path: Path) -> None:
     request = kernel.submit(f"%%distributed\nworks({str(tmp_path)!r})")
     assert until(lambda: len(list(tmp_path.iterdir())) == 2)
