@@ -35,7 +35,7 @@ test-all: check  ## the checks, then all tests, the slow ones too
 floors:  ## the fast tests and the quickstart with the lowest versions that pyproject.toml allows, then with the newest
 	scripts/dependencies.sh
 
-check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks
+check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks; of JavaScript too, where npm is
 	scripts/check
 
 fix: $(INSTALLED)  ## mend what `check` can mend by itself
@@ -73,5 +73,5 @@ dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and c
 	$(VENV)/bin/python -m twine check --strict dist/*
 
 clean:  ## remove the environment, caches and results
-	rm -rf $(VENV) out build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) node_modules out build dist .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

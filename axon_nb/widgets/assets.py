@@ -1,38 +1,129 @@
-"""Scripts and styles of the views. Each is one text in the page: what several share is put in where it is imported."""
+"""Scripts and styles of the views: modules in `static/`, joined into the one script and one style that a page gets.
+
+`python -m axon_nb.widgets.assets NAME` prints a script: that of a view (`strip`) or of a module (`strip/store`).
+"""
 
 from __future__ import annotations
 
-import re
+import posixpath
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
 
-__all__ = ["STATIC", "script", "style"]
+__all__ = ["script", "style"]
 
-STATIC = Path(__file__).parent / "static"
-"""Where scripts and styles are."""
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=function|const)", re.MULTILINE)
-_SHARED = "common"
+_STATIC = Path(__file__).parent / "static"
+_SHARED_STYLE = "shared/page.css"
+_IMPORT, _FROM, _EXPORT, _DEFAULT = "import {", "} from ", "export ", "default "
+_DECLARATIONS = ("async function ", "function* ", "function ", "class ", "const ", "let ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    path: str
+    """Below `static/`."""
+    imports: dict[str, list[str]]
+    """Names, by the path of the module that they come from."""
+    names: dict[str, bool]
+    """What its top level declares, and whether it exports it."""
+    lines: list[str]
+    """All but the imports, and comments, which need not travel to pages."""
 
 
 def script(name: str) -> str:
-    """The script of a view, a module that imports nothing: anywidget gives the page one text, not a folder."""
-    return _whole(name, set())
+    """The script of a view, a module that imports nothing: anywidget gives the page one text, not a folder.
+
+    Raises:
+        ValueError: Modules cannot be joined, such as two that declare the same name.
+    """
+    entry = f"{name}/view.js" if (_STATIC / name).is_dir() else f"{name}.js"
+    modules = _in_order(entry)
+    owners: dict[str, str] = {}
+    for module in modules:
+        for own in module.names:
+            if (other := owners.setdefault(own, module.path)) != module.path:
+                raise ValueError(f"{module.path} and {other} both declare {own}: rename one of them.")
+    return "".join("".join(module.lines if module.path == entry else _without_exports(module)) for module in modules)
 
 
 def style(name: str) -> str:
     """The style of a view, after what all have in common."""
-    return f"{_read(f'{_SHARED}.css')}{_read(f'{name}.css')}"
+    return f"{_read(_SHARED_STYLE)}{_read(f'{name}/view.css')}"
 
 
-def _whole(name: str, known: set[str]) -> str:
-    def imported(found: re.Match[str]) -> str:
-        if found[1] in known:
-            return ""
-        known.add(found[1])
-        return _EXPORT.sub("", _whole(found[1], known))
+def _in_order(entry: str) -> list[_Module]:
+    """A module and all that it imports, each after its own imports."""
+    modules: dict[str, _Module] = {}
+    waiting = [entry]
+    while waiting:
+        if (path := waiting.pop()) not in modules:
+            modules[path] = _parse(path)
+            waiting += modules[path].imports
+    for module in modules.values():
+        for source, names in module.imports.items():
+            if missing := [name for name in names if not modules[source].names.get(name)]:
+                raise ValueError(f"{module.path} imports {', '.join(missing)}, which {source} does not export.")
+    order = TopologicalSorter({module.path: list(module.imports) for module in modules.values()})
+    return [modules[path] for path in order.static_order()]
 
-    return _IMPORT.sub(imported, _read(f"{name}.js"))
+
+def _parse(path: str) -> _Module:
+    """Read a module. The formatter indents what is not at its top level, so that no other line begins a statement."""
+    module = _Module(path, {}, {}, [])
+    lines = _code(_read(path))
+    for line in lines:
+        if line.startswith("import"):
+            source, names = _imported(path, line, lines)
+            module.imports.setdefault(source, []).extend(names)
+            continue
+        module.lines.append(line)
+        code = line.removeprefix(_EXPORT)
+        keyword = next(filter(code.startswith, _DECLARATIONS), None)
+        if keyword is not None:
+            name = "".join(takewhile(lambda letter: letter.isalnum() or letter in "_$", code.removeprefix(keyword)))
+            if not name:
+                raise ValueError(f"{path}: declare one name at a time, unlike {line.strip()!r}.")
+            module.names[name] = code != line
+        elif code != line and not code.startswith(_DEFAULT):
+            raise ValueError(f"{path}: export declarations only, unlike {line.strip()!r}.")
+    return module
 
 
-def _read(name: str) -> str:
-    return (STATIC / name).read_text(encoding="utf-8")
+def _code(text: str) -> Iterator[str]:
+    """The lines of a module without comments that have lines of their own."""
+    lines = iter(text.splitlines(keepends=True))
+    for line in lines:
+        start = line.lstrip()
+        if start.startswith("/**") and "*/" not in start:
+            while "*/" not in next(lines, "*/"):
+                pass
+        elif not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
+            yield line
+
+
+def _imported(path: str, line: str, rest: Iterator[str]) -> tuple[str, list[str]]:
+    """The module and the names of an import that begins with a line and goes on with the next ones."""
+    while not line.rstrip().endswith(";"):
+        line += next(rest, ";")
+    names, found, source = line.rstrip().removesuffix(";").partition(_FROM)
+    listed = [name.strip() for name in names.removeprefix(_IMPORT).split(",") if name.strip()]
+    if not found or not names.startswith(_IMPORT) or not all(map(str.isidentifier, listed)):
+        raise ValueError(f"{path}: import names in braces and as they are, unlike {line.strip()!r}.")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), source.strip('"'))), listed
+
+
+def _without_exports(module: _Module) -> list[str]:
+    if any(line.startswith(_EXPORT + _DEFAULT) for line in module.lines):
+        raise ValueError(f"{module.path} is a view, which no module can import.")
+    return [line.removeprefix(_EXPORT) for line in module.lines]
+
+
+def _read(path: str) -> str:
+    return (_STATIC / path).read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(script(sys.argv[1]), end="")

@@ -11,10 +11,9 @@ from typing import Any
 
 import traitlets
 
-from axon_nb.widgets.assets import STATIC
 from axon_nb.widgets.view import View
 
-__all__ = ["STATIC", "LiveView"]
+__all__ = ["LiveView"]
 
 _SEEN_S = 12.0
 

@@ -11,7 +11,8 @@ import traitlets
 
 from axon_nb.cluster.memory import MemoryAnswers
 from axon_nb.records.what_if import WhatIfState
-from axon_nb.widgets.live_view import STATIC, LiveView
+from axon_nb.widgets.assets import script, style
+from axon_nb.widgets.live_view import LiveView
 from axon_nb.widgets.memory_page import MEMORY_TITLES, memory_bundle
 from axon_nb.widgets.memory_rows import MemoryRows
 from axon_nb.widgets.memory_what_if import what_if_content
@@ -30,8 +31,8 @@ class MemoryView(LiveView):
             None: nothing can be asked.
     """
 
-    _esm = STATIC / "memory.js"
-    _css = STATIC / "memory.css"
+    _esm = script("memory")
+    _css = style("memory")
 
     what_if = traitlets.Dict().tag(sync=True)
     """The question and its answer; empty: nothing can be asked."""

@@ -30,7 +30,7 @@ _LOOKS: dict[str, tuple[str, str]] = {
     "other": ("#FFFFFF", "M0 4h8"),
     "resident": (OKABE_ITO["grey"], ""),
 }
-"""Colour and pattern of each role; `static/memory.css` has the same."""
+"""Colour and pattern of each role; `static/memory/view.css` has the same."""
 _DARK_LINES = ("communication", "fragmentation", "other")
 
 

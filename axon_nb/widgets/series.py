@@ -78,7 +78,7 @@ class Series:
 
 
 def pack_points(points: Sequence[Point]) -> bytes:
-    """Little-endian float32: all steps, then all lows, means and highs; `static/watch.js` reads them."""
+    """Little-endian float32: all steps, then all lows, means and highs; `static/watch/points.js` reads them."""
     columns = zip(*points, strict=True) if points else ((), (), (), ())
     return b"".join(struct.pack(f"<{len(points)}f", *map(_within, column)) for column in columns)
 

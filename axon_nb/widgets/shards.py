@@ -15,10 +15,11 @@ import traitlets
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.shard import Shard
 from axon_nb.records.waits import named
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words, put_together
-from axon_nb.widgets.view import STATIC, View
+from axon_nb.widgets.view import View
 
 __all__ = ["ShardsView"]
 
@@ -35,8 +36,8 @@ class ShardsView(View):
         notes: Sentences below.
     """
 
-    _esm = STATIC / "shards.js"
-    _css = STATIC / "shards.css"
+    _esm = script("shards")
+    _css = style("shards")
 
     content = traitlets.Dict().tag(sync=True)
     """What is drawn; tensors refer to drawings by number, as many are alike."""

@@ -45,7 +45,7 @@ BUBBLE = SPAN_CODES["bubble"]
 
 
 def paints_for_page() -> list[dict[str, object]]:
-    """The paints as `static/timeline.js` reads them."""
+    """The paints as `static/timeline/store.js` reads them."""
     return [
         {
             "kind": paint.kind,

@@ -1,4 +1,4 @@
-"""Spans as bytes, kernel to browser: a JSON header and columns. `static/timeline.js` reads them."""
+"""Spans as bytes, kernel to browser: a JSON header and columns. `static/timeline/store.js` reads them."""
 
 from __future__ import annotations
 

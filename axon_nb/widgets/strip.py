@@ -13,10 +13,11 @@ from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from axon_nb.records.state import RankState
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.frozen import strip_bundle
 from axon_nb.widgets.history import SILENCE_S, TERMINAL, RankHistory
 from axon_nb.widgets.palette import PAINTS, needs_outline
-from axon_nb.widgets.view import STATIC, View
+from axon_nb.widgets.view import View
 from axon_nb.widgets.wire import Clock, encode
 
 __all__ = ["RankStrip"]
@@ -33,8 +34,8 @@ class RankStrip(View):
     `add` may be called from any thread; everything else belongs to the notebook's main thread.
     """
 
-    _esm = STATIC / "strip.js"
-    _css = STATIC / "strip.css"
+    _esm = script("strip")
+    _css = style("strip")
 
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints; seconds of silence after which an activity is not known."""

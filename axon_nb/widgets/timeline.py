@@ -17,10 +17,11 @@ import traitlets
 from axon_nb.cluster.span_feed import SpanFeed
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.waits import named
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
-from axon_nb.widgets.view import STATIC, View
+from axon_nb.widgets.view import View
 
 __all__ = ["TimelineView"]
 
@@ -53,8 +54,8 @@ class TimelineView(View):
         begin: Number of the first span that belongs to it.
     """
 
-    _esm = STATIC / "timeline.js"
-    _css = STATIC / "timeline.css"
+    _esm = script("timeline")
+    _css = style("timeline")
 
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints."""

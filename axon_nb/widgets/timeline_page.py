@@ -48,7 +48,7 @@ def facts_of(table: SpanTable) -> TimelineNumbers:
 
 
 def page_facts(numbers: TimelineNumbers, ranks: Sequence[int]) -> dict[str, Any]:
-    """The facts as `static/timeline.js` reads them: words, and boxes of pipeline steps in seconds."""
+    """The facts as `static/timeline/page.js` reads them: words, and boxes of pipeline steps in seconds."""
     facts, steps = numbers.facts, numbers.steps[:_MAX_PIPELINES]
     return {
         "facts": {

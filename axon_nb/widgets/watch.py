@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from axon_nb.cluster.job import JobAnswers
+from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.job_store import JobStore
 from axon_nb.widgets.job_words import FORMATS, heading, rank_cells, series_words
-from axon_nb.widgets.live_view import STATIC, LiveView
+from axon_nb.widgets.live_view import LiveView
 from axon_nb.widgets.series import Series, pack_points
 from axon_nb.widgets.watch_page import RANK_TITLES, shown_series, watch_bundle
 
@@ -25,8 +26,8 @@ class WatchView(LiveView):
         stop: Called, on any thread, when the button is pressed.
     """
 
-    _esm = STATIC / "watch.js"
-    _css = STATIC / "watch.css"
+    _esm = script("watch")
+    _css = style("watch")
 
     def __init__(self, stop: Callable[[], object]) -> None:
         self._store = JobStore()

@@ -1,4 +1,4 @@
-"""Segments as bytes, kernel to browser: a JSON header and columns. `static/strip.js` reads them."""
+"""Segments as bytes, kernel to browser: a JSON header and columns. `static/strip/store.js` reads them."""
 
 from __future__ import annotations
 

@@ -1,19 +1,13 @@
-// A view's script as the page gets it: see axon_nb/widgets/assets.py.
+// Modules of axon_nb/widgets/static, joined as a page gets them: see axon_nb/widgets/assets.py.
 
-import { readFileSync } from "node:fs";
+import { execFileSync } from "node:child_process";
+import { fileURLToPath } from "node:url";
 
-const STATIC = new URL("../../axon_nb/widgets/static/", import.meta.url);
+const ROOT = fileURLToPath(new URL("../..", import.meta.url));
+const PYTHON = process.env.PYTHON ?? "python3";
 
-function whole(name, known) {
-  const text = readFileSync(new URL(`${name}.js`, STATIC), "utf8");
-  return text.replace(/^import \{[^}]*\} from "\.\/(\w+)\.js";\n/gm, (_, imported) => {
-    if (known.has(imported)) return "";
-    known.add(imported);
-    return whole(imported, known).replace(/^export (?=function|const)/gm, "");
-  });
-}
-
-/** The module; as a data: address it is one whatever the file's extension says to this version of node. */
+/** A module and all that it imports, such as `strip/store`. A data: address makes it a module in each version of node. */
 export function load(name) {
-  return import(`data:text/javascript,${encodeURIComponent(whole(name, new Set()))}`);
+  const text = execFileSync(PYTHON, ["-m", "axon_nb.widgets.assets", name], { cwd: ROOT, encoding: "utf8" });
+  return import(`data:text/javascript,${encodeURIComponent(text)}`);
 }

@@ -1,30 +1,43 @@
-// The pure functions of axon_nb/widgets/static/memory.js, run by node's own test runner.
+// The pure functions of axon_nb/widgets/static/memory, run by node's own test runner.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const memory = await load("memory");
+const bars = await load("memory/bars");
+const whatIf = await load("memory/what_if");
 
 test("lengths stay within the bar", () => {
-  assert.equal(memory.percent(0.12345), "12.35%");
-  assert.equal(memory.percent(1.5), "100.00%");
-  assert.equal(memory.percent(-1), "0.00%");
+  assert.equal(bars.percent(0.12345), "12.35%");
+  assert.equal(bars.percent(1.5), "100.00%");
+  assert.equal(bars.percent(-1), "0.00%");
 });
 
 test("a rank is told with all its bars, and why it is flagged", () => {
-  const row = { rank: 3, measured: { words: "1 MiB" }, estimated: null, process: { words: "300 MiB resident" }, flag: "" };
-  assert.equal(memory.said(row), "rank 3: 1 MiB; 300 MiB resident");
+  const row = {
+    rank: 3,
+    measured: { words: "1 MiB" },
+    estimated: null,
+    process: { words: "300 MiB resident" },
+    flag: "",
+  };
+  assert.equal(bars.said(row), "rank 3: 1 MiB; 300 MiB resident");
   const flagged = { ...row, estimated: { words: "estimate: 2 MiB" }, flag: "98 % is taken." };
-  assert.equal(memory.said(flagged), "rank 3: 1 MiB; estimate: 2 MiB; 300 MiB resident; 98 % is taken.");
+  assert.equal(bars.said(flagged), "rank 3: 1 MiB; estimate: 2 MiB; 300 MiB resident; 98 % is taken.");
 });
 
 test("only ranks that were not flagged before are news", () => {
-  const before = [{ rank: 0, flag: "full" }, { rank: 1, flag: "" }];
-  const after = [{ rank: 0, flag: "full" }, { rank: 1, flag: "full" }];
-  assert.deepEqual(memory.news(before, after), ["rank 1: full"]);
-  assert.deepEqual(memory.news(after, after), []);
+  const before = [
+    { rank: 0, flag: "full" },
+    { rank: 1, flag: "" },
+  ];
+  const after = [
+    { rank: 0, flag: "full" },
+    { rank: 1, flag: "full" },
+  ];
+  assert.deepEqual(bars.news(before, after), ["rank 1: full"]);
+  assert.deepEqual(bars.news(after, after), []);
 });
 
 const FIELDS = [
@@ -36,20 +49,20 @@ const FIELDS = [
 
 test("only what differs is asked, and only where it has a meaning", () => {
   const same = { world: "4", strategy: "full_shard", shard: "2", checkpointing: false };
-  assert.deepEqual(memory.difference(FIELDS, same), {});
-  assert.deepEqual(memory.difference(FIELDS, { ...same, world: "8", checkpointing: true }), {
+  assert.deepEqual(whatIf.difference(FIELDS, same), {});
+  assert.deepEqual(whatIf.difference(FIELDS, { ...same, world: "8", checkpointing: true }), {
     world: "8",
     checkpointing: true,
   });
-  assert.deepEqual(memory.difference(FIELDS, { ...same, strategy: "hybrid_shard" }), {
+  assert.deepEqual(whatIf.difference(FIELDS, { ...same, strategy: "hybrid_shard" }), {
     strategy: "hybrid_shard",
     shard: "2",
   });
-  assert.ok(!memory.applies("shard", same));
+  assert.ok(!whatIf.applies("shard", same));
 });
 
 test("progress has its share where it is known", () => {
-  assert.equal(memory.progressWords("simulating: a step", 0.256), "simulating: a step (26 %)");
-  assert.equal(memory.progressWords("asking a rank", null), "asking a rank");
-  assert.equal(memory.progressWords("", 0.5), "");
+  assert.equal(whatIf.progressWords("simulating: a step", 0.256), "simulating: a step (26 %)");
+  assert.equal(whatIf.progressWords("asking a rank", null), "asking a rank");
+  assert.equal(whatIf.progressWords("", 0.5), "");
 });

@@ -1,18 +1,18 @@
-// The layout functions of axon_nb/widgets/static/shards.js, run by node's own test runner.
+// The layout functions of axon_nb/widgets/static/shards/layout.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const shards = await load("shards");
+const shards = await load("shards/layout");
 
 const area = (box) => box.width * box.height;
 
 test("areas of a treemap are in proportion, within the frame, and do not overlap", () => {
   const values = [6, 6, 4, 3, 2, 2, 1, 0];
   const boxes = shards.treemap(values, 600, 400);
-  values.forEach((value, i) => assert.ok(Math.abs(area(boxes[i]) - value * 10000) < 1e-6));
+  for (const [i, value] of values.entries()) assert.ok(Math.abs(area(boxes[i]) - value * 10000) < 1e-6);
   for (const box of boxes.slice(0, 7)) {
     assert.ok(box.x >= -1e-9 && box.y >= -1e-9 && box.x + box.width <= 600 + 1e-6 && box.y + box.height <= 400 + 1e-6);
     const ratio = Math.max(box.width / box.height, box.height / box.width);

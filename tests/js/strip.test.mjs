@@ -1,15 +1,16 @@
-// The layout functions of axon_nb/widgets/static/strip.js, run by node's own test runner.
+// The pure functions of axon_nb/widgets/static/strip, run by node's own test runner.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const strip = await load("strip");
+const strip = { ...(await load("shared/format")), ...(await load("strip/store")), ...(await load("strip/layout")) };
 
 const names = ["idle", "running", "collective", "waiting", "done", "failed", "dead"];
 const [, RUNNING, COLLECTIVE, WAITING, DONE, FAILED, DEAD] = names.keys();
 const config = {
+  ranks: [0, 2],
   silence: 2,
   paints: names.map((name) => ({ name, terminal: ["done", "failed", "dead"].includes(name) })),
 };
@@ -22,13 +23,13 @@ function message(rows, { generations = rows.map(() => 0), replaced = [], ...head
   const columns = { start: [], end: [], since: [], position: [], line: [], low: [], high: [], row: [], call: [] };
   Object.assign(columns, { activity: [], mixed: [] });
   const calls = [];
-  rows.forEach((entries, row) =>
-    Object.entries(entries).forEach(([position, entry]) => {
+  for (const [row, entries] of rows.entries()) {
+    for (const [position, entry] of Object.entries(entries)) {
       if (!calls.includes(entry.call)) calls.push(entry.call);
-      const values = { ...entry, mixed: Number(entry.mixed), call: calls.indexOf(entry.call), position: Number(position), row };
-      for (const name of Object.keys(columns)) columns[name].push(values[name]);
-    }),
-  );
+      const own = { mixed: Number(entry.mixed), call: calls.indexOf(entry.call), position: Number(position), row };
+      for (const name of Object.keys(columns)) columns[name].push({ ...entry, ...own }[name]);
+    }
+  }
   const rest = { now: 0, lost: 0, coarse: 0, finished: false, ...header };
   return { header: { count: columns.row.length, calls, generations, replaced, ...rest }, columns };
 }
@@ -106,28 +107,17 @@ test("keys zoom about the newest, move, and go back", () => {
   assert.equal(view.from, 0);
 });
 
-test("ticks are few, round and labelled by their size", () => {
-  const labels = (from, to, width) => strip.ticks(from, to, width).map(({ label }) => label);
-  assert.deepEqual(labels(0, 5, 600), ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s"]);
-  assert.deepEqual(labels(1, 2, 300), ["1.0 s", "1.5 s", "2.0 s"]);
-  assert.deepEqual(labels(0, 180, 400), ["0 s", "1:00", "2:00", "3:00"]);
-  assert.deepEqual(labels(0, 10800, 400), ["0 s", "1:00:00", "2:00:00", "3:00:00"]);
-  assert.deepEqual(labels(61, 62, 300), ["1:01.0", "1:01.5", "1:02.0"]);
-  for (const span of [0.1, 1, 7, 100, 5000, 86400]) assert.ok(strip.ticks(0, span, 500).length <= 7);
-  assert.equal(strip.ticks(0, 4, 400)[1].x, 100);
-});
-
 test("a row's pixels show what took most of their time", () => {
   const segments = [segment(RUNNING, 0, 4), segment(WAITING, 4, 4.7), segment(RUNNING, 4.7, 5), segment(DONE, 8, 8.1)];
-  const found = strip.runs(segments, { from: 0, to: 10, width: 10, now: 10, config });
+  const found = strip.rowRuns(segments, { from: 0, to: 10, width: 10, now: 10, config });
   assert.deepEqual(found, [
-    { left: 0, right: 4, activity: RUNNING },
-    { left: 4, right: 5, activity: WAITING },
-    { left: 8, right: 10, activity: DONE },
+    { left: 0, right: 4, kind: RUNNING },
+    { left: 4, right: 5, kind: WAITING },
+    { left: 8, right: 10, kind: DONE },
   ]);
-  const zoomed = strip.runs(segments, { from: 9, to: 10, width: 4, now: 10, config });
-  assert.deepEqual(zoomed, [{ left: 0, right: 4, activity: DONE }]);
-  assert.deepEqual(strip.runs([], { from: 0, to: 1, width: 4, now: 1, config }), []);
+  const zoomed = strip.rowRuns(segments, { from: 9, to: 10, width: 4, now: 10, config });
+  assert.deepEqual(zoomed, [{ left: 0, right: 4, kind: DONE }]);
+  assert.deepEqual(strip.rowRuns([], { from: 0, to: 1, width: 4, now: 1, config }), []);
 });
 
 test("a row ends where its samples end, unless the rank is through", () => {
@@ -150,7 +140,7 @@ test("the pointer finds the segment below it, and nothing where nothing is known
 test("news are told once: failures, deaths, long waits", () => {
   const store = strip.newStore(2);
   const told = new Map();
-  const tell = (now) => strip.news(store, [0, 2], now, config, told);
+  const tell = (now) => strip.news(store, now, config, told);
   store.rows[1].segments.push(segment(WAITING, 0, 4, { call: "recv", line: 3 }));
   assert.equal(tell(4), "");
   store.rows[1].segments[0].end = 6;

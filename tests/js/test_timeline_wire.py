@@ -42,7 +42,9 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     for path, content in zip(paths, (first, second), strict=True):
         path.write_bytes(content)
-    read = json.loads(node("--input-type=module", "-e", READ, "--", saved("spans", tmp_path), *map(str, paths)))
+    read = json.loads(
+        node("--input-type=module", "-e", READ, "--", saved("timeline/store", tmp_path), *map(str, paths))
+    )
     assert read["whole"] == [True, True]
     assert read["labels"] == [*labels, *more["labels"]]
     assert read["lost"] == 4

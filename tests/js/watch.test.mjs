@@ -1,11 +1,11 @@
-// The layout functions of axon_nb/widgets/static/watch.js, run by node's own test runner.
+// The pure functions of axon_nb/widgets/static/watch/points.js, run by node's own test runner.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const watch = await load("watch");
+const watch = await load("watch/points");
 
 const FRAME = { left: 0, top: 0, width: 100, height: 10 };
 

@@ -83,12 +83,13 @@ def test_wheel_holds_the_package_and_no_more(archives: Archives) -> None:
     assert not [name for name in inside if "__pycache__" in name or "test" in name.split("/")[1]]
     # `axon_nb/magics` is a link in the repository, and a folder of real files here.
     expected = {f"axon_nb/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "magics").rglob("*.py")}
-    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "axon_nb").rglob("static/*")}
+    static = filter(Path.is_file, (ROOT / "axon_nb").rglob("static/**/*"))
+    expected |= {path.relative_to(ROOT).as_posix() for path in static}
     expected |= {"axon_nb/py.typed", f"{version}/licenses/LICENSE"}
     assert {
         "axon_nb/magics/__init__.py",
-        "axon_nb/widgets/static/watch.css",
-        "axon_nb/widgets/static/watch.js",
+        "axon_nb/widgets/static/shared/page.css",
+        "axon_nb/widgets/static/watch/view.js",
     } < expected
     assert expected <= inside.keys()
 

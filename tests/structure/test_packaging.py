@@ -55,9 +55,10 @@ def test_wheel_holds_every_file_of_the_package(
 def test_wheel_holds_the_assets(archives: tuple[Path, Path], root: Path) -> None:
     assets = {
         path.relative_to(root).as_posix()
-        for path in (root / "axon_nb").rglob("static/*")
+        for path in (root / "axon_nb").rglob("static/**/*")
         if path.suffix in {".css", ".js"}
     }
+    assert "axon_nb/widgets/static/shared/page.css" in assets
     with zipfile.ZipFile(archives[1]) as wheel:
         assert assets <= set(wheel.namelist())
 

@@ -69,7 +69,7 @@ def test_the_first_sixteen_ranks_differ_and_their_numbers_can_be_read() -> None:
         assert contrast(color, text_color(color)) >= 4.5
 
 
-@pytest.mark.parametrize("path", sorted(STATIC.glob("*.css")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(STATIC.rglob("*.css")), ids=lambda path: path.relative_to(STATIC).as_posix())
 def test_colours_of_style_sheets_show_on_both_pages(path: Path) -> None:
     for rule in re.findall(r"[^{}]*\{[^{}]*\}", path.read_text(encoding="utf-8")):
         colors = {found.upper() for found in re.findall(r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b", rule)} - ON_ANOTHER

@@ -121,7 +121,9 @@ def test_the_page_needs_no_script_and_escapes_names() -> None:
 
 
 def test_every_role_has_a_look_in_the_picture_and_in_the_style() -> None:
-    text = (Path(__file__).parents[3] / "axon_nb" / "widgets" / "static" / "memory.css").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "axon_nb" / "widgets" / "static" / "memory" / "view.css").read_text(
+        encoding="utf-8"
+    )
     for role in (*ROLES, "resident"):
         assert ET.fromstring(role_swatch(role)).tag.endswith("svg")
         assert f".axon-memory-{role} {{" in text

@@ -1,32 +1,96 @@
-// The layout functions of axon_nb/widgets/static/spans.js, run by node's own test runner.
+// The pure functions of axon_nb/widgets/static/timeline, run by node's own test runner.
 
 import assert from "node:assert/strict";
 import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const timeline = await load("spans");
+const names = ["store", "layout", "filter", "text"];
+const timeline = Object.assign({}, ...(await Promise.all(names.map((name) => load(`timeline/${name}`)))));
 
-const kinds = [["cell", -1], ["forward", 0], ["backward", 0], ["optimizer", 0], ["collective", 1], ["p2p", 1], ["wait", 0], ["other", 0], ["bubble", 0]];
+const kinds = [
+  ["cell", -1],
+  ["forward", 0],
+  ["backward", 0],
+  ["optimizer", 0],
+  ["collective", 1],
+  ["p2p", 1],
+  ["wait", 0],
+  ["other", 0],
+  ["bubble", 0],
+];
 const paints = kinds.map(([kind, lane]) => ({ kind, lane, label: kind === "p2p" ? "send, recv" : kind }));
 const config = { ranks: [0, 1], paints };
-const [CELL, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, P2P, WAIT] = kinds.keys();
+const [, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, , WAIT] = kinds.keys();
 
 /** A message with spans {kind, rank, start, length, …}. */
 function message(spans, { first = 0, ...header } = {}) {
   const labels = [];
-  const columns = { start: [], duration: [], bytes: [], late: [], label: [], rank: [], stage: [], microbatch: [], by: [] };
-  for (const { kind, name = kinds[kind][0], group = "", rank = 0, start = 0, length = 1, bytes = 0, late = 0, by = -1, stage = -1, microbatch = -1 } of spans) {
+  const columns = {
+    start: [],
+    duration: [],
+    bytes: [],
+    late: [],
+    label: [],
+    rank: [],
+    stage: [],
+    microbatch: [],
+    by: [],
+  };
+  for (const {
+    kind,
+    name = kinds[kind][0],
+    group = "",
+    rank = 0,
+    start = 0,
+    length = 1,
+    bytes = 0,
+    late = 0,
+    by = -1,
+    stage = -1,
+    microbatch = -1,
+  } of spans) {
     const label = `${kind} ${name} ${group}`;
     if (!labels.some((known) => known.join(" ") === label)) labels.push([kind, name, group]);
-    const values = { start, duration: length, bytes, late, label: labels.findIndex((known) => known.join(" ") === label), rank, stage, microbatch, by };
+    const values = {
+      start,
+      duration: length,
+      bytes,
+      late,
+      label: labels.findIndex((known) => known.join(" ") === label),
+      rank,
+      stage,
+      microbatch,
+      by,
+    };
     for (const key of Object.keys(columns)) columns[key].push(values[key]);
   }
-  const types = { start: Float64Array, label: Uint16Array, rank: Uint16Array, stage: Int16Array, microbatch: Int16Array, by: Int16Array };
+  const types = {
+    start: Float64Array,
+    label: Uint16Array,
+    rank: Uint16Array,
+    stage: Int16Array,
+    microbatch: Int16Array,
+    by: Int16Array,
+  };
   for (const key of Object.keys(columns)) columns[key] = (types[key] ?? Float32Array).from(columns[key]);
-  const rest = { labels, labelsFrom: 0, groups: {}, oldest: 0, dropped: 0, lost: 0, now: 0, focus: [null, null], finished: false };
+  const rest = {
+    labels,
+    labelsFrom: 0,
+    groups: {},
+    oldest: 0,
+    dropped: 0,
+    lost: 0,
+    now: 0,
+    focus: [null, null],
+    finished: false,
+  };
   const none = { number: new Uint32Array(0), late: new Float32Array(0), by: new Int16Array(0) };
-  return { header: { ...rest, first, count: spans.length, patched: 0, ...header }, columns, patches: header.patches ?? none };
+  return {
+    header: { ...rest, first, count: spans.length, patched: 0, ...header },
+    columns,
+    patches: header.patches ?? none,
+  };
 }
 
 function stored(spans, header) {
@@ -35,6 +99,7 @@ function stored(spans, header) {
   return store;
 }
 
+const runs = (pixels, line) => pixels.runs(line, timeline.LEAST_SHARE);
 const everything = (store) => timeline.allowed(store, config.ranks, config, "", new Set());
 
 test("messages append, patches change what is there, what is old goes", () => {
@@ -44,16 +109,33 @@ test("messages append, patches change what is there, what is old goes", () => {
   assert.deepEqual([store.first, store.count, store.columns.late[1], store.columns.by[1]], [0, 3, 0.5, 1]);
   assert.ok(timeline.merge(store, message([], { first: 3, oldest: 2, dropped: 2, labels: [] })));
   assert.deepEqual([store.skip, store.dropped], [2, 2]);
-  assert.equal(timeline.shares(store, { ranks: [0], from: 0, to: 3, width: 30, shown: everything(store), config }).found, 1);
+  assert.equal(
+    timeline.shares(store, { ranks: [0], from: 0, to: 3, width: 30, shown: everything(store), config }).found,
+    1,
+  );
 });
 
 test("a gap is noticed, and all sent again mends it; what comes twice is taken once", () => {
   const store = stored([{ kind: FORWARD }], { restart: true });
   assert.equal(timeline.merge(store, message([{ kind: FORWARD }], { first: 5 })), false);
   assert.ok(timeline.merge(store, message([{ kind: FORWARD }, { kind: BACKWARD }], { restart: true })));
-  assert.ok(timeline.merge(store, message([{ kind: BACKWARD, start: 7 }, { kind: BACKWARD, start: 8 }], { first: 1, labels: [] })));
+  assert.ok(
+    timeline.merge(
+      store,
+      message(
+        [
+          { kind: BACKWARD, start: 7 },
+          { kind: BACKWARD, start: 8 },
+        ],
+        { first: 1, labels: [] },
+      ),
+    ),
+  );
   assert.deepEqual([...store.columns.start.subarray(0, store.count)], [0, 0, 8]);
-  assert.ok(timeline.merge(store, message([{ kind: FORWARD }], { first: 90, oldest: 90, labels: [] })), "all before were dropped");
+  assert.ok(
+    timeline.merge(store, message([{ kind: FORWARD }], { first: 90, oldest: 90, labels: [] })),
+    "all before were dropped",
+  );
   assert.deepEqual([store.first, store.count], [90, 1]);
 });
 
@@ -80,23 +162,55 @@ test("pixels show what takes most of them; what waits does not compute; late col
     { kind: COLLECTIVE, start: 0, length: 6, late: 4, by: 1 },
     { kind: FORWARD, start: 0, length: 5, rank: 7 },
   ]);
-  const { share, found } = timeline.shares(store, { ranks: [0, 1], from: 0, to: 10, width: 100, shown: everything(store), config });
+  const { pixels, found } = timeline.shares(store, {
+    ranks: [0, 1],
+    from: 0,
+    to: 10,
+    width: 100,
+    shown: everything(store),
+    config,
+  });
   assert.equal(found, 3, "rank 7 has no row");
-  const line = (number) => timeline.runs(share, number, 100, paints.length).map(({ left, right, kind }) => [left, right, kind]);
-  assert.deepEqual(line(0), [[0, 40, FORWARD], [40, 60, WAIT], [60, 100, FORWARD]]);
-  assert.deepEqual(line(1), [[0, 40, WAIT], [40, 60, COLLECTIVE]]);
+  const line = (number) => runs(pixels, number).map(({ left, right, kind }) => [left, right, kind]);
+  assert.deepEqual(line(0), [
+    [0, 40, FORWARD],
+    [40, 60, WAIT],
+    [60, 100, FORWARD],
+  ]);
+  assert.deepEqual(line(1), [
+    [0, 40, WAIT],
+    [40, 60, COLLECTIVE],
+  ]);
   assert.deepEqual(line(2), []);
 });
 
 test("many short spans fill their pixels in proportion, and a single short one is still there", () => {
-  const short = Array.from({ length: 1000 }, (_, i) => ({ kind: i % 4 ? FORWARD : BACKWARD, start: i / 100, length: 0.01 }));
+  const short = Array.from({ length: 1000 }, (_, i) => ({
+    kind: i % 4 ? FORWARD : BACKWARD,
+    start: i / 100,
+    length: 0.01,
+  }));
   const store = stored([...short, { kind: OPTIMIZER, rank: 1, start: 5, length: 1e-4 }]);
-  const { share } = timeline.shares(store, { ranks: [0, 1], from: 0, to: 10, width: 50, shown: everything(store), config });
-  assert.deepEqual(timeline.runs(share, 0, 50, paints.length), [{ left: 0, right: 50, kind: FORWARD }]);
-  const at = (25 * paints.length) + FORWARD;
-  assert.ok(Math.abs(share[at] - 0.75) < 0.01);
-  const alone = timeline.shares(store, { ranks: [1], from: 4.9, to: 5.1, width: 500, shown: timeline.allowed(store, [1], config, "", new Set()), config });
-  assert.equal(timeline.runs(alone.share, 0, 500, paints.length).length, 1);
+  const { pixels } = timeline.shares(store, {
+    ranks: [0, 1],
+    from: 0,
+    to: 10,
+    width: 50,
+    shown: everything(store),
+    config,
+  });
+  assert.deepEqual(runs(pixels, 0), [{ left: 0, right: 50, kind: FORWARD }]);
+  const at = 25 * paints.length + FORWARD;
+  assert.ok(Math.abs(pixels.share[at] - 0.75) < 0.01);
+  const alone = timeline.shares(store, {
+    ranks: [1],
+    from: 4.9,
+    to: 5.1,
+    width: 500,
+    shown: timeline.allowed(store, [1], config, "", new Set()),
+    config,
+  });
+  assert.equal(runs(alone.pixels, 0).length, 1);
 });
 
 test("the filter wants each of its words, and kinds can be switched off", () => {
@@ -139,14 +253,23 @@ test("spans are told in words", () => {
     { groups: { 0: "ranks 0-3" } },
   );
   const told = [0, 1, 2, 3].map((i) => timeline.describe(store, i, config, 1));
-  assert.equal(told[0], "rank 0 · all_reduce · 1.2 ms · 4.00 KiB · group 0 (ranks 0-3) · waited 500 µs for rank 2 · at 2.0000 s");
+  assert.equal(
+    told[0],
+    "rank 0 · all_reduce · 1.2 ms · 4.00 KiB · group 0 (ranks 0-3) · waited 500 µs for rank 2 · at 2.0000 s",
+  );
   assert.equal(told[1], "rank 0 · waits for message RECV_F · 0.50 s · stage 1, microbatch 3 · 10 B · at -1.00 s");
   assert.equal(told[2], "rank 1 · backward · 2.00 s · at -1.00 s");
   assert.match(told[3], /barrier · 1\.00 s · came last/);
 });
 
 test("the view keeps to the last cell, zooms, moves, and shows everything", () => {
-  const store = stored([{ kind: FORWARD, start: -50, length: 1 }, { kind: FORWARD, start: 10, length: 5 }], { focus: [10, 15] });
+  const store = stored(
+    [
+      { kind: FORWARD, start: -50, length: 1 },
+      { kind: FORWARD, start: 10, length: 5 },
+    ],
+    { focus: [10, 15] },
+  );
   const cell = timeline.visible(null, store, 99);
   assert.ok(cell.from === 10 && cell.to >= 15 && cell.to < 15.1);
   assert.deepEqual(timeline.visible("all", store, 99), { from: -50, to: 15 });
@@ -169,19 +292,22 @@ test("while a cell runs the view follows the present", () => {
   assert.deepEqual(timeline.visible(near, store, 22), { from: 22 - 5.5, to: 22 });
 });
 
-test("ticks are round, few, and counted from the cell's start", () => {
-  assert.deepEqual(timeline.ticks(100, 110, 100, 1000).map(({ label }) => label).slice(0, 3), ["0 s", "1 s", "2 s"]);
-  assert.deepEqual(timeline.ticks(5, 5.001, 5, 500).map(({ label }) => label).slice(0, 3), ["0.0 ms", "0.2 ms", "0.4 ms"]);
-  assert.deepEqual(timeline.ticks(0, 1200, 0, 400).map(({ label }) => label), ["0 s", "5:00", "10:00", "15:00", "20:00"]);
-  assert.ok(timeline.ticks(0, 7000, 0, 1000).length <= 12);
-  assert.equal(timeline.ticks(0, 0.35, 0, 300).at(-1).label, "0.2 s");
-});
-
 test("the trace is one that Perfetto opens", () => {
-  const store = stored([{ kind: COLLECTIVE, name: "all_reduce", group: "0", rank: 1, start: 2, length: 0.5, bytes: 8 }, { kind: FORWARD, start: 1 }]);
+  const store = stored([
+    { kind: COLLECTIVE, name: "all_reduce", group: "0", rank: 1, start: 2, length: 0.5, bytes: 8 },
+    { kind: FORWARD, start: 1 },
+  ]);
   const trace = timeline.chromeTrace(store, config);
   const { args, ...event } = trace.traceEvents.find(({ name }) => name === "all_reduce");
-  assert.deepEqual(event, { name: "all_reduce", cat: "collective", ph: "X", ts: 1e6, dur: 5e5, pid: 1, tid: "collective" });
+  assert.deepEqual(event, {
+    name: "all_reduce",
+    cat: "collective",
+    ph: "X",
+    ts: 1e6,
+    dur: 5e5,
+    pid: 1,
+    tid: "collective",
+  });
   assert.deepEqual(args, { group: "0", bytes: 8 });
   assert.equal(trace.traceEvents.filter(({ ph }) => ph === "M").length, 2);
   JSON.parse(JSON.stringify(trace));

@@ -1,0 +1,165 @@
+// @ts-check
+// The time axis of strip and timeline: ticks and their labels, and what lies in each of its pixels.
+
+import { contextOf } from "./canvas.js";
+import { pad } from "./format.js";
+
+/** @typedef {{from: number, to: number}} Stretch of time, in seconds */
+
+/** @typedef {{x: number, label: string}} Tick x: pixels of the page from the left */
+
+/** @typedef {{left: number, right: number, kind: number}} Run of pixels that one kind dominates; `right` is not in it */
+
+export const AXIS_HEIGHT = 22; // pixels of the page, below the rows
+
+const STEPS = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
+STEPS.push(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400);
+
+/**
+ * Ticks at round times, some 90 pixels apart.
+ *
+ * @param {number} from seconds
+ * @param {number} to seconds
+ * @param {number} width pixels of the page
+ * @param {object} options
+ * @param {number} [options.zero] the time that is labelled 0, in seconds
+ * @param {number} [options.finest] the smallest step, in seconds
+ * @param {boolean} [options.minutes] whether fractions of seconds come with minutes: `1:01.5`, not `61.5 s`
+ * @returns {Tick[]}
+ */
+export function ticks(from, to, width, { zero = 0, finest = 0, minutes = false } = {}) {
+  const most = Math.max(2, width / 90);
+  const fits = (/** @type {number} */ step) => step >= finest && (to - from) / step <= most;
+  const step = STEPS.find(fits) ?? 86400;
+  const found = [];
+  for (let i = Math.ceil((from - zero) / step - 1e-9); zero + i * step <= to + 1e-6 * step; i++) {
+    const at = i * step;
+    found.push({ x: ((zero + at - from) / (to - from)) * width, label: labelOf(at, step, minutes) });
+  }
+  return found;
+}
+
+/**
+ * @param {number} at seconds
+ * @param {number} step seconds
+ * @param {boolean} minutes
+ */
+function labelOf(at, step, minutes) {
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  if (Math.abs(at) >= 60 && (step >= 1 || minutes)) return clock(at, digits);
+  if (step < 1e-3 && Math.abs(at) < 0.01) return `${(at * 1e3).toFixed(Math.max(0, digits - 3))} ms`;
+  return `${at.toFixed(digits)} s`;
+}
+
+/**
+ * @param {number} at seconds
+ * @param {number} digits after the point
+ */
+function clock(at, digits) {
+  const units = Math.round(Math.abs(at) * 10 ** digits);
+  const whole = Math.floor(units / 10 ** digits);
+  const fraction = digits ? `.${String(units % 10 ** digits).padStart(digits, "0")}` : "";
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const start = hours ? `${hours}:${pad(minutes)}` : minutes;
+  return `${at < 0 ? "−" : ""}${start}:${pad(whole % 60)}${fraction}`;
+}
+
+/**
+ * Draw ticks on a canvas, below rows that end at `bottom`.
+ *
+ * @param {HTMLCanvasElement} canvas
+ * @param {Element} root the view, whose font and colours it takes
+ * @param {Tick[]} marks
+ * @param {{bottom: number, ratio: number}} options in pixels of the page; device pixels of each
+ */
+export function drawAxis(canvas, root, marks, { bottom, ratio }) {
+  const context = contextOf(canvas);
+  const style = getComputedStyle(root);
+  Object.assign(context, { font: `${11 * ratio}px ${style.fontFamily}`, textBaseline: "middle", textAlign: "left" });
+  const [grid, ink] = [style.getPropertyValue("--axon-grid"), style.color];
+  for (const { x, label } of marks) {
+    const at = Math.min(Math.round(x * ratio), canvas.width - 1);
+    context.fillStyle = grid;
+    context.fillRect(at, 0, Math.max(1, Math.round(ratio)), (bottom + 5) * ratio);
+    context.fillStyle = ink;
+    const wide = context.measureText(label).width;
+    context.fillText(label, Math.min(Math.max(0, at - wide / 2), canvas.width - wide), (bottom + 13) * ratio);
+  }
+}
+
+/**
+ * The time at a pixel of a canvas that shows a stretch of time.
+ *
+ * @param {HTMLCanvasElement} canvas
+ * @param {Stretch} stretch
+ * @param {number} x pixels of the page
+ */
+export function timeAt(canvas, { from, to }, x) {
+  const width = canvas.clientWidth;
+  return from + (Math.min(Math.max(0, x), width) / width) * (to - from);
+}
+
+/** How much of each pixel each kind takes, for lines one below the other: by (line, pixel, kind), each from 0 to 1. */
+export class PixelShares {
+  /**
+   * @param {number} lines
+   * @param {number} width device pixels
+   * @param {number} kinds
+   */
+  constructor(lines, width, kinds) {
+    this.width = width;
+    this.kinds = kinds;
+    this.share = new Float32Array(lines * width * kinds);
+  }
+
+  /**
+   * Add what goes from `x0` to `x1`, in device pixels, which may lie outside.
+   *
+   * @param {number} line
+   * @param {number} kind
+   * @param {number} x0
+   * @param {number} x1
+   */
+  cover(line, kind, x0, x1) {
+    const { share, width, kinds } = this;
+    const left = Math.max(0, x0);
+    const right = Math.min(width, x1);
+    for (let x = Math.floor(left); x < right; x++) {
+      share[(line * width + x) * kinds + kind] += Math.min(right, x + 1) - Math.max(left, x);
+    }
+  }
+
+  /**
+   * The stretches of a line where one kind takes the most of each pixel, and more than `least` of it.
+   *
+   * @param {number} line
+   * @param {number} least
+   */
+  runs(line, least) {
+    const { share, width, kinds } = this;
+    /** @type {Run[]} */
+    const found = [];
+    /** @type {Run | null} */
+    let current = null;
+    let at = line * width * kinds;
+    for (let x = 0; x < width; x++) {
+      let kind = -1;
+      let most = least;
+      for (let k = 0; k < kinds; k++, at++) {
+        if (share[at] > most) {
+          most = share[at];
+          kind = k;
+        }
+      }
+      if (current && current.kind === kind) {
+        current.right = x + 1;
+      } else if (kind >= 0) {
+        current = { left: x, right: x + 1, kind };
+        found.push(current);
+      } else {
+        current = null;
+      }
+    }
+    return found;
+  }
+}

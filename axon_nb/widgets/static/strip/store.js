@@ -1,0 +1,194 @@
+// @ts-check
+// The strip of `--watch`: what each rank does over time, without any drawing.
+
+import { seconds } from "../shared/format.js";
+import { unpack } from "../shared/wire.js";
+
+/** @import { Paint as Colors } from "../shared/canvas.js" */
+
+/** @typedef {Colors & {name: string, label: string, terminal: boolean}} Paint terminal: the rank does nothing after it */
+
+/**
+ * What does not change while a strip is shown.
+ *
+ * @typedef {object} Config
+ * @property {number[]} ranks rows, from the top
+ * @property {string} title
+ * @property {number} silence seconds without a sample, after which an activity is not known
+ * @property {Paint[]} paints by the code of an activity
+ */
+
+/**
+ * What a rank did for a while; times in seconds from the cell's start.
+ *
+ * @typedef {object} Segment
+ * @property {number} start
+ * @property {number} end of the last sample
+ * @property {number} since when the rank has been in this call
+ * @property {number} line of the last sample
+ * @property {number} low first line
+ * @property {number} high last line
+ * @property {string} call
+ * @property {number} activity code: index of its paint
+ * @property {boolean} mixed whether shorter stretches of other activities are merged into it
+ */
+
+/** @typedef {{generation: number, segments: Segment[]}} Row */
+
+/**
+ * @typedef {object} Store
+ * @property {Row[]} rows
+ * @property {number} now the kernel's clock at the last message
+ * @property {number} lost number of samples
+ * @property {number} coarse the time before which short stretches are merged
+ * @property {boolean} finished
+ */
+
+/**
+ * A message of the kernel, as axon_nb/widgets/wire.py packs it.
+ *
+ * @typedef {object} Message
+ * @property {{count: number, calls: string[], generations: number[], replaced: number[], now: number, lost: number,
+ *   coarse: number, finished: boolean}} header
+ * @property {Record<string, ArrayLike<number>>} columns
+ */
+
+/**
+ * @param {DataView} view
+ * @returns {Message}
+ */
+export function decode(view) {
+  const { header, take } = unpack(view);
+  /** @type {Message["columns"]} */
+  const columns = {};
+  for (const name of ["start", "end", "since"]) columns[name] = take(Float64Array, header.count);
+  for (const name of ["position", "line", "low", "high"]) columns[name] = take(Uint32Array, header.count);
+  for (const name of ["row", "call"]) columns[name] = take(Uint16Array, header.count);
+  for (const name of ["activity", "mixed"]) columns[name] = take(Uint8Array, header.count);
+  return { header, columns };
+}
+
+/**
+ * @param {number} numRows
+ * @returns {Store}
+ */
+export function newStore(numRows) {
+  const rows = Array.from({ length: numRows }, () => ({ generation: 0, segments: [] }));
+  return { rows, now: 0, lost: 0, coarse: 0, finished: false };
+}
+
+/**
+ * Add a message. Returns false when an earlier one is missing, so that everything has to be sent again.
+ *
+ * @param {Store} store
+ * @param {Message} message
+ */
+export function merge(store, { header, columns }) {
+  let fits = true;
+  for (const row of header.replaced) {
+    store.rows[row].segments.length = 0;
+    store.rows[row].generation = header.generations[row];
+  }
+  for (let i = 0; i < header.count; i++) {
+    const row = columns.row[i];
+    const { generation, segments } = store.rows[row];
+    const position = columns.position[i];
+    if (generation !== header.generations[row] || position > segments.length) {
+      fits = false;
+      continue;
+    }
+    segments[position] = {
+      start: columns.start[i],
+      end: columns.end[i],
+      since: columns.since[i],
+      line: columns.line[i],
+      low: columns.low[i],
+      high: columns.high[i],
+      call: header.calls[columns.call[i]],
+      activity: columns.activity[i],
+      mixed: columns.mixed[i] === 1,
+    };
+  }
+  const { now, lost, coarse, finished } = header;
+  Object.assign(store, { now, lost, coarse, finished });
+  return fits;
+}
+
+// ---- words ---------------------------------------------------------------------------------------------------------
+
+/**
+ * Where a row's last segment ends: it goes on while samples come in, and for good when its activity is terminal.
+ *
+ * @param {Segment} segment
+ * @param {number} now
+ * @param {Config} config
+ */
+export function openEnd(segment, now, config) {
+  const goesOn = config.paints[segment.activity].terminal || now - segment.end <= config.silence;
+  return goesOn ? Math.max(now, segment.end) : segment.end;
+}
+
+/**
+ * A rank's present state, such as `waiting in all_reduce, line 4, 2.1 s`.
+ *
+ * @param {Segment[]} segments
+ * @param {number} now
+ * @param {Config} config
+ */
+export function describe(segments, now, config) {
+  const segment = segments[segments.length - 1];
+  if (!segment) return "no sample yet";
+  const name = config.paints[segment.activity].name;
+  if (name === "done" || name === "failed") return `${name} after ${seconds(segment.start)}`;
+  if (name === "dead") return `died after ${seconds(segment.start)}`;
+  const end = openEnd(segment, now, config);
+  const line = segment.line ? `, line ${segment.line}` : "";
+  const silent = end < now ? `, no sample for ${seconds(now - end)}` : "";
+  if (name === "waiting") return `waiting in ${segment.call}${line}, ${seconds(end - segment.since)}${silent}`;
+  if (name === "collective") return `in ${segment.call}${line}${silent}`;
+  return `${name}${name === "running" ? line : ""}${silent}`;
+}
+
+/**
+ * One segment in full, for the tooltip.
+ *
+ * @param {number} rank
+ * @param {Segment} segment
+ * @param {number} end
+ * @param {Config} config
+ */
+export function explain(rank, segment, end, config) {
+  const { name } = config.paints[segment.activity];
+  const what = segment.call ? `${name === "waiting" ? "waiting in" : "in"} ${segment.call}` : name;
+  const lines = segment.low === segment.high ? `, line ${segment.low}` : `, lines ${segment.low}–${segment.high}`;
+  const where = segment.low ? lines : "";
+  const span = `${segment.start.toFixed(2)}–${end.toFixed(2)} s (${seconds(end - segment.start)})`;
+  return `rank ${rank} · ${segment.mixed ? "mostly " : ""}${what}${where} · ${span}`;
+}
+
+const LONG_WAIT_S = 5; // in one call, from which on it is announced
+
+/**
+ * What to announce: ranks that failed, died or wait for long, each once. `announced` remembers which.
+ *
+ * @param {Store} store
+ * @param {number} now
+ * @param {Config} config
+ * @param {Map<number, string>} announced
+ */
+export function news(store, now, config, announced) {
+  /** @type {string[]} */
+  const found = [];
+  store.rows.forEach(({ segments }, row) => {
+    const segment = segments[segments.length - 1];
+    if (!segment) return;
+    const { name } = config.paints[segment.activity];
+    const waits = name === "waiting" && now - segment.since > LONG_WAIT_S;
+    const state = name === "failed" || name === "dead" || waits ? name : "";
+    if (state && announced.get(row) !== state) {
+      found.push(`rank ${config.ranks[row]} ${describe(segments, now, config)}`);
+    }
+    announced.set(row, state);
+  });
+  return found.join("; ");
+}
