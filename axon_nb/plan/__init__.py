@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axon_nb.plan.communication_call import communication
     from axon_nb.plan.communication_plan import CommunicationPlan
     from axon_nb.plan.communication_recorded import recorded_communication
-    from axon_nb.plan.errors import Cancelled, PlanError, SimulatorError
+    from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
     from axon_nb.plan.links import Link
     from axon_nb.plan.links_presets import PRESETS
     from axon_nb.plan.memory_call import memory
@@ -34,13 +34,13 @@ __all__ = [
     "GPUS",
     "PRESETS",
     "Calibration",
-    "Cancelled",
     "CapturedModel",
     "CommunicationPlan",
     "Link",
     "MemoryParts",
     "MemoryPlan",
     "ModuleMemory",
+    "PlanCancelledError",
     "PlanError",
     "RankMemory",
     "Rates",
@@ -67,7 +67,7 @@ _HOME = {
     "communication_call": ("communication",),
     "communication_plan": ("CommunicationPlan",),
     "communication_recorded": ("recorded_communication",),
-    "errors": ("Cancelled", "PlanError", "SimulatorError"),
+    "errors": ("PlanCancelledError", "PlanError", "SimulatorError"),
     "links": ("Link",),
     "links_presets": ("PRESETS",),
     "memory_call": ("memory",),

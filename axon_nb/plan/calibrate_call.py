@@ -15,18 +15,17 @@ from torch.optim import Optimizer
 from axon_nb.comm.group import resolve
 from axon_nb.comm.kinds import Backend
 from axon_nb.errors import UsageError
-from axon_nb.plan.asked_numbers import real_number, whole_number
-from axon_nb.plan.calibrate_collectives import MEASURED, Bench, fitted_link
-from axon_nb.plan.calibrate_compute import measured_overlap, measured_phases, measured_rates
+from axon_nb.plan.asked_numbers import check_int, check_number
+from axon_nb.plan.calibrate_collectives import MEASURED, AxisBenchmark, fit_link
+from axon_nb.plan.calibrate_compute import measure_overlap, measure_phases, measure_rates
 from axon_nb.plan.calibrate_record import Calibration, Sample
-from axon_nb.plan.calibrate_wrappers import measured_wrappers
-from axon_nb.plan.communication_layout import optimizer_of
+from axon_nb.plan.calibrate_wrappers import measure_wrappers
 from axon_nb.plan.links import Link
-from axon_nb.plan.mesh_axes import OF_ONE_AXIS, one_of
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.mesh_axes import SINGLE_AXIS_STRATEGIES, check_choice
+from axon_nb.plan.step_time_model import ModelSource, resolve_optimizer
 from axon_nb.plan.step_time_trace import trace_model
 
-__all__ = ["calibrate", "calibrate_here"]
+__all__ = ["calibrate", "calibrate_on_rank"]
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of whole tensors that are sent."""
@@ -84,10 +83,10 @@ def calibrate(
     """
     _check(operations, sizes, repeats, budget_s, dtype)
     names = [strategies] if isinstance(strategies, str) else strategies
-    kinds = [one_of("strategies", str(getattr(name, "value", name)), OF_ONE_AXIS) for name in names]
+    kinds = [check_choice("strategies", str(getattr(name, "value", name)), SINGLE_AXIS_STRATEGIES) for name in names]
     options: dict[str, Any] = {
-        "given": None if model is None else Given(model, inputs, target, loss, batch, seq),
-        "optimizer": optimizer_of(optimizer),
+        "given": None if model is None else ModelSource(model, inputs, target, loss, batch, seq),
+        "optimizer": resolve_optimizer(optimizer),
         "strategies": tuple(kinds),
         "operations": tuple(operations),
         "sizes": tuple(sizes),
@@ -97,7 +96,7 @@ def calibrate(
     }
     if cluster is not None:
         return _on(cluster, mesh, options)
-    return calibrate_here(mesh, **options)
+    return calibrate_on_rank(mesh, **options)
 
 
 def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any) -> None:
@@ -108,11 +107,11 @@ def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any)
         if not isinstance(given, Iterable) or isinstance(given, str) or not list(given):
             raise UsageError(f"{name}={given!r}: {rule}.")
     for operation in operations:
-        one_of("operations", operation, MEASURED)
+        check_choice("operations", operation, MEASURED)
     for size in sizes:
-        whole_number("sizes", size, what="bytes")
-    whole_number("repeats", repeats)
-    real_number("budget_s", budget_s, rule="seconds, 0 or more")
+        check_int("sizes", size, what="bytes")
+    check_int("repeats", repeats)
+    check_number("budget_s", budget_s, rule="seconds, 0 or more")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(f"dtype={dtype!r}: a dtype of floating point numbers, such as torch.float32.")
 
@@ -124,14 +123,14 @@ def _on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
     if not hasattr(cluster, "run"):
         raise UsageError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
     sent = base64.b85encode(cloudpickle.dumps(options)).decode()
-    module = "__import__('axon_nb.plan.calibrate_call', fromlist=['calibrate_here'])"
-    code = f"{module}.calibrate_here({mesh}, sent={sent!r})"
+    module = "__import__('axon_nb.plan.calibrate_call', fromlist=['calibrate_on_rank'])"
+    code = f"{module}.calibrate_on_rank({mesh}, sent={sent!r})"
     answer = cluster.run(code, quiet=True)
     found: Calibration = answer.values[min(answer.values)]
     return found
 
 
-def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calibration:
+def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Calibration:
     """What `calibrate` does on a rank.
 
     Args:
@@ -152,15 +151,15 @@ def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calib
     world = resolve(None)
     on_gpu = world.backend is Backend.NCCL
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    everyone = Bench("all", dist.group.WORLD, device)
+    everyone = AxisBenchmark("all", dist.group.WORLD, device)
     repeats = options["repeats"]
-    rates = measured_rates(everyone, repeats=repeats, dtype=options["dtype"])
+    rates = measure_rates(everyone, repeats=repeats, dtype=options["dtype"])
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
     samples: list[Sample] = []
     links: dict[str, Link] = {}
     for bench in _benches(mesh, everyone):
-        if bench.ranks < 2:
+        if bench.num_ranks < 2:
             continue
         own = bench.measure(
             options["operations"],
@@ -170,22 +169,22 @@ def calibrate_here(mesh: Any = None, *, sent: str = "", **options: Any) -> Calib
             agree=everyone.slowest,
         )
         samples += own
-        links[bench.axis] = fitted_link(bench.axis, own, where)
-    overlap = measured_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
+        links[bench.axis] = fit_link(bench.axis, own, where)
+    overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
     plain = Calibration(links, rates, overlap, where, tuple(samples))
     return plain if options["given"] is None else _adjusted(plain, everyone, options)
 
 
-def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> Calibration:
+def _adjusted(plain: Calibration, everyone: AxisBenchmark, options: dict[str, Any]) -> Calibration:
     """The same, with rates as a model has them, and what wrappers around it take."""
     given, optimizer, repeats = options["given"], options["optimizer"], options["repeats"]
     with torch.enable_grad(), torch.random.fork_rng():
         trace = trace_model(given, optimizer=optimizer)
-        if not trace.called:
+        if not trace.has_inputs:
             raise UsageError("a model is measured with a batch: give inputs=, what it is called with.")
-        rates, alone_s = measured_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
-        if len(plain.links) == 1 and plain.samples[0].ranks == everyone.ranks:
-            wrappers = measured_wrappers(
+        rates, alone_s = measure_phases(everyone, plain.rates, given, trace, optimizer, repeats=repeats)
+        if len(plain.links) == 1 and plain.samples[0].num_ranks == everyone.num_ranks:
+            wrappers = measure_wrappers(
                 everyone,
                 given,
                 trace,
@@ -201,10 +200,10 @@ def _adjusted(plain: Calibration, everyone: Bench, options: dict[str, Any]) -> C
     return replace(plain, rates=rates)
 
 
-def _benches(mesh: Any, everyone: Bench) -> list[Bench]:
+def _benches(mesh: Any, everyone: AxisBenchmark) -> list[AxisBenchmark]:
     if mesh is None:
         return [everyone]
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise UsageError(f"mesh={mesh!r} has no named axes: make_mesh(dp=2, tp=2) makes one that has.")
-    return [Bench(name, mesh.get_group(name), everyone.device) for name in names]
+    return [AxisBenchmark(name, mesh.get_group(name), everyone.device) for name in names]

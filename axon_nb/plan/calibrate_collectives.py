@@ -14,7 +14,7 @@ from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 from axon_nb.plan.calibrate_record import Sample
 from axon_nb.plan.links import Cost, Link, rounds_and_volume
 
-__all__ = ["MEASURED", "Bench", "fitted_link", "line_through"]
+__all__ = ["MEASURED", "AxisBenchmark", "fit_line", "fit_link"]
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 """Operations that are measured, in this order."""
@@ -23,7 +23,7 @@ _CALLS = 4
 """Calls that are timed together."""
 
 
-class Bench:
+class AxisBenchmark:
     """Measures on one axis.
 
     Args:
@@ -36,7 +36,7 @@ class Bench:
         self.axis, self.group, self.device = axis, group, device
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Along the axis."""
         return int(dist.get_world_size(self.group))
 
@@ -67,7 +67,7 @@ class Bench:
             for operation in operations:
                 call, whole = self._call(operation, size)
                 seconds = agree(self._median(call, repeats)) / (2 if operation == "send" else 1)
-                found.append(Sample(self.axis, self.ranks, operation, whole, seconds))
+                found.append(Sample(self.axis, self.num_ranks, operation, whole, seconds))
         return found
 
     def slowest(self, seconds: float) -> float:
@@ -107,9 +107,9 @@ class Bench:
 
     def _call(self, operation: str, size: int) -> tuple[Callable[[], object], int]:
         """What is timed, and how many bytes the whole tensor has."""
-        group, ranks = self.group, self.ranks
-        part = torch.zeros(max(1, size // 4 // ranks), device=self.device)
-        whole = torch.zeros(len(part) * ranks, device=self.device)
+        group, num_ranks = self.group, self.num_ranks
+        part = torch.zeros(max(1, size // 4 // num_ranks), device=self.device)
+        whole = torch.zeros(len(part) * num_ranks, device=self.device)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "all_gather": lambda: all_gather_single(whole, part, group=group),
@@ -125,12 +125,12 @@ class Bench:
         if rank % 2:
             dist.recv(tensor, group=group, group_src=rank - 1)
             dist.send(tensor, group=group, group_dst=rank - 1)
-        elif rank + 1 < self.ranks:
+        elif rank + 1 < self.num_ranks:
             dist.send(tensor, group=group, group_dst=rank + 1)
             dist.recv(tensor, group=group, group_src=rank + 1)
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, b) of y = a + b x, neither below 0, that has the least sum of squared relative errors.
 
     Args:
@@ -153,7 +153,7 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
 
 
-def fitted_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
+def fit_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
     """The link of an axis: latency and bandwidth of each operation that was measured.
 
     Args:
@@ -164,9 +164,9 @@ def fitted_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
     costs: dict[str, Cost] = {}
     for operation in dict.fromkeys(sample.operation for sample in samples):
         own = [sample for sample in samples if sample.operation == operation]
-        start, slope = line_through([(float(sample.bytes), sample.seconds) for sample in own])
-        rounds, volume = rounds_and_volume(operation, own[0].ranks)
+        start, slope = fit_line([(float(sample.bytes), sample.seconds) for sample in own])
+        rounds, volume = rounds_and_volume(operation, own[0].num_ranks)
         costs[operation] = Cost(start / rounds, slope / volume)
     plain = costs.get("send") or next(iter(costs.values()))
-    bandwidth = 1.0 / plain.byte_s if plain.byte_s else float("inf")
+    bandwidth = 1.0 / plain.s_per_byte if plain.s_per_byte else float("inf")
     return Link(f"measured on {axis}", plain.latency_s, bandwidth, where, measured=costs)

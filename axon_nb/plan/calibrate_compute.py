@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from axon_nb.plan.calibrate_collectives import Bench, line_through
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.calibrate_collectives import AxisBenchmark, fit_line
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import PHASES, Rates
 
-__all__ = ["measured_overlap", "measured_phases", "measured_rates"]
+__all__ = ["measure_overlap", "measure_phases", "measure_rates"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
@@ -29,7 +29,7 @@ _LARGER = 4
 """Times the elements of parameters, to measure the optimizer again."""
 
 
-def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
+def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> Rates:
     """The slowest rank's rates: matrix products, and operations that move memory.
 
     Args:
@@ -45,8 +45,8 @@ def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
     for count in _ELEMENTS[kind]:
         x = torch.ones(count, device=bench.device, dtype=dtype)
         moves.append((2.0 * x.nbytes, _seconds(bench, functools.partial(torch.mul, x, 2.0), repeats)))
-    launch, a_byte = line_through(moves)
-    _, a_flop = line_through(products)
+    launch, a_byte = fit_line(moves)
+    _, a_flop = fit_line(products)
     least = min(seconds / flops for flops, seconds in products)
     return Rates(
         1.0 / (a_flop or least),
@@ -56,7 +56,7 @@ def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
     )
 
 
-def _seconds(bench: Bench, call: Callable[[], object], repeats: int, count: int = 4) -> float:
+def _seconds(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
     """Of one call, on the slowest rank, all at once."""
     call()
     taken = []
@@ -70,7 +70,7 @@ def _seconds(bench: Bench, call: Callable[[], object], repeats: int, count: int 
     return bench.slowest(statistics.median(taken))
 
 
-def measured_overlap(bench: Bench, *, repeats: int) -> float:
+def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
     """The share of an all_reduce, 0 to 1, that passes while matrix products go on at full speed.
 
     Args:
@@ -101,10 +101,10 @@ def measured_overlap(bench: Bench, *, repeats: int) -> float:
     return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))
 
 
-def measured_phases(
-    bench: Bench,
+def measure_phases(
+    bench: AxisBenchmark,
     rates: Rates,
-    given: Given,
+    given: ModelSource,
     trace: ModelTrace,
     optimizer: Callable[..., Optimizer] | None,
     *,
@@ -142,14 +142,16 @@ def measured_phases(
             (rates.busy_s(works["optimizer"]) * size, _optimizer_s(bench, given, optimizer, size, repeats=repeats))
             for size in (1, _LARGER)
         ]
-        start, slope = line_through(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
+        start, slope = fit_line(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
         if slope > 0:
             factors = {**found.factors, "optimizer": slope}
             found = replace(found, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
     return found, sum(alone.values())
 
 
-def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer], size: int, *, repeats: int) -> float:
+def _optimizer_s(
+    bench: AxisBenchmark, given: ModelSource, optimizer: Callable[..., Optimizer], size: int, *, repeats: int
+) -> float:
     """Seconds of the optimizer's step on parameters that have so many times the elements."""
     parameters = []
     for known in given.real().model.parameters():
@@ -172,7 +174,7 @@ def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer]
 
 
 def _phases(
-    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
+    bench: AxisBenchmark, given: ModelSource, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
 ) -> dict[str, float]:
     """Seconds of each phase of some copies of a model, on the slowest rank."""
     subjects = [given.real() for _ in range(copies)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "Sample"]
 
-_HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "by the fit, ms")
+_HEAD = ("axis", "num_ranks", "collective", "bytes", "measured, ms", "by the fit, ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Sample:
     """One measurement."""
 
     axis: str
-    ranks: int
+    num_ranks: int
     """Along the axis."""
     operation: str
     bytes: int
@@ -53,9 +53,10 @@ class Calibration:
         import pandas as pd
 
         rows = [
-            (s.axis, s.ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s)) for s in self.samples
+            (s.axis, s.num_ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s))
+            for s in self.samples
         ]
-        return pd.DataFrame(rows, columns=["axis", "ranks", "operation", "mib", "ms", "fit_ms"])
+        return pd.DataFrame(rows, columns=["axis", "num_ranks", "operation", "mib", "ms", "fit_ms"])
 
     def figure(self) -> Any:
         """A plotly figure: milliseconds over bytes, both on logarithmic axes; points measured, lines fitted."""
@@ -75,7 +76,7 @@ class Calibration:
         return plotly_figure(traces, layout)
 
     def _fit(self, sample: Sample) -> float:
-        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.ranks)
+        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.num_ranks)
 
     def _summary(self) -> str:
         rates = self.rates
@@ -83,7 +84,7 @@ class Calibration:
             "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
         )
         return (
-            f"{self.where}: {format_flops(rates.flops_per_s)} a rank{moving}, {1e6 * rates.op_s:.3g} us an "
+            f"{self.where}: {format_flops(rates.flops_per_s)} a rank{moving}, {1e6 * rates.launch_s:.3g} us an "
             f"operation; {self.overlap:.0%} of communication passes behind computation"
         )
 
@@ -91,7 +92,7 @@ class Calibration:
         for sample in self.samples:
             yield (
                 sample.axis,
-                str(sample.ranks),
+                str(sample.num_ranks),
                 sample.operation,
                 format_bytes(sample.bytes),
                 format_ms(sample.seconds),

@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 from axon_nb.parallel.ddp import DDP
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.strategies import ShardingStrategy
-from axon_nb.plan.calibrate_collectives import Bench
+from axon_nb.plan.calibrate_collectives import AxisBenchmark
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.communication_layout import ParallelLayout
 from axon_nb.plan.links import Link
 from axon_nb.plan.step_time_call import predicted
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
 
-__all__ = ["measured_wrappers"]
+__all__ = ["measure_wrappers"]
 
 
-def measured_wrappers(
-    bench: Bench,
-    given: Given,
+def measure_wrappers(
+    bench: AxisBenchmark,
+    given: ModelSource,
     trace: ModelTrace,
     optimizer: Callable[..., Optimizer] | None,
     *,
@@ -54,11 +54,11 @@ def measured_wrappers(
         alone_s: Seconds of a step without any wrapper, as measured: what is predicted of it may differ.
         repeats: Steps, after two that warm up; the median counts.
     """
-    one = Layout(given, {"dp": 1}, device=bench.device.type, known=trace)
+    one = ParallelLayout(given, {"dp": 1}, device=bench.device.type, known_trace=trace)
     astray = alone_s - predicted(one, traffic_of(one, None), rates, overlap).total_s
     found = {}
     for strategy in strategies:
-        layout = Layout(given, {"dp": bench.ranks}, strategy, device=bench.device.type, known=trace)
+        layout = ParallelLayout(given, {"dp": bench.num_ranks}, strategy, device=bench.device.type, known_trace=trace)
         said = predicted(layout, traffic_of(layout, link), rates, overlap).total_s + astray
         step = _stepper(bench, given, optimizer, strategy)
         taken = []
@@ -74,7 +74,7 @@ def measured_wrappers(
 
 
 def _stepper(
-    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, strategy: str
+    bench: AxisBenchmark, given: ModelSource, optimizer: Callable[..., Optimizer] | None, strategy: str
 ) -> Callable[[], object]:
     subject = given.real()
     model: nn.Module = subject.model.to(bench.device)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel
 
-__all__ = ["capture", "captured_or_why"]
+__all__ = ["capture", "capture_or_reason"]
 
 _HOOKS = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
@@ -74,7 +74,7 @@ def capture(model: nn.Module, name: str = "model") -> CapturedModel:
     return CapturedModel(name, cloudpickle.dumps(partial(pickle.loads, file.getvalue())))
 
 
-def captured_or_why(look: Callable[[], Any], name: str) -> CapturedModel | str:
+def capture_or_reason(look: Callable[[], Any], name: str) -> CapturedModel | str:
     """What a rank answers when it is asked for a model by name.
 
     Args:

@@ -10,10 +10,10 @@ from axon_nb.errors import NoCluster
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
-__all__ = ["by_name", "sendable"]
+__all__ = ["model_by_name", "sendable_model"]
 
 
-def sendable(model: Any, cluster: Any = None) -> Any:
+def sendable_model(model: Any, cluster: Any = None) -> Any:
     """What stands for a model in another process.
 
     Args:
@@ -26,14 +26,14 @@ def sendable(model: Any, cluster: Any = None) -> Any:
     """
     if is_module(model):
         return import_module("axon_nb.plan.capture_model").capture(model)
-    return by_name(model, cluster)
+    return model_by_name(model, cluster)
 
 
-def by_name(model: Any, cluster: Any = None) -> Any:
+def model_by_name(model: Any, cluster: Any = None) -> Any:
     """A model of the ranks, where a name is given; anything else as it is.
 
     Args:
-        model: As in `sendable`.
+        model: As in `sendable_model`.
         cluster: The same.
 
     Raises:
@@ -53,8 +53,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
             raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
     if not hasattr(cluster, "run"):
         raise PlanError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
-    module = "__import__('axon_nb.plan.capture_model', fromlist=['captured_or_why'])"
-    answers = cluster.run(f"{module}.captured_or_why(lambda: {name}, {name!r})", quiet=True).values
+    module = "__import__('axon_nb.plan.capture_model', fromlist=['capture_or_reason'])"
+    answers = cluster.run(f"{module}.capture_or_reason(lambda: {name}, {name!r})", quiet=True).values
     for answer in answers.values():
         if isinstance(answer, CapturedModel):
             return answer

@@ -9,10 +9,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-__all__ = ["joined_stages"]
+__all__ = ["join_stages"]
 
 
-def joined_stages(stages: Sequence[bytes]) -> bytes:
+def join_stages(stages: Sequence[bytes]) -> bytes:
     """What makes the whole model, pickled: a function without arguments, as `CapturedModel` has it.
 
     Args:

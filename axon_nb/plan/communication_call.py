@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.units import make_units
 from axon_nb.plan import communication_data as data
-from axon_nb.plan.communication_data import Held
-from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
+from axon_nb.plan.communication_data import LocalTensor
+from axon_nb.plan.communication_layout import DATA_AXES, LayoutOptions, ParallelLayout
 from axon_nb.plan.communication_pipeline import pipeline
 from axon_nb.plan.communication_plan import CommunicationPlan, Traffic
 from axon_nb.plan.communication_tensor import tensor_parallel
 from axon_nb.plan.links import Link
-from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.links_presets import resolve_links
 
 __all__ = ["communication", "traffic_of"]
 
 
 def communication(
     model: Any,
-    world: int | None = None,
+    world_size: int | None = None,
     *,
     links: Link | str | Mapping[str, Link | str] | Any = None,
     optimizer: Callable[..., Optimizer] | str | None = None,
@@ -43,7 +43,7 @@ def communication(
     Args:
         model: A function without arguments that makes it, a model of plain tensors, a `GPTConfig`, the name of one on
             the ranks, or what `plan.capture` has made of one.
-        world: Number of ranks, all of them along ``dp``; None: as the mesh has.
+        world_size: Number of ranks, all of them along ``dp``; None: as the mesh has.
         links: Of all axes or by axis: a `Link`, the name of a preset such as ``"nvlink4"``, or what `calibrate` has
             returned; None: no times.
         optimizer: Made from parameters, or the name of one of torch's. With sequence parallelism DTensor sums gradients
@@ -55,18 +55,18 @@ def communication(
     Raises:
         UsageError: the model cannot be built or laid out so; the message says what can.
     """
-    return traffic_of(Layout.of(model, world, layout, optimizer), links)
+    return traffic_of(ParallelLayout.of(model, world_size, layout, optimizer), links)
 
 
-def traffic_of(layout: Layout, links: Any) -> CommunicationPlan:
+def traffic_of(layout: ParallelLayout, links: Any) -> CommunicationPlan:
     """What a layout sends, with times on links."""
-    found = links_of(links, layout.mesh)
+    found = resolve_links(links, layout.mesh)
     rows = [row.timed(found.get(row.axis)) for row in _rows(layout)]
     return CommunicationPlan(layout.title, layout.mesh, tuple(rows), found, tuple(_notes(layout)))
 
 
-def _notes(layout: Layout) -> Iterator[str]:
-    if not layout.trace.called:
+def _notes(layout: ParallelLayout) -> Iterator[str]:
+    if not layout.trace.has_inputs:
         yield "without inputs=: gradients are taken to be ready in the reverse order of parameters"
     if layout.size("tp") > 1 and not layout.styles:
         yield "tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut"
@@ -76,28 +76,28 @@ def _notes(layout: Layout) -> Iterator[str]:
         yield "pipelines receive as much as they send; the time is counted where it is sent"
 
 
-def _rows(layout: Layout) -> Iterator[Traffic]:
+def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     stages, tp = layout.stages, layout.size("tp")
-    among = stages.among if stages is not None else None
+    rank_of_child = stages.rank_of_child if stages is not None else None
     if layout.styles:
         rows = tuple(
             tensor_parallel(
                 layout.trace,
                 layout.styles,
-                ranks=tp,
+                num_ranks=tp,
                 sequence=layout.sequence,
                 parallel_loss=layout.parallel_loss,
-                parts=stages.microbatches if stages is not None else 1,
-                among=among,
+                parts=stages.num_microbatches if stages is not None else 1,
+                rank_of_child=rank_of_child,
             )
         )
         yield from rows
-        if layout.recompute:
+        if layout.activation_checkpointing:
             yield from _again(rows)
     if layout.size(*DATA_AXES) > 1:
-        for place, here in enumerate(layout.parameters_at):
+        for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
             for row in _data_rows(layout, here):
-                yield replace(row, place=place)
+                yield replace(row, pp_rank=pp_rank)
     if stages is not None:
         shares = dict.fromkeys(_in_parts(layout), tp) if layout.sequence else {}
         yield from pipeline(layout.trace, stages, shares=shares)
@@ -110,36 +110,42 @@ def _again(rows: Sequence[Traffic]) -> Iterator[Traffic]:
             yield replace(row, phase="backward", purpose=f"{row.purpose}, computed again")
 
 
-def _in_parts(layout: Layout) -> list[str]:
+def _in_parts(layout: ParallelLayout) -> list[str]:
     """Children whose output each rank of ``tp`` has its own positions of."""
     return [name for name, _ in layout.trace.model.named_children()][:-1]
 
 
-def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
-    axis, ranks = layout.data_axis, layout.size(layout.data_axis)
+def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
+    axis, num_ranks = layout.data_axis, layout.size(layout.data_axis)
     if layout.strategy in ("ddp", "optimizer_state"):
         trace = layout.trace
         buffers = [
-            Held(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
+            LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
         ] * layout.broadcast_buffers
         known = {held.name: held for held in parameters if held.has_grad}
-        order = trace.ready if trace.called else list(known)[::-1]
+        order = trace.ready if trace.has_inputs else list(known)[::-1]
         ready = [known[name] for name in order if name in known]
         limit = layout.bucket_size_mb * 1024 * 1024
         if layout.strategy == "ddp":
-            yield from data.ddp(ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit)
+            yield from data.ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=limit)
         else:
             yield from data.zero1(
-                parameters, ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit, waits=layout.device == "cpu"
+                parameters,
+                ready,
+                buffers,
+                axis=axis,
+                num_ranks=num_ranks,
+                bucket_bytes=limit,
+                waits=layout.device == "cpu",
             )
         return
-    units = data.units_of(_inner(layout), parameters, _runs_backward(layout))
+    units = data.group_into_units(_inner(layout), parameters, _runs_backward(layout))
     strategy = ShardingStrategy(layout.strategy)
-    shard, replicate = (axis, ranks), None
+    shard, replicate = (axis, num_ranks), None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         shard, replicate = ("shard", layout.size("shard")), ("replicate", layout.size("replicate"))
     elif strategy is ShardingStrategy.NO_SHARD:
-        shard, replicate = (axis, 1), (axis, ranks)
+        shard, replicate = (axis, 1), (axis, num_ranks)
     if layout.stages is not None and strategy is ShardingStrategy.FULL_SHARD:
         strategy = ShardingStrategy.SHARD_GRAD_OP  # a pipeline's stages keep parameters until the step's end
     dtype = layout.mixed_precision
@@ -149,7 +155,7 @@ def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
     )
 
 
-def _inner(layout: Layout) -> list[str]:
+def _inner(layout: ParallelLayout) -> list[str]:
     """Names of the modules that are units of their own."""
     model = layout.trace.model
 
@@ -162,16 +168,16 @@ def _inner(layout: Layout) -> list[str]:
         return [name for name, module in model.named_modules() if id(module) in chosen]
 
     found: list[str] = (
-        named() if layout.wrap is not None else layout.trace.once(("units", layout.stages is None), named)
+        named() if layout.wrap is not None else layout.trace.cached(("units", layout.stages is None), named)
     )
     return found
 
 
-def _runs_backward(layout: Layout) -> set[str] | None:
+def _runs_backward(layout: ParallelLayout) -> set[str] | None:
     trace = layout.trace
-    if not trace.called:
+    if not trace.has_inputs:
         return None
-    found: set[str] = trace.once(
+    found: set[str] = trace.cached(
         "units that run backward",
         lambda: {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)},
     )

@@ -15,14 +15,14 @@ from axon_nb.parallel.memory import deal_out
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.communication_plan import Traffic, grouped
 
-__all__ = ["Held", "Unit", "ddp", "fill_buckets", "fsdp", "units_of", "zero1"]
+__all__ = ["LocalTensor", "Unit", "ddp", "fill_buckets", "fsdp", "group_into_units", "zero1"]
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
 """DDP sends buffers in parts of about so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """A parameter or a buffer as one rank of the data axis has it before sharding: its part over ``tp``."""
 
     name: str
@@ -50,7 +50,7 @@ class Unit:
 
     name: str
     """Of the module; empty: the model itself."""
-    parameters: tuple[Held, ...]
+    parameters: tuple[LocalTensor, ...]
     runs_backward: bool = True
     """Whether a gradient comes to its output, so that its parameters are wanted again."""
 
@@ -83,7 +83,7 @@ def fill_buckets(sizes: Iterable[tuple[int, object]], limits: Sequence[int]) -> 
 
 
 def ddp(
-    ready: Sequence[Held], buffers: Sequence[Held], *, axis: str, ranks: int, bucket_bytes: float
+    ready: Sequence[LocalTensor], buffers: Sequence[LocalTensor], *, axis: str, num_ranks: int, bucket_bytes: float
 ) -> Iterator[Traffic]:
     """What DDP sends.
 
@@ -91,28 +91,28 @@ def ddp(
         ready: Parameters that get gradients, in that order.
         buffers: Of the model; those of rank 0 are sent before each forward.
         axis: Name of the data axis.
-        ranks: Ranks along it.
+        num_ranks: Ranks along it.
         bucket_bytes: A bucket is full at so many.
     """
     if buffers:
         filled = fill_buckets([(held.nbytes, held.dtype) for held in buffers], [_BROADCAST_BYTES])
         sizes = [sum(buffers[place].nbytes for place in bucket) for bucket in filled]
-        yield Traffic(axis, ranks, "broadcast", "forward", "buffers of rank 0", grouped(sizes))
+        yield Traffic(axis, num_ranks, "broadcast", "forward", "buffers of rank 0", grouped(sizes))
     filled = fill_buckets([(held.nbytes, held.dtype) for held in ready], [int(bucket_bytes)])
     sizes = [sum(ready[place].nbytes for place in bucket) for bucket in filled]
     if sizes[:-1]:
-        yield Traffic(axis, ranks, "all_reduce", "backward", "gradients", grouped(sizes[:-1]), "backward")
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients", grouped(sizes[:-1]), "backward")
     if sizes:
-        yield Traffic(axis, ranks, "all_reduce", "backward", "gradients, last bucket", grouped(sizes[-1:]))
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients, last bucket", grouped(sizes[-1:]))
 
 
 def zero1(
-    parameters: Sequence[Held],
-    ready: Sequence[Held],
-    buffers: Sequence[Held],
+    parameters: Sequence[LocalTensor],
+    ready: Sequence[LocalTensor],
+    buffers: Sequence[LocalTensor],
     *,
     axis: str,
-    ranks: int,
+    num_ranks: int,
     bucket_bytes: float,
     waits: bool,
 ) -> Iterator[Traffic]:
@@ -123,17 +123,17 @@ def zero1(
         ready: As in `ddp`.
         buffers: As in `ddp`.
         axis: As in `ddp`.
-        ranks: As in `ddp`.
+        num_ranks: As in `ddp`.
         bucket_bytes: As in `ddp`.
         waits: Ranks wait for each other before the step, as they do on CPUs.
     """
-    yield from ddp(ready, buffers, axis=axis, ranks=ranks, bucket_bytes=bucket_bytes)
+    yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
     if waits:
-        yield Traffic(axis, ranks, "barrier", "optimizer", "all ranks have come to the step", ((0, 1),))
-    owned = deal_out([math.prod(held.shape) for held in parameters], ranks)
+        yield Traffic(axis, num_ranks, "barrier", "optimizer", "all ranks have come to the step", ((0, 1),))
+    owned = deal_out([math.prod(held.shape) for held in parameters], num_ranks)
     empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank that has none
     sizes = [sum(parameters[i].nbytes for i in places if parameters[i].trained) or empty for places in owned]
-    yield Traffic(axis, ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
+    yield Traffic(axis, num_ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
 
 
 def fsdp(
@@ -178,14 +178,14 @@ def fsdp(
     steps = [("reduce_scatter", axis, ways, sizes)] if ways > 1 else []
     if replicate is not None and replicate[1] > 1:
         steps.append(("all_reduce", *replicate, [size // ways for size in sizes]))
-    for operation, name, ranks, each in steps:
+    for operation, name, num_ranks, each in steps:
         if each[:-1]:
-            yield Traffic(name, ranks, operation, "backward", "gradients", grouped(each[:-1]), "backward")
+            yield Traffic(name, num_ranks, operation, "backward", "gradients", grouped(each[:-1]), "backward")
         if each:
-            yield Traffic(name, ranks, operation, "backward", "gradients, last unit", grouped(each[-1:]))
+            yield Traffic(name, num_ranks, operation, "backward", "gradients, last unit", grouped(each[-1:]))
 
 
-def _padded(held: Held, ways: int) -> int:
+def _padded(held: LocalTensor, ways: int) -> int:
     """Elements of a parameter, its first dimension padded to a multiple of the ranks."""
     rows = held.shape[0] if held.shape else 1
     if not rows:
@@ -193,11 +193,13 @@ def _padded(held: Held, ways: int) -> int:
     return -(-rows // ways) * ways * (math.prod(held.shape) // rows)
 
 
-def _width(held: Held, dtype: torch.dtype | None) -> int:
+def _width(held: LocalTensor, dtype: torch.dtype | None) -> int:
     return (dtype or held.dtype).itemsize
 
 
-def units_of(inner: Sequence[str], parameters: Sequence[Held], backward: Collection[str] | None) -> list[Unit]:
+def group_into_units(
+    inner: Sequence[str], parameters: Sequence[LocalTensor], backward: Collection[str] | None
+) -> list[Unit]:
     """The parameters of each unit, in the order in which modules are made; first those that only the model itself has.
 
     Args:
@@ -205,8 +207,8 @@ def units_of(inner: Sequence[str], parameters: Sequence[Held], backward: Collect
         parameters: As one rank has them, by their names.
         backward: Names of the modules whose outputs need a gradient; None: all.
     """
-    members: dict[str, list[Held]] = {name: [] for name in inner}
-    own: list[Held] = []
+    members: dict[str, list[LocalTensor]] = {name: [] for name in inner}
+    own: list[LocalTensor] = []
     for held in parameters:
         path = held.name
         while path and path not in members:

@@ -12,7 +12,7 @@ from axon_nb.parallel.pipeline.split import balanced, costs_of, sections
 from axon_nb.plan.communication_plan import Traffic
 from axon_nb.plan.step_time_trace import ModelTrace
 
-__all__ = ["Stages", "boundaries", "pipeline", "stages_for"]
+__all__ = ["Stages", "assign_stages", "boundaries", "pipeline"]
 
 _FACTS = 4
 """Numbers that each rank tells the others before a step, of 8 bytes."""
@@ -23,8 +23,8 @@ class Stages:
     """How a model is cut into stages, and where they are."""
 
     schedule: PipelineSchedule
-    ranks: int
-    microbatches: int
+    num_ranks: int
+    num_microbatches: int
     children: tuple[tuple[str, ...], ...]
     """Names of the model's children, by stage."""
 
@@ -33,28 +33,28 @@ class Stages:
         """Number of stages."""
         return len(self.children)
 
-    def held(self, rank: int) -> list[int]:
+    def on_rank(self, rank: int) -> list[int]:
         """Stages of a rank."""
-        return stages_of(self.schedule, rank, num_ranks=self.ranks, num_stages=self.count)
+        return stages_of(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.count)
 
     @cached_property
     def owner(self) -> dict[int, int]:
         """Rank of each stage."""
-        return {stage: rank for rank in range(self.ranks) for stage in self.held(rank)}
+        return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
 
     @cached_property
-    def among(self) -> dict[str, int]:
+    def rank_of_child(self) -> dict[str, int]:
         """Rank of each child."""
         owner = self.owner
         return {name: owner[stage] for stage, names in enumerate(self.children) for name in names}
 
 
-def stages_for(
+def assign_stages(
     trace: ModelTrace,
     *,
-    ranks: int,
+    num_ranks: int,
     schedule: PipelineSchedule | str,
-    microbatches: int | None,
+    num_microbatches: int | None,
     num_stages: int | None,
     at: Sequence[str] | None,
 ) -> Stages:
@@ -62,9 +62,9 @@ def stages_for(
 
     Args:
         trace: Of the model.
-        ranks: Of the pipeline.
+        num_ranks: Of the pipeline.
         schedule: Its name.
-        microbatches: Of a batch; None: as many as stages.
+        num_microbatches: Of a batch; None: as many as stages.
         num_stages: None: one a rank, or two where the schedule has several.
         at: Children that begin a new stage; None: stages have about as many parameters.
 
@@ -72,16 +72,16 @@ def stages_for(
         UsageError: the model is no Sequential, or the numbers do not fit the schedule.
     """
     chosen = PipelineSchedule.of(schedule)
-    count = default_num_stages(chosen, ranks) if num_stages is None else num_stages
+    count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
     at = [at] if isinstance(at, str) else at
-    names = _cut(trace, at) if at is not None else trace.once(("stages", count), lambda: _balanced(trace, count))
-    given = len(names) if microbatches is None else microbatches
-    check_counts(chosen, num_ranks=ranks, num_stages=len(names), num_microbatches=given)
-    return Stages(chosen, ranks, given, names)
+    names = _cut(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
+    given = len(names) if num_microbatches is None else num_microbatches
+    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=given)
+    return Stages(chosen, num_ranks, given, names)
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
-    costs: dict[str, float] = trace.once("costs of children", lambda: costs_of(trace.model, "params"))
+    costs: dict[str, float] = trace.cached("costs of children", lambda: costs_of(trace.model, "params"))
     return _cut(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
 
 
@@ -99,13 +99,13 @@ def boundaries(trace: ModelTrace, stages: Stages) -> list[tuple[int, int]]:
     for names in stages.children[:-1]:
         facts = trace.outputs[names[-1]]
         rows = facts[0].shape[0] if facts and facts[0].shape else 0
-        if not rows or rows % stages.microbatches:
+        if not rows or rows % stages.num_microbatches:
             raise UsageError(
-                f"a batch of {rows} samples in {stages.microbatches} microbatches: {rows} is no multiple of "
-                f"{stages.microbatches}; give another batch or microbatches=."
+                f"a batch of {rows} samples in {stages.num_microbatches} microbatches: {rows} is no multiple of "
+                f"{stages.num_microbatches}; give another batch or num_microbatches=."
             )
-        forward = sum(fact.nbytes for fact in facts) // stages.microbatches
-        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.microbatches
+        forward = sum(fact.nbytes for fact in facts) // stages.num_microbatches
+        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.num_microbatches
         found.append((forward, backward))
     return found
 
@@ -118,10 +118,16 @@ def pipeline(trace: ModelTrace, stages: Stages, *, shares: Mapping[str, int] | N
         stages: How it is cut.
         shares: Children whose output each rank of ``tp`` has one of so many parts of.
     """
-    owner, count, ranks = stages.owner, stages.microbatches, stages.ranks
-    for place in range(ranks):
+    owner, count, num_ranks = stages.owner, stages.num_microbatches, stages.num_ranks
+    for pp_rank in range(num_ranks):
         yield Traffic(
-            "pp", ranks, "all_gather", "forward", "agreement on the batch", ((ranks * _FACTS * 8, 1),), place=place
+            "pp",
+            num_ranks,
+            "all_gather",
+            "forward",
+            "agreement on the batch",
+            ((num_ranks * _FACTS * 8, 1),),
+            pp_rank=pp_rank,
         )
     for stage, sizes in enumerate(boundaries(trace, stages)):
         first, second = owner[stage], owner[stage + 1]
@@ -133,5 +139,5 @@ def pipeline(trace: ModelTrace, stages: Stages, *, shares: Mapping[str, int] | N
             if size:
                 what = f"{'activations' if phase == 'forward' else 'gradients'} between stages {stage} and {stage + 1}"
                 messages = ((size, count),)
-                yield Traffic("pp", ranks, "send", phase, what, messages, phase, source)
-                yield Traffic("pp", ranks, "recv", phase, what, messages, phase, target)
+                yield Traffic("pp", num_ranks, "send", phase, what, messages, phase, source)
+                yield Traffic("pp", num_ranks, "recv", phase, what, messages, phase, target)

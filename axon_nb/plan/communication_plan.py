@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CommunicationPlan", "Traffic", "grouped"]
 
-_HEAD = ("axis", "ranks", "collective", "when", "what for", "calls", "bytes", "sent by a rank", "time, ms")
+_HEAD = ("axis", "num_ranks", "collective", "when", "what for", "calls", "bytes", "sent by a rank", "time, ms")
 _MIB = 1024.0 * 1024.0
 
 
@@ -28,7 +28,7 @@ class Traffic:
 
     axis: str
     """The mesh axis over which they go."""
-    ranks: int
+    num_ranks: int
     """Ranks along it."""
     operation: str
     """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or ``barrier``."""
@@ -38,9 +38,9 @@ class Traffic:
     """What for, in words."""
     messages: tuple[tuple[int, int], ...]
     """(bytes, calls): the whole tensor, which is what an all_gather ends with and a reduce_scatter starts from."""
-    behind: str = ""
+    overlaps_with: str = ""
     """The phase whose computation goes on meanwhile; empty: nothing does."""
-    place: int = 0
+    pp_rank: int = 0
     """The rank along ``pp`` that makes them; 0 without a pipeline."""
     seconds: float | None = None
     """How long they take one after the other; None: there is no link. Of what is received: 0, for it is in `send`."""
@@ -60,7 +60,7 @@ class Traffic:
         """Bytes that the rank sends, if collectives go in a ring."""
         if self.operation == "recv":
             return 0
-        _, volume = rounds_and_volume(self.operation, self.ranks)
+        _, volume = rounds_and_volume(self.operation, self.num_ranks)
         return round(volume * self.bytes)
 
     def timed(self, link: Link | None) -> Traffic:
@@ -69,9 +69,9 @@ class Traffic:
             return self
         seconds = 0.0
         if self.operation != "recv":
-            seconds = sum(count * link.seconds(self.operation, size, self.ranks) for size, count in self.messages)
+            seconds = sum(count * link.seconds(self.operation, size, self.num_ranks) for size, count in self.messages)
         return Traffic(
-            self.axis, self.ranks, self.operation, self.phase, self.purpose, self.messages, self.behind, self.place,
+            self.axis, self.num_ranks, self.operation, self.phase, self.purpose, self.messages, self.overlaps_with, self.pp_rank,
             seconds,
         )  # fmt: skip
 
@@ -92,7 +92,7 @@ class CommunicationPlan:
     """What the numbers rest on."""
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def pp_ranks(self) -> tuple[int, ...]:
         """Ranks along ``pp``."""
         return tuple(range(self.mesh.get("pp", 1)))
 
@@ -102,7 +102,7 @@ class CommunicationPlan:
         axis: str | None = None,
         operation: str | None = None,
         phase: str | None = None,
-        place: int | None = None,
+        pp_rank: int | None = None,
     ) -> tuple[Traffic, ...]:
         """Some of the rows.
 
@@ -110,36 +110,36 @@ class CommunicationPlan:
             axis: Of this axis alone.
             operation: Of this operation alone.
             phase: Of this phase alone.
-            place: Of this rank along ``pp`` alone.
+            pp_rank: Of this rank along ``pp`` alone.
         """
         wanted = {"axis": axis, "operation": operation, "phase": phase}
         asked = {name: value for name, value in wanted.items() if value is not None}
-        rows = self.rows if place is None else self._by_place.get(place, ())
+        rows = self.rows if pp_rank is None else self._by_place.get(pp_rank, ())
         return tuple(row for row in rows if all(getattr(row, name) == value for name, value in asked.items()))
 
     @cached_property
     def _by_place(self) -> dict[int, list[Traffic]]:
         found: dict[int, list[Traffic]] = {}
         for row in self.rows:
-            found.setdefault(row.place, []).append(row)
+            found.setdefault(row.pp_rank, []).append(row)
         return found
 
-    def calls(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
+    def calls(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
         """Calls of one rank in a step."""
-        return sum(row.calls for row in self.select(axis=axis, operation=operation, place=place))
+        return sum(row.calls for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
 
-    def bytes(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
+    def bytes(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
         """Bytes of one rank's calls in a step, whole tensors."""
-        return sum(row.bytes for row in self.select(axis=axis, operation=operation, place=place))
+        return sum(row.bytes for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
 
-    def seconds(self, axis: str | None = None, *, place: int = 0) -> float:
+    def seconds(self, axis: str | None = None, *, pp_rank: int = 0) -> float:
         """Time of one rank's calls, one after the other."""
-        return sum(row.seconds or 0.0 for row in self.select(axis=axis, place=place))
+        return sum(row.seconds or 0.0 for row in self.select(axis=axis, pp_rank=pp_rank))
 
-    def by_operation(self, *, place: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
+    def by_operation(self, *, pp_rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
         """(calls, bytes) by axis and operation, of one rank."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for row in self.select(place=place):
+        for row in self.select(pp_rank=pp_rank):
             calls, size = found.get((row.axis, row.operation), (0, 0))
             found[row.axis, row.operation] = calls + row.calls, size + row.bytes
         return found
@@ -150,9 +150,9 @@ class CommunicationPlan:
 
         return pd.DataFrame(
             {
-                "place": [row.place for row in self.rows],
+                "pp_rank": [row.pp_rank for row in self.rows],
                 "axis": [row.axis for row in self.rows],
-                "ranks": [row.ranks for row in self.rows],
+                "num_ranks": [row.num_ranks for row in self.rows],
                 "operation": [row.operation for row in self.rows],
                 "phase": [row.phase for row in self.rows],
                 "purpose": [row.purpose for row in self.rows],
@@ -166,12 +166,14 @@ class CommunicationPlan:
     def figure(self) -> Any:
         """A plotly figure: what a rank sends by axis and phase, or milliseconds where links are known."""
         timed = bool(self.links)
-        sent = unit_for(sum(row.sent_bytes for row in self.select(place=place)) for place in self.places)
+        sent = unit_for(sum(row.sent_bytes for row in self.select(pp_rank=pp_rank)) for pp_rank in self.pp_ranks)
         value: Callable[[Traffic], float] = (
             (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: sent.of(row.sent_bytes))
         )
-        busiest = max(self.places, key=lambda place: sum(value(row) for row in self.select(place=place)), default=0)
-        rows = [row for row in self.select(place=busiest) if row.operation != "recv"]
+        busiest = max(
+            self.pp_ranks, key=lambda pp_rank: sum(value(row) for row in self.select(pp_rank=pp_rank)), default=0
+        )
+        rows = [row for row in self.select(pp_rank=busiest) if row.operation != "recv"]
         bars = [
             {
                 "type": "bar",
@@ -190,11 +192,11 @@ class CommunicationPlan:
 
     def _summary(self) -> str:
         parts = []
-        for place in self.places:
-            rows = self.select(place=place)
+        for pp_rank in self.pp_ranks:
+            rows = self.select(pp_rank=pp_rank)
             sent = format_bytes(sum(row.sent_bytes for row in rows))
-            who = f"rank {place} of pp" if len(self.places) > 1 else "a rank"
-            time = f" in {format_ms(self.seconds(place=place))} ms" if self.links else ""
+            who = f"rank {pp_rank} of pp" if len(self.pp_ranks) > 1 else "a rank"
+            time = f" in {format_ms(self.seconds(pp_rank=pp_rank))} ms" if self.links else ""
             parts.append(f"{who} makes {sum(row.calls for row in rows)} calls and sends {sent}{time}")
         shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
         return f"{self.title}, a step: {'; '.join(shown)}"
@@ -203,10 +205,10 @@ class CommunicationPlan:
         return [
             (
                 row.axis,
-                str(row.ranks),
+                str(row.num_ranks),
                 row.operation,
                 row.phase,
-                row.purpose + (f" (rank {row.place} of pp)" if len(self.places) > 1 else ""),
+                row.purpose + (f" (rank {row.pp_rank} of pp)" if len(self.pp_ranks) > 1 else ""),
                 str(row.calls),
                 format_bytes(row.bytes),
                 format_bytes(row.sent_bytes),

@@ -67,8 +67,8 @@ def counted(
     for group, name, size in calls:
         if group not in axes or name not in OPERATIONS:
             continue
-        axis, ranks = axes[group]
+        axis, num_ranks = axes[group]
         operation, is_part = OPERATIONS[name]
         before, total = found.get((axis, operation), (0, 0))
-        found[axis, operation] = before + 1, total + size * (ranks if is_part else 1)
+        found[axis, operation] = before + 1, total + size * (num_ranks if is_part else 1)
     return found

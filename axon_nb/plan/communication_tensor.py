@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from axon_nb.plan.communication_data import Held
+from axon_nb.plan.communication_data import LocalTensor
 from axon_nb.plan.communication_plan import Traffic, grouped
 from axon_nb.plan.step_time_trace import ModelTrace, TensorFacts
 
@@ -36,11 +36,11 @@ def tensor_parallel(
     trace: ModelTrace,
     styles: Mapping[str, str],
     *,
-    ranks: int,
+    num_ranks: int,
     sequence: bool,
     parallel_loss: bool,
     parts: int = 1,
-    among: Mapping[str, int] | None = None,
+    rank_of_child: Mapping[str, int] | None = None,
     axis: str = "tp",
 ) -> Iterator[Traffic]:
     """What the ranks of the axis send each other.
@@ -48,28 +48,28 @@ def tensor_parallel(
     Args:
         trace: Of the model, whole, with a rank's batch.
         styles: By name of a module, as `parallelize` takes them.
-        ranks: Along the axis.
+        num_ranks: Along the axis.
         sequence: Between blocks each rank has its own positions.
         parallel_loss: The loss is of logits that are cut over the vocabulary.
         parts: Microbatches that the batch is cut into.
-        among: Rank along ``pp`` of each child of the model; None: there is no pipeline.
+        rank_of_child: Rank along ``pp`` of each child of the model; None: there is no pipeline.
         axis: Its name.
     """
     calls: dict[tuple[int, str, str, str], list[int]] = {}
     for name, style in styles.items():
-        place = 0 if among is None else among[name.partition(".")[0]]
+        pp_rank = 0 if rank_of_child is None else rank_of_child[name.partition(".")[0]]
         for call in _calls(trace, name, style, styles, sequence=sequence):
             once = call.purpose == _NORMS
             sizes = [call.size] if once else [call.size // parts] * parts
-            calls.setdefault((place, call.phase, call.operation, call.purpose), []).extend(sizes)
+            calls.setdefault((pp_rank, call.phase, call.operation, call.purpose), []).extend(sizes)
     if parallel_loss:
-        place = 0 if among is None else max(among.values())
+        pp_rank = 0 if rank_of_child is None else max(rank_of_child.values())
         tokens = _tokens(trace)
         for size in (tokens * 4, 2 * tokens * 4):
-            key = (place, _FORWARD, "all_reduce", "loss of logits in parts")
+            key = (pp_rank, _FORWARD, "all_reduce", "loss of logits in parts")
             calls.setdefault(key, []).extend([size // parts] * parts)
-    for (place, phase, operation, purpose), sizes in calls.items():
-        yield Traffic(axis, ranks, operation, phase, purpose, grouped(sizes), place=place)
+    for (pp_rank, phase, operation, purpose), sizes in calls.items():
+        yield Traffic(axis, num_ranks, operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
 
 
 _NORMS = "gradients of norms"
@@ -126,33 +126,33 @@ def _tokens(trace: ModelTrace) -> int:
     return TensorFacts(logits.shape[:-1], torch.uint8, False).nbytes
 
 
-def local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -> list[Held]:
+def local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
     """Each parameter as one rank of the axis has it.
 
     Args:
         trace: Of the whole model.
         styles: By name of a module.
-        ranks: Along ``tp``.
+        num_ranks: Along ``tp``.
     """
-    found: list[Held] = trace.once(
-        ("local parameters", ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, ranks)
+    found: list[LocalTensor] = trace.cached(
+        ("local parameters", num_ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, num_ranks)
     )
     return found
 
 
-def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], ranks: int) -> list[Held]:
-    ready = set(trace.ready) if trace.called else None
+def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
+    ready = set(trace.ready) if trace.has_inputs else None
     found = []
     for name, parameter in trace.parameters:
         path, _, own = name.rpartition(".")
         shape = list(parameter.shape)
         style = styles.get(path, "")
-        if ranks > 1 and style in CUT:
+        if num_ranks > 1 and style in CUT:
             dim = _cut_dim(trace.model.get_submodule(path), style, own)
             if dim is not None:
-                shape[dim] //= ranks
+                shape[dim] //= num_ranks
         has_grad = parameter.requires_grad if ready is None else name in ready
-        found.append(Held(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
+        found.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
     return found
 
 

@@ -31,7 +31,7 @@ class Cost:
 
     latency_s: float
     """Seconds of a round, however small its messages (alpha)."""
-    byte_s: float
+    s_per_byte: float
     """Seconds of a byte that a rank sends (beta)."""
 
 
@@ -93,7 +93,7 @@ class Link:
     name: str
     latency_s: float
     """Seconds of one message, however small, between neighbours."""
-    bandwidth: float
+    bandwidth_bytes_per_s: float
     """Bytes a second that a rank sends, in one direction."""
     source: str = ""
     """Where the numbers are from."""
@@ -105,11 +105,11 @@ class Link:
     """What `calibrate` has found, by operation; each counts by the ring's rounds and volume. Others: as above."""
 
     def __post_init__(self) -> None:
-        numbers = self.latency_s, self.bandwidth, self.call_s
+        numbers = self.latency_s, self.bandwidth_bytes_per_s, self.call_s
         known = all(isinstance(value, Real) for value in numbers)
-        if not known or not (self.bandwidth > 0 and self.latency_s >= 0 and self.call_s >= 0):
+        if not known or not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0 and self.call_s >= 0):
             raise UsageError(
-                f"link {self.name!r}: latency {self.latency_s!r} s, {self.call_s!r} s a call, {self.bandwidth!r} bytes "
+                f"link {self.name!r}: latency {self.latency_s!r} s, {self.call_s!r} s a call, {self.bandwidth_bytes_per_s!r} bytes "
                 "a second: times are 0 or more, and the bandwidth is above 0."
             )
         if self.algorithm not in ALGORITHMS:
@@ -131,11 +131,11 @@ class Link:
         cost = self.measured.get(operation)
         if cost is not None:
             rounds, volume = rounds_and_volume(operation, num_ranks)
-            return self.call_s + rounds * cost.latency_s + volume * num_bytes * cost.byte_s
+            return self.call_s + rounds * cost.latency_s + volume * num_bytes * cost.s_per_byte
         names = ("ring", "tree") if self.algorithm == "auto" else (self.algorithm,)
         ways = [rounds_and_volume(operation, num_ranks, name) for name in names]
         return self.call_s + min(
-            rounds * self.latency_s + volume * num_bytes / self.bandwidth for rounds, volume in ways
+            rounds * self.latency_s + volume * num_bytes / self.bandwidth_bytes_per_s for rounds, volume in ways
         )
 
     def scaled(self, efficiency: float) -> Link:
@@ -147,12 +147,18 @@ class Link:
         given: Any = efficiency
         if not isinstance(given, Real) or not 0 < float(given) <= 1:
             raise UsageError(f"efficiency={efficiency!r}: a share of the bandwidth, above 0 and up to 1, such as 0.8.")
-        costs = {name: replace(cost, byte_s=cost.byte_s / efficiency) for name, cost in self.measured.items()}
+        costs = {name: replace(cost, s_per_byte=cost.s_per_byte / efficiency) for name, cost in self.measured.items()}
         source = f"{self.source}; at {efficiency:.0%} of its bandwidth"
-        return replace(self, bandwidth=self.bandwidth * efficiency, source=source, measured=costs)
+        return replace(
+            self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * efficiency, source=source, measured=costs
+        )
 
     def __str__(self) -> str:
-        speed = f"{format_bytes(round(self.bandwidth))}/s" if math.isfinite(self.bandwidth) else "any bandwidth"
+        speed = (
+            f"{format_bytes(round(self.bandwidth_bytes_per_s))}/s"
+            if math.isfinite(self.bandwidth_bytes_per_s)
+            else "any bandwidth"
+        )
         return (
             f"{self.name}: {1e6 * self.latency_s:.3g} us, {speed}"
             + (f", {1e6 * self.call_s:.3g} us a call" if self.call_s else "")

@@ -14,7 +14,7 @@ from typing import Any
 from axon_nb.errors import UsageError
 from axon_nb.plan.links import Link
 
-__all__ = ["PRESETS", "as_link", "links_of"]
+__all__ = ["PRESETS", "resolve_link", "resolve_links"]
 
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
@@ -67,7 +67,7 @@ PRESETS: Mapping[str, Link] = {
 """By name."""
 
 
-def as_link(given: Link | str) -> Link:
+def resolve_link(given: Link | str) -> Link:
     """The link itself, or the preset of this name.
 
     Raises:
@@ -81,7 +81,7 @@ def as_link(given: Link | str) -> Link:
     return PRESETS[name]
 
 
-def links_of(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
+def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     """The link of each axis.
 
     Args:
@@ -96,10 +96,10 @@ def links_of(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        return dict.fromkeys(axes, as_link(given))
+        return dict.fromkeys(axes, resolve_link(given))
     if "all" in given:
         given = dict.fromkeys(axes, given["all"]) | dict(given)
     lost = [axis for axis, size in axes.items() if size > 1 and axis not in given]
     if lost:
         raise UsageError(f"links has {', '.join(given) or 'nothing'}, and none for the axis {lost[0]!r}: add it.")
-    return {axis: as_link(given[axis]) for axis in axes if axis in given}
+    return {axis: resolve_link(given[axis]) for axis in axes if axis in given}

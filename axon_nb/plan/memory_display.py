@@ -1,4 +1,4 @@
-"""A plan of memory as text, as HTML and as a figure; each in the unit in which its largest number is read best."""
+"""Text, HTML and figure of a memory plan; each uses the unit that suits its largest number."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _LABELS = {
 
 
 def text(plan: MemoryPlan) -> str:
-    """The worst rank's table, and what the numbers rest on."""
+    """The worst rank's table, and the assumptions."""
     return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def html(plan: MemoryPlan) -> str:
-    """The same as a table."""
+    """The same as HTML."""
     return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def figure(plan: MemoryPlan) -> Any:
-    """Stacked bars, two a rank: persistent and peak; of at most 16 ranks, those with the highest peaks."""
+    """Stacked bars, persistent and peak, of up to 16 ranks: those with the highest peaks."""
     ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MOST_RANKS]
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
@@ -55,7 +55,7 @@ def figure(plan: MemoryPlan) -> Any:
 
 
 def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows: what the rank holds, between steps and at its peak."""
+    """Head and rows: the rank's memory between steps and at its peak."""
     unit = unit_for((rank.persistent.total, rank.peak.total))
     parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
     shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
@@ -73,8 +73,8 @@ def _label(part: str) -> str:
 def _title(plan: MemoryPlan) -> str:
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     return (
-        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world} "
-        f"rank{'s' if plan.world > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
+        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world_size} "
+        f"rank{'s' if plan.world_size > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
     )
 
 

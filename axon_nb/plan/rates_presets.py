@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from axon_nb.errors import UsageError
 from axon_nb.plan.step_time_work import Rates
 
-__all__ = ["GPUS", "as_rates"]
+__all__ = ["GPUS", "resolve_rates"]
 
 _REACHED = 0.52
 _TERA = 1e12
@@ -39,7 +39,7 @@ GPUS: Mapping[str, Rates] = dict(
 """By name: a rank's rates, launches of kernels aside."""
 
 
-def as_rates(given: Rates | float | str) -> Rates:
+def resolve_rates(given: Rates | float | str) -> Rates:
     """The rates themselves, those of a GPU by its name, or of a number of floating point operations a second.
 
     Raises:

@@ -12,24 +12,24 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.plan.asked_numbers import check_callable, check_watchers, real_number, whole_number
-from axon_nb.plan.capture_named import by_name
+from axon_nb.plan.asked_numbers import check_callable, check_callbacks, check_int, check_number
+from axon_nb.plan.capture_named import model_by_name
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import Layout, dtype_of, optimizer_of
+from axon_nb.plan.communication_layout import ParallelLayout
 from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
-from axon_nb.plan.links_presets import links_of
-from axon_nb.plan.mesh_axes import OF_ONE_AXIS, one_of
-from axon_nb.plan.rates_presets import as_rates
+from axon_nb.plan.links_presets import resolve_links
+from axon_nb.plan.mesh_axes import SINGLE_AXIS_STRATEGIES, check_choice
+from axon_nb.plan.rates_presets import resolve_rates
 from axon_nb.plan.schedule_plan import SchedulePlan
 from axon_nb.plan.search_layouts import Mesh, meshes
-from axon_nb.plan.search_memory import MemoryEstimate, estimated_memory
+from axon_nb.plan.search_memory import MemoryEstimator, estimate_memory
 from axon_nb.plan.search_plan import Candidate, SearchPlan
 from axon_nb.plan.search_simulate import Simulations
-from axon_nb.plan.search_traces import Traces
+from axon_nb.plan.search_traces import TraceInterpolator
 from axon_nb.plan.step_time_call import predicted
-from axon_nb.plan.step_time_compute import pipelined
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_compute import pipeline_schedule
+from axon_nb.plan.step_time_model import ModelSource, resolve_dtype, resolve_optimizer
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
 from axon_nb.records.quantity import format_bytes
@@ -43,7 +43,7 @@ _NODE = 8
 
 def search(
     model: Any,
-    gpus: int,
+    num_gpus: int,
     memory: float,
     *,
     rates: Rates | float | str | Any = None,
@@ -57,12 +57,12 @@ def search(
     mixed_precision: torch.dtype | str | None = None,
     strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
     schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
-    largest_tp: int = _NODE,
+    max_tp: int = _NODE,
     overlap: float = 1.0,
     simulate: int = 0,
     progress: Callable[[float, str], None] | None = None,
     cancel: threading.Event | None = None,
-    estimate: MemoryEstimate = estimated_memory,
+    estimate: MemoryEstimator = estimate_memory,
 ) -> SearchPlan:
     """Layouts (dp, tp, pp, strategy, microbatches, recomputing) of some GPUs, those that fit and the fastest first.
 
@@ -75,7 +75,7 @@ def search(
     Args:
         model: As in `communication`; a pipeline is looked at where the model is a Sequential, and ``tp`` as
             `parallelize` cuts it by itself.
-        gpus: Number of ranks; all are used.
+        num_gpus: Number of ranks; all are used.
         memory: GiB that each has.
         rates: As in `step_time`; None: those of an H100, in TF32 without `mixed_precision`.
         links: As in `communication`, of the axes ``dp``, ``tp`` and ``pp``; None: NVLink 4 along ``tp`` and among up to
@@ -90,7 +90,7 @@ def search(
         mixed_precision: dtype of forward and backward, as in `FSDP`; of ``ddp`` that of autocast.
         strategies: Of the data axis, or one of them; a pipeline's stages are sharded by shard_grad_op.
         schedule: Of pipelines.
-        largest_tp: Ranks along ``tp`` at most, such as those of a node.
+        max_tp: Ranks along ``tp`` at most, such as those of a node.
         overlap: As in `step_time`.
         simulate: So many of the best are simulated by `memory`, until those at the top are known to fit: some seconds
             each, in a process of its own. 0: all memory is estimated.
@@ -101,63 +101,65 @@ def search(
     Raises:
         UsageError: the numbers make no sense, or the model cannot be traced.
         SimulatorError: the simulator's process failed.
-        Cancelled: `cancel` was set.
+        PlanCancelledError: `cancel` was set.
     """
-    _check(gpus, memory, batch, overlap, seq=seq, largest_tp=largest_tp, simulate=simulate)
+    _check(num_gpus, memory, batch, overlap, seq=seq, max_tp=max_tp, simulate=simulate)
     check_callable("loss", loss, "of the output, and of the target where there is one, to a number")
-    check_watchers(progress, cancel)
-    samples = 2 * gpus if batch is None else batch
-    kinds, dtype = _strategies(strategies), dtype_of(mixed_precision)
-    model = by_name(model)
-    given = Given(model, inputs, target, loss, seq=seq)
-    make = optimizer_of(optimizer)
-    chosen = as_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
-    wires = ({"all": "nvlink4" if gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
+    check_callbacks(progress, cancel)
+    samples = 2 * num_gpus if batch is None else batch
+    kinds, dtype = _strategies(strategies), resolve_dtype(mixed_precision)
+    model = model_by_name(model)
+    given = ModelSource(model, inputs, target, loss, seq=seq)
+    make = resolve_optimizer(optimizer)
+    chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
+    wires = ({"all": "nvlink4" if num_gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
     ask = _Ask(given, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory * _GIB)
-    traces = Traces(given, make, dtype)
+    traces = TraceInterpolator(given, make, dtype)
     found: list[Candidate] = []
-    for mesh in meshes(int(gpus), int(samples), largest_tp=largest_tp):
+    for mesh in meshes(int(num_gpus), int(samples), max_tp=max_tp):
         if mesh.reason:
             found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
         else:
             found += ask.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
     each = f"{memory:g} GiB" if memory >= 1 else format_bytes(round(memory * _GIB))
     plan = SearchPlan(
-        f"{gpus} GPUs of {each}, {samples} samples a step",
-        tuple(sorted(found, key=lambda one: one.rank_key)),
-        tuple(ask.notes(int(gpus))),
+        f"{num_gpus} GPUs of {each}, {samples} samples a step",
+        tuple(sorted(found, key=lambda one: one.sort_key)),
+        tuple(ask.notes(int(num_gpus))),
         int(samples),
     )
     if not simulate:
         return plan
     options = {"seq": seq, "inputs": inputs, "target": target, "loss": loss, "optimizer": optimizer}
     options |= {"mixed_precision": mixed_precision, "schedule": ask.schedule.value}
-    return Simulations(model, options, memory * _GIB, progress, cancel).of_the_best(plan, simulate)
+    return Simulations(model, options, memory * _GIB, progress, cancel).simulate_best(plan, simulate)
 
 
-def _check(gpus: Any, memory: Any, batch: Any, overlap: Any, **whole: Any) -> None:
-    whole_number("gpus", gpus, what="ranks")
-    real_number("memory", memory, rule="how many GiB a rank has, above 0, such as 80", least=1e-9)
+def _check(num_gpus: Any, memory: Any, batch: Any, overlap: Any, **whole: Any) -> None:
+    check_int("num_gpus", num_gpus, what="ranks")
+    check_number("memory", memory, rule="how many GiB a rank has, above 0, such as 80", least=1e-9)
     if batch is not None:
-        whole_number("batch", batch, what="samples over all ranks")
-    real_number("overlap", overlap, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)
+        check_int("batch", batch, what="samples over all ranks")
+    check_number("overlap", overlap, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)
     for name, given in whole.items():
         if given is not None or name != "seq":
-            whole_number(name, given, least=0 if name == "simulate" else 1)
+            check_int(name, given, least=0 if name == "simulate" else 1)
 
 
 def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
     names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not names:
-        raise UsageError(f"strategies={given!r}: one or more of {', '.join(OF_ONE_AXIS)}.")
-    return [one_of("strategies", str(getattr(name, "value", name)).lower(), OF_ONE_AXIS) for name in names]
+        raise UsageError(f"strategies={given!r}: one or more of {', '.join(SINGLE_AXIS_STRATEGIES)}.")
+    return [
+        check_choice("strategies", str(getattr(name, "value", name)).lower(), SINGLE_AXIS_STRATEGIES) for name in names
+    ]
 
 
 @dataclass(frozen=True)
 class _Ask:
     """What all layouts have in common."""
 
-    given: Given
+    given: ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
     schedule: PipelineSchedule
@@ -168,7 +170,7 @@ class _Ask:
     limit: float
     """Bytes of a rank."""
 
-    def candidates(self, mesh: Mesh, batch: int, trace: ModelTrace, estimate: MemoryEstimate) -> Iterator[Candidate]:
+    def candidates(self, mesh: Mesh, batch: int, trace: ModelTrace, estimate: MemoryEstimator) -> Iterator[Candidate]:
         """All layouts on one mesh, judged.
 
         Args:
@@ -178,7 +180,7 @@ class _Ask:
             estimate: Bytes by part.
         """
         said = set()
-        for count in mesh.microbatches:
+        for count in mesh.num_microbatches:
             plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count)
             try:
                 base = self._layout(mesh, batch, count, trace)
@@ -191,16 +193,16 @@ class _Ask:
                 said.add(reason)
                 yield replace(plain, reason=reason)
 
-    def _layout(self, mesh: Mesh, batch: int, microbatches: int, trace: ModelTrace) -> Layout:
-        return Layout(
+    def _layout(self, mesh: Mesh, batch: int, num_microbatches: int, trace: ModelTrace) -> ParallelLayout:
+        return ParallelLayout(
             replace(self.given, batch=batch),
             mesh.axes,
             self._of(mesh.pp, mesh.dp)[0],
             mixed_precision=self.dtype,
             schedule=self.schedule,
-            microbatches=microbatches if mesh.pp > 1 else None,
+            num_microbatches=num_microbatches if mesh.pp > 1 else None,
             optimizer=self.optimizer,
-            known=trace,
+            known_trace=trace,
         )
 
     def _of(self, pp: int, dp: int) -> Sequence[str]:
@@ -209,23 +211,23 @@ class _Ask:
             return ("shard_grad_op",)
         return self.strategies if dp > 1 else ("full_shard",)
 
-    def _judged(self, plain: Candidate, base: Layout, estimate: MemoryEstimate) -> Iterator[Candidate]:
-        for recompute in (False, True):
+    def _judged(self, plain: Candidate, base: ParallelLayout, estimate: MemoryEstimator) -> Iterator[Candidate]:
+        for activation_checkpointing in (False, True):
             plan: SchedulePlan | None = None
             for strategy in self._of(plain.pp, plain.dp):
-                layout = replace(base, strategy=strategy, recompute=recompute)
+                layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 traffic = traffic_of(layout, self.links)
                 if layout.stages is not None and plan is None:
-                    plan = pipelined(layout, traffic, self.rates)
+                    plan = pipeline_schedule(layout, traffic, self.rates)
                 step = predicted(layout, traffic, self.rates, self.overlap, plan=plan)
-                one = replace(plain, strategy=strategy, recompute=recompute)
+                one = replace(plain, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 yield one.judged(estimate(layout), step.total_s, self.limit)
 
-    def notes(self, gpus: int) -> Iterator[str]:
+    def notes(self, num_gpus: int) -> Iterator[str]:
         """What the numbers rest on."""
         computed = "as the model is made" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
-        links = links_of(self.links, dict.fromkeys(("dp", "tp", "pp"), gpus))
+        links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
         axes: dict[str, list[str]] = {}
         for axis, link in links.items():
             axes.setdefault(str(link), []).append(axis)

@@ -18,7 +18,7 @@ class Mesh:
     dp: int
     tp: int
     pp: int
-    microbatches: tuple[int, ...] = (1,)
+    num_microbatches: tuple[int, ...] = (1,)
     """Numbers of them to be tried."""
     reason: str = ""
     """Why the batch cannot be dealt out so; empty: it can."""
@@ -29,17 +29,17 @@ class Mesh:
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
 
-def meshes(gpus: int, batch: int, *, largest_tp: int) -> Iterator[Mesh]:
+def meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[Mesh]:
     """All meshes of so many ranks.
 
     Args:
-        gpus: Ranks.
+        num_gpus: Ranks.
         batch: Samples of a step, over all ranks.
-        largest_tp: Ranks along ``tp`` at most.
+        max_tp: Ranks along ``tp`` at most.
     """
-    for tp in _divisors(gpus, largest_tp):
-        for pp in _divisors(gpus // tp, gpus // tp):
-            yield _mesh(gpus // tp // pp, tp, pp, batch)
+    for tp in _divisors(num_gpus, max_tp):
+        for pp in _divisors(num_gpus // tp, num_gpus // tp):
+            yield _mesh(num_gpus // tp // pp, tp, pp, batch)
 
 
 def _mesh(dp: int, tp: int, pp: int, batch: int) -> Mesh:

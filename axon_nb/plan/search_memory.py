@@ -14,19 +14,19 @@ from axon_nb.parallel.memory import model_states
 from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.parallel.pipeline.memory import PipelineMemoryStats
 from axon_nb.parallel.strategies import ShardingStrategy
-from axon_nb.plan.communication_data import Held
-from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.communication_data import LocalTensor
+from axon_nb.plan.communication_layout import ParallelLayout
 
-__all__ = ["ALLOWANCE", "MemoryEstimate", "estimated_memory"]
+__all__ = ["ALLOWANCE", "MemoryEstimator", "estimate_memory"]
 
-MemoryEstimate = Callable[[Layout], dict[str, int]]
+MemoryEstimator = Callable[[ParallelLayout], dict[str, int]]
 """Bytes by part, of the rank that needs most."""
 
 ALLOWANCE = 0.05
 """Of all else, for what CUDA's allocator cannot use: as in `axon_nb.plan.memory`."""
 
 
-def estimated_memory(layout: Layout) -> dict[str, int]:
+def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
     """Bytes by part, of the fullest rank along ``pp``.
 
     - ``model states`` are exact (`axon_nb.parallel.memory`).
@@ -42,19 +42,19 @@ def estimated_memory(layout: Layout) -> dict[str, int]:
         layout: The layout.
     """
     return max(
-        (_of_place(layout, held, place) for place, held in enumerate(layout.parameters_at)),
+        (_of_place(layout, held, pp_rank) for pp_rank, held in enumerate(layout.parameters_by_pp_rank)),
         key=lambda parts: sum(parts.values()),
     )
 
 
-def _of_place(layout: Layout, held: Sequence[Held], place: int) -> dict[str, int]:
+def _of_place(layout: ParallelLayout, held: Sequence[LocalTensor], pp_rank: int) -> dict[str, int]:
     whole, gradients = _whole(layout, held)
     parts = {
         "model states": _states(layout, held),
         "whole parameters": whole,
         "gradients": gradients,
-        "activations": _activations(layout, place),
-        "temporary": _temporary(layout, place),
+        "activations": _activations(layout, pp_rank),
+        "temporary": _temporary(layout, pp_rank),
     }
     if layout.device == "cuda":
         parts["fragmentation"] = round(ALLOWANCE * sum(parts.values()))
@@ -76,9 +76,9 @@ class _Asked(OptimizerKind):
         return self._known[key]
 
 
-def _states(layout: Layout, held: Sequence[Held]) -> int:
+def _states(layout: ParallelLayout, held: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
-    kind: OptimizerKind = layout.trace.once(("states of", make), lambda: _Asked(make))
+    kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _Asked(make))
     whole = layout.strategy == "ddp"
     states = model_states(
         [(h.shape, h.dtype, h.trained) for h in held],
@@ -89,13 +89,13 @@ def _states(layout: Layout, held: Sequence[Held]) -> int:
     return states.total_bytes
 
 
-def _whole(layout: Layout, held: Sequence[Held]) -> tuple[int, int]:
+def _whole(layout: ParallelLayout, held: Sequence[LocalTensor]) -> tuple[int, int]:
     """Bytes of whole parameters, and of their gradients besides the model states."""
-    ranks = layout.size(layout.data_axis)
+    num_ranks = layout.size(layout.data_axis)
     if layout.strategy in ("ddp", "optimizer_state"):
         cast = sum(h.elements * layout.mixed_precision.itemsize for h in held) if layout.mixed_precision else 0
-        return cast, sum(h.nbytes for h in held if h.has_grad) if ranks > 1 else 0
-    if ranks == 1 and layout.mixed_precision is None:
+        return cast, sum(h.nbytes for h in held if h.has_grad) if num_ranks > 1 else 0
+    if num_ranks == 1 and layout.mixed_precision is None:
         return 0, 0
     units: dict[str, int] = {}
     trained: dict[str, int] = {}
@@ -113,17 +113,17 @@ def _whole(layout: Layout, held: Sequence[Held]) -> tuple[int, int]:
     return sum(largest if stay else largest[:2]), max(trained.values(), default=0) + max(reduced.values(), default=0)
 
 
-def _children(layout: Layout, place: int) -> list[str]:
+def _children(layout: ParallelLayout, pp_rank: int) -> list[str]:
     """Of the model, on one rank along ``pp``; what is outside of all children is on the last one."""
     trace, stages = layout.trace, layout.stages
     names = ("", *(name for name, _ in trace.model.named_children()))
     if stages is None:
         return list(names)
-    owner, last = stages.among, stages.owner[stages.count - 1]
-    return [name for name in names if owner.get(name, last) == place]
+    owner, last = stages.rank_of_child, stages.owner[stages.count - 1]
+    return [name for name in names if owner.get(name, last) == pp_rank]
 
 
-def _saved(layout: Layout) -> dict[str, int]:
+def _saved(layout: ParallelLayout) -> dict[str, int]:
     """What forward keeps on one rank along ``tp``, by child.
 
     What is computed from the output of a column layer is cut, until a row layer sums it up; with sequence parallelism
@@ -140,34 +140,34 @@ def _saved(layout: Layout) -> dict[str, int]:
     return found
 
 
-def _activations(layout: Layout, place: int) -> int:
+def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     trace, stages = layout.trace, layout.stages
-    children, each = _children(layout, place), _saved(layout)
+    children, each = _children(layout, pp_rank), _saved(layout)
     saved = {name: each.get(name, 0) for name in children}
-    if layout.recompute:
+    if layout.activation_checkpointing:
         kept = sum(sum(fact.nbytes for fact in trace.outputs.get(name, ())) for name in children if name)
         parts = kept + saved.get("", 0), max((size for name, size in saved.items() if name), default=0)
     else:
         parts = sum(saved.values()), 0
     if stages is None:
         return sum(parts)
-    live = trace.once(
-        ("live microbatches", stages.schedule, stages.ranks, stages.count, stages.microbatches),
+    live = trace.cached(
+        ("live microbatches", stages.schedule, stages.num_ranks, stages.count, stages.num_microbatches),
         lambda: PipelineMemoryStats.of(
             stages.schedule,
-            num_ranks=stages.ranks,
-            num_microbatches=stages.microbatches,
+            num_ranks=stages.num_ranks,
+            num_microbatches=stages.num_microbatches,
             num_stages=stages.count,
         ),
     )
-    count = len(stages.held(place)) * stages.microbatches
-    return int(parts[0] * live.peak_per_rank[place] // count + parts[1] // stages.microbatches)
+    count = len(stages.on_rank(pp_rank)) * stages.num_microbatches
+    return int(parts[0] * live.peak_per_rank[pp_rank] // count + parts[1] // stages.num_microbatches)
 
 
-def _temporary(layout: Layout, place: int) -> int:
+def _temporary(layout: ParallelLayout, pp_rank: int) -> int:
     largest = layout.trace.largest_outputs
     sizes = [
-        largest.get(name, 0) // (layout.size("tp") if name in layout.cut_children else 1)
-        for name in _children(layout, place)
+        largest.get(name, 0) // (layout.size("tp") if name in layout.sharded_children else 1)
+        for name in _children(layout, pp_rank)
     ]
-    return max(sizes, default=0) // (1 if layout.stages is None else layout.stages.microbatches)
+    return max(sizes, default=0) // (1 if layout.stages is None else layout.stages.num_microbatches)

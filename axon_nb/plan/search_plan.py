@@ -19,7 +19,17 @@ __all__ = ["Candidate", "SearchPlan"]
 _GIB = 1024.0**3
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
-_HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "recompute", "step, ms", "memory, {}", "why not")
+_HEAD = (
+    "dp",
+    "tp",
+    "pp",
+    "strategy",
+    "num_microbatches",
+    "activation_checkpointing",
+    "step, ms",
+    "memory, {}",
+    "why not",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +41,8 @@ class Candidate:
     pp: int
     strategy: str = ""
     """Of the data axis; empty: none was tried."""
-    microbatches: int = 1
-    recompute: bool = False
+    num_microbatches: int = 1
+    activation_checkpointing: bool = False
     """Whether activations are computed again in backward."""
     step_s: float = float("inf")
     """Seconds of a step; infinite where it cannot be."""
@@ -54,7 +64,7 @@ class Candidate:
         return sum(self.memory.values())
 
     @property
-    def rank_key(self) -> tuple[bool, bool, float, float]:
+    def sort_key(self) -> tuple[bool, bool, float, float]:
         """By which candidates are sorted: those that fit by time, the others by how much they need."""
         numbers = (self.step_s, self.memory_bytes)
         return not self.fits, not self.memory, *(numbers if self.fits else numbers[::-1])
@@ -69,9 +79,9 @@ class Candidate:
             "mesh": {"pp": self.pp, "dp": self.dp, "tp": self.tp},
             "strategy": self.strategy or "full_shard",
             "batch": batch // self.dp,
-            "checkpointing": True if self.recompute else None,
+            "activation_checkpointing": True if self.activation_checkpointing else None,
         }
-        return options | ({"microbatches": self.microbatches} if self.pp > 1 else {})
+        return options | ({"num_microbatches": self.num_microbatches} if self.pp > 1 else {})
 
     def judged(self, memory: Mapping[str, int], step_s: float, limit: float) -> Candidate:
         """The same, with its memory in bytes and its time; rejected when it needs more than the limit."""
@@ -108,11 +118,22 @@ class SearchPlan:
         import pandas as pd
 
         rows = [
-            (c.dp, c.tp, c.pp, c.strategy, c.microbatches, c.recompute, 1e3 * c.step_s if c.memory else None,
+            (c.dp, c.tp, c.pp, c.strategy, c.num_microbatches, c.activation_checkpointing, 1e3 * c.step_s if c.memory else None,
              c.memory_bytes / _GIB if c.memory else None, c.fits, c.reason, c.simulated)
             for c in self.candidates
         ]  # fmt: skip
-        names = ["dp", "tp", "pp", "strategy", "microbatches", "recompute", "step_ms", "memory_gib", "fits", "reason"]
+        names = [
+            "dp",
+            "tp",
+            "pp",
+            "strategy",
+            "num_microbatches",
+            "activation_checkpointing",
+            "step_ms",
+            "memory_gib",
+            "fits",
+            "reason",
+        ]
         return pd.DataFrame(rows, columns=[*names, "simulated"])
 
     def figure(self) -> Any:
@@ -162,8 +183,8 @@ class SearchPlan:
                 str(c.tp),
                 str(c.pp),
                 c.strategy if c.dp > 1 else "",
-                str(c.microbatches) if c.memory else "",
-                "yes" if c.recompute else "",
+                str(c.num_microbatches) if c.memory else "",
+                "yes" if c.activation_checkpointing else "",
                 format_ms(c.step_s) if c.memory else "",
                 f"{unit.text(c.memory_bytes, decimals=2)}{' (simulated)' if c.simulated else ''}" if c.memory else "",
                 c.reason,
@@ -186,7 +207,7 @@ def _words(one: Candidate) -> str:
     if one.dp > 1:
         parts.append(one.strategy)
     if one.pp > 1:
-        parts.append(f"{one.microbatches} microbatches")
-    if one.recompute:
+        parts.append(f"{one.num_microbatches} microbatches")
+    if one.activation_checkpointing:
         parts.append("recomputing")
     return ", ".join(parts) or "one GPU"

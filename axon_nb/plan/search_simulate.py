@@ -16,7 +16,7 @@ from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import check_model, dtype_name
 from axon_nb.plan.search_memory import ALLOWANCE
 from axon_nb.plan.search_plan import Candidate, SearchPlan
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
 __all__ = ["Simulations", "simulated"]
 
@@ -33,7 +33,7 @@ class Simulations:
     progress: Callable[[float, str], None] | None = None
     cancel: threading.Event | None = None
 
-    def of_the_best(self, plan: SearchPlan, count: int) -> SearchPlan:
+    def simulate_best(self, plan: SearchPlan, count: int) -> SearchPlan:
         """The same search, in which the first ones have been simulated and still fit.
 
         Args:
@@ -43,12 +43,12 @@ class Simulations:
         Raises:
             PlanError: the model cannot be sent to the simulator's process.
             SimulatorError: that process failed.
-            Cancelled: it was called off.
+            PlanCancelledError: it was called off.
         """
         check_model(self.model)
         candidates, refused = list(plan.candidates), set[int]()
         while True:
-            candidates.sort(key=lambda one: one.rank_key)
+            candidates.sort(key=lambda one: one.sort_key)
             best = [one for one in candidates if one.fits and id(one) not in refused][:count]
             todo = [one for one in best if not one.simulated]
             if not todo:
@@ -74,7 +74,7 @@ class Simulations:
                 f"simulate={len(todo)}: the model, its inputs or its loss cannot be sent to another process ({error}): "
                 "give functions that make what they need, or simulate=0."
             ) from error
-        found: list[MemoryPlan | str] = run_apart(
+        found: list[MemoryPlan | str] = run_in_process(
             f"{__name__}:simulated", task, progress=self.progress, cancel=self.cancel
         )
         return found

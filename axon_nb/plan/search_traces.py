@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace, TensorFacts, trace_model
 from axon_nb.plan.step_time_work import Work
 
-__all__ = ["Traces", "between"]
+__all__ = ["TraceInterpolator", "between"]
 
 _Facts = dict[str, tuple[TensorFacts, ...]]
 _Key = TypeVar("_Key")
@@ -24,7 +24,7 @@ class _Apart(Exception):
     """Two traces are no two points of a line."""
 
 
-class Traces:
+class TraceInterpolator:
     """The trace of a step with each size of a batch.
 
     A batch of one sample is always traced by itself: a size of 1 can spare copies.
@@ -35,7 +35,9 @@ class Traces:
         dtype: In which forward and backward compute; None: as the model is made.
     """
 
-    def __init__(self, given: Given, optimizer: Callable[..., Optimizer] | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, given: ModelSource, optimizer: Callable[..., Optimizer] | None, dtype: torch.dtype | None
+    ) -> None:
         self._given, self._optimizer, self._dtype = given, optimizer, dtype
         self._made: dict[int, ModelTrace] = {}
         self._ends: list[int] = []
@@ -60,7 +62,7 @@ class Traces:
         trace = trace_model(
             replace(self._given, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
         )
-        if not trace.called:
+        if not trace.has_inputs:
             raise UsageError("how long a step takes depends on the batch: give inputs=, described by shapes.")
         if batch > 1 and len(self._ends) < 2:
             self._ends.append(batch)
@@ -74,7 +76,7 @@ class Traces:
         trace.grad_uses = first.grad_uses
         trace.work |= {phase: work for phase, work in first.work.items() if phase == "optimizer"}
         if trace.ready == first.ready:
-            trace.kept = first.kept
+            trace.cache = first.cache
             trace.model = first.model
         return trace
 
@@ -89,7 +91,7 @@ def between(low: ModelTrace, high: ModelTrace, share: tuple[int, int]) -> ModelT
         high: Of another.
         share: (m, n): it is m / n of the way from the one to the other, 0 / n being the one.
     """
-    if low.ready != high.ready or low.kept is not high.kept:
+    if low.ready != high.ready or low.cache is not high.cache:
         return None
     try:
         return replace(

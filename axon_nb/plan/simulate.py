@@ -19,15 +19,15 @@ from axon_nb.plan.copies import together
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.memory_states import StatesOfRanks
-from axon_nb.plan.simulate_depth import DEPTHS, Run, extrapolated, find_run, key_of, line
+from axon_nb.plan.memory_states import ModelStates
+from axon_nb.plan.simulate_depth import DEPTHS, Run, extrapolate_peak, find_block_run, line, moment_key
 from axon_nb.plan.simulate_hooks import fake_world, fakes
-from axon_nb.plan.simulate_model import Question, explained, question_of, tried_optimizer
+from axon_nb.plan.simulate_model import TrainingSetup, checked_optimizer, explain_failure, training_setup
 from axon_nb.plan.simulate_modules import module_rows
-from axon_nb.plan.simulate_pipeline import stages_on
+from axon_nb.plan.simulate_pipeline import stages_on_rank
 from axon_nb.plan.simulate_replay import Moment
 from axon_nb.plan.simulate_step import ran
-from axon_nb.plan.simulate_training import Meshes, Shape, cut_layers, shapes_of
+from axon_nb.plan.simulate_training import RankMeshes, Shape, shapes_of, shard_layers
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["simulate"]
@@ -76,9 +76,9 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     gc.disable()  # what is kept alive by cycles is looked for once, before the step
     gc.freeze()
     report(0.05, "making the model")
-    question = question_of(request)
+    question = training_setup(request)
     whole = _whole(question)
-    states = StatesOfRanks(request, whole.shapes, tried_optimizer(request))
+    states = ModelStates(request, whole.shapes, checked_optimizer(request))
     asked = states.asked()
     alike = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in asked}
     firsts = {kind: rank for rank, kind in reversed(alike.items())}
@@ -108,49 +108,49 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     )
 
 
-def _whole(question: Question) -> _Whole:
+def _whole(question: TrainingSetup) -> _Whole:
     request = question.request
-    with fake_world(0, request.world):
-        meshes = Meshes.of(request)
+    with fake_world(0, request.world_size):
+        meshes = RankMeshes.of(request)
         with fakes():
             model = question.model()
             short = request.extrapolate and meshes.stages is None
-            run = find_run(model, least=DEPTHS[1] + 1) if short else None
+            run = find_block_run(model, least=DEPTHS[1] + 1) if short else None
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(
                     f"{type(model).__name__} has no parameters that are trained: there is no step to plan for."
                 )
-            with explained("cut", "tp_plan= fits the model's layers"):
-                cut_layers(question, model, meshes)
+            with explain_failure("cut", "tp_plan= fits the model's layers"):
+                shard_layers(question, model, meshes)
             if meshes.stages is None:
                 shapes = {0: shapes_of([model])}
             else:
                 places = range(request.size("pp"))
-                shapes = {place: shapes_of(stages_on(request, model, place).values()) for place in places}
+                shapes = {place: shapes_of(stages_on_rank(request, model, place).values()) for place in places}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
             return _Whole(type(model).__name__, num_parameters, shapes, run, held < num_parameters)
 
 
-def _found(question: Question, whole: _Whole, states: StatesOfRanks, rank: int) -> _Found:
+def _found(question: TrainingSetup, whole: _Whole, states: ModelStates, rank: int) -> _Found:
     if whole.run is not None:
         found = _extrapolated(question, whole.run, states, rank)
         if found is not None:
             return found
     one = ran(question, rank)
-    peak = max(one.step.highest(key_of(None, 0)).values(), key=lambda moment: moment.parts.total)
+    peak = max(one.step.highest(moment_key(None, 0)).values(), key=lambda moment: moment.parts.total)
     rows = module_rows(one.modules, peak.activations)
     return _Found(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
 
 
-def _extrapolated(question: Question, run: Run, states: StatesOfRanks, rank: int) -> _Found | None:
+def _extrapolated(question: TrainingSetup, run: Run, states: ModelStates, rank: int) -> _Found | None:
     """From two short versions of the model; None where they do not lie on a line with the whole."""
     both = together([partial(ran, question, rank, run, depth) for depth in DEPTHS])
-    short, long = (one.step.highest(key_of(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
+    short, long = (one.step.highest(moment_key(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
     formula = states.on_device(rank)
     # States that are dealt out whole do not grow evenly with the number of blocks; they are there all the time.
     dealt = formula.optimizer if question.request.strategy == "optimizer_state" else None
-    peak = extrapolated(short, long, run, optimizer=dealt)
+    peak = extrapolate_peak(short, long, run, optimizer=dealt)
     first, second = (one.step.between_steps().parts for one in both)
     parts = line(first, second, run.depth, optimizer=dealt)
     if peak is None or (parts.parameters, parts.gradients, parts.optimizer) != (

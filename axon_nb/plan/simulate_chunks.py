@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["only_needed_chunks"]
+__all__ = ["lazy_chunks"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 
@@ -41,7 +41,7 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def only_needed_chunks() -> Iterator[None]:
+def lazy_chunks() -> Iterator[None]:
     """Within it FSDP makes of a parameter's chunks, which are as many as ranks, only those that it looks at.
 
     Torch makes all of them, twice a parameter: on 1024 ranks that took nine tenths of a plan's time (2.11 to 2.13).

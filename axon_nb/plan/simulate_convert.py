@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["converting"]
+__all__ = ["patched_apply"]
 
 
 @contextlib.contextmanager
-def converting() -> Iterator[None]:
+def patched_apply() -> Iterator[None]:
     """Within it `to`, `half` and the like put new parameters into modules.
 
     `nn.Module._apply` swaps fake tensors for what they become, which fails as torch itself keeps weak references to

@@ -10,7 +10,7 @@ from torch import nn
 from axon_nb.plan.memory_record import PARTS, MemoryParts
 from axon_nb.plan.simulate_replay import Key, Moment
 
-__all__ = ["DEPTHS", "ENDS", "Run", "extrapolated", "find_run", "key_of", "line", "shorten"]
+__all__ = ["DEPTHS", "ENDS", "Run", "extrapolate_peak", "find_block_run", "line", "moment_key", "shorten"]
 
 DEPTHS = (4, 5)
 """Numbers of blocks of the two versions that run: FSDP holds up to three units at once, at either end."""
@@ -32,7 +32,7 @@ class Run:
         return len(self.names)
 
 
-def find_run(model: nn.Module, *, least: int) -> Run | None:
+def find_block_run(model: nn.Module, *, least: int) -> Run | None:
     """The row of equal blocks that has most parameters; None: there is none of at least so many."""
     best: tuple[int, Run] | None = None
     for path, container in model.named_modules():
@@ -78,7 +78,7 @@ def shorten(model: nn.Module, run: Run, depth: int) -> None:
         del container._modules[name.rpartition(".")[2]]
 
 
-def key_of(run: Run | None, depth: int) -> Any:
+def moment_key(run: Run | None, depth: int) -> Any:
     """Names moments of a step so that those of different depths can be told to be the same.
 
     Args:
@@ -115,7 +115,7 @@ def _block_of(module: str, places: dict[str, int]) -> int | None:
     return None
 
 
-def extrapolated(
+def extrapolate_peak(
     short: dict[Key, Moment], long: dict[Key, Moment], run: Run, *, optimizer: int | None = None
 ) -> Moment | None:
     """The highest moment of the whole model, from those of two versions of it.

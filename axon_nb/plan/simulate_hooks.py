@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.simulate_chunks import only_needed_chunks
-from axon_nb.plan.simulate_convert import converting
-from axon_nb.plan.simulate_init import without_values
+from axon_nb.plan.simulate_chunks import lazy_chunks
+from axon_nb.plan.simulate_convert import patched_apply
+from axon_nb.plan.simulate_init import skip_init
 
 __all__ = [
     "GLOO_COPIES",
@@ -142,7 +142,7 @@ def fakes() -> Iterator[FakeTensorMode]:
 @contextlib.contextmanager
 def _lighter() -> Iterator[None]:
     """Within it is left out what takes time and changes no size."""
-    with converting(), without_values(), only_needed_chunks(), _remembering():
+    with patched_apply(), skip_init(), lazy_chunks(), _remembering():
         yield
 
 

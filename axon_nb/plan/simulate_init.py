@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import init
 
-__all__ = ["without_values"]
+__all__ = ["skip_init"]
 
 
 @contextlib.contextmanager
-def without_values() -> Iterator[None]:
+def skip_init() -> Iterator[None]:
     """Within it the functions of `torch.nn.init` leave a tensor as it is.
 
     There are no values to set, and to fill a tensor without data takes as long as any operation on it; some, such as

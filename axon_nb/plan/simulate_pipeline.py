@@ -16,11 +16,11 @@ from axon_nb.parallel.pipeline.split import Section, balanced, costs_of, section
 from axon_nb.parallel.pipeline.torch_hooks import schedule_class
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.simulate_model import Question, explained, optimizer_of
-from axon_nb.plan.simulate_training import Enter, Meshes, Training, cut_layers
+from axon_nb.plan.simulate_model import TrainingSetup, explain_failure, request_optimizer
+from axon_nb.plan.simulate_training import Enter, RankMeshes, Training, shard_layers
 from axon_nb.torch_api import torch_api
 
-__all__ = ["pipeline_of", "stages_on"]
+__all__ = ["pipeline_of", "stages_on_rank"]
 
 Border = tuple[torch.Tensor, ...]
 """What goes from one stage to the next for one microbatch."""
@@ -31,7 +31,7 @@ _PHASES = {
 }
 
 
-def stages_on(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, Section]:
+def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, Section]:
     """The stages that one rank of a pipeline holds, cut as `Pipeline.split` does by the number of parameters.
 
     Args:
@@ -54,11 +54,11 @@ def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
     """The schedule, the number of stages, and that of microbatches."""
     schedule = PipelineSchedule.of(request.schedule)
     num_stages = default_num_stages(schedule, request.size("pp"))
-    count, batch = request.microbatches or num_stages, request.batch
+    count, batch = request.num_microbatches or num_stages, request.batch
     if batch % count:
         raise PlanError(
             f"batch={batch} in {count} microbatches: it is a multiple of them, such as "
-            f"{-(-batch // count) * count}; or give another number of microbatches=."
+            f"{-(-batch // count) * count}; or give another number of num_microbatches=."
         )
     return schedule, num_stages, count
 
@@ -69,7 +69,7 @@ def _all_stages(model: nn.Module, num_stages: int) -> list[Section]:
     return sections(model, [list(costs)[start] for start in starts[1:]])
 
 
-def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Training:
+def pipeline_of(question: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     """One rank of a pipeline, its stages cut and sharded as `Parallel3D` does.
 
     Args:
@@ -89,17 +89,17 @@ def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
         )
     _, num_stages, count = _numbers(request)
     args, target = question.inputs(), question.target()
-    with explained("run", "inputs= is what the model takes"):
+    with explain_failure("run", "inputs= is what the model takes"):
         borders = _borders(request, _all_stages(model, num_stages), args, count)
-    cut_layers(question, model, meshes)
-    held = stages_on(request, model, meshes.stages.get_local_rank())
+    shard_layers(question, model, meshes)
+    held = stages_on_rank(request, model, meshes.stages.get_local_rank())
     part = nn.Module()
     for stage in held.values():
         for name, child in stage.named_children():
             part.add_module(name, child)
         if request.size("dp") > 1:
             _shard(stage, request, meshes.data)
-    kind = optimizer_of(request)
+    kind = request_optimizer(request)
     optimizer = kind.make(list(part.parameters()), **kind.options)
     given = args if 0 in held else ()
     wanted = target if num_stages - 1 in held else None
@@ -115,7 +115,7 @@ def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
 
 
 def _driver(
-    question: Question, held: Mapping[int, nn.Module], borders: list[Border], mesh: DeviceMesh, enters: list[Enter]
+    question: TrainingSetup, held: Mapping[int, nn.Module], borders: list[Border], mesh: DeviceMesh, enters: list[Enter]
 ) -> Any:
     """Torch's schedule of this rank's stages, as `Pipeline` makes it."""
     from torch.distributed.pipelining import PipelineStage

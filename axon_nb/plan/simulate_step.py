@@ -12,17 +12,17 @@ from torch.utils._pytree import tree_leaves
 from axon_nb.plan.memory_request import OFFLOADED, MemoryRequest
 from axon_nb.plan.simulate_depth import Run
 from axon_nb.plan.simulate_hooks import GLOO_COPIES, fake_world, fakes
-from axon_nb.plan.simulate_model import Question, explained
+from axon_nb.plan.simulate_model import TrainingSetup, explain_failure
 from axon_nb.plan.simulate_pipeline import pipeline_of
 from axon_nb.plan.simulate_replay import Step
 from axon_nb.plan.simulate_tracker import StorageLog
-from axon_nb.plan.simulate_training import Meshes, Training, cut_layers, training_of
+from axon_nb.plan.simulate_training import RankMeshes, Training, shard_layers, training_of
 
-__all__ = ["Ran", "ran"]
+__all__ = ["StepRun", "ran"]
 
 
 @dataclass(frozen=True)
-class Ran:
+class StepRun:
     """One step of one rank."""
 
     step: Step
@@ -35,7 +35,7 @@ class Ran:
         return sum(self.step.held(role) for role in self.step.offloaded)
 
 
-def ran(question: Question, rank: int, run: Run | None = None, depth: int = 0) -> Ran:
+def ran(question: TrainingSetup, rank: int, run: Run | None = None, depth: int = 0) -> StepRun:
     """Make a rank's model, train it until all is there, and log one more step.
 
     Args:
@@ -48,24 +48,24 @@ def ran(question: Question, rank: int, run: Run | None = None, depth: int = 0) -
         PlanError: the model cannot be made or run without data.
     """
     request = question.request
-    with fake_world(rank, request.world):
-        meshes = Meshes.of(request)
+    with fake_world(rank, request.world_size):
+        meshes = RankMeshes.of(request)
         with fakes(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
             training = _training(question, question.model(run, depth), meshes)
             log.follow(training.model)
-            with explained("run", "inputs=, target= and loss= are what the model takes and gives"):
+            with explain_failure("run", "inputs=, target= and loss= are what the model takes and gives"):
                 training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
 
 
-def _training(question: Question, model: nn.Module, meshes: Meshes) -> Training:
+def _training(question: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     if meshes.stages is not None:
         return pipeline_of(question, model, meshes)
-    return training_of(question, cut_layers(question, model, meshes), meshes)
+    return training_of(question, shard_layers(question, model, meshes), meshes)
 
 
-def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> Ran:
+def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> StepRun:
     parameters = list(training.model.parameters())
     log.mark("other", [*training.model.buffers(), *training.counts()])
     log.mark("parameters", parameters)
@@ -84,7 +84,7 @@ def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> Ran:
         tuple(log.changes),
         dict(log.roles),
         dict(log.makers),
-        offloaded=OFFLOADED[request.offload],
+        offloaded=OFFLOADED[request.cpu_offload],
         own_memory=request.device == "cuda",
     )
-    return Ran(step, training.modules())
+    return StepRun(step, training.modules())

@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from axon_nb.parallel.cpu_offload import keep_states_on_host
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.gathering import local_part
-from axon_nb.parallel.offload import keep_states_on_host
 from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_optimizer
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.module_kinds import kinds_in
+from axon_nb.plan.module_kinds import checked_module_filter
 from axon_nb.plan.simulate_hooks import mesh_of
-from axon_nb.plan.simulate_model import Question, optimizer_of
+from axon_nb.plan.simulate_model import TrainingSetup, request_optimizer
 
-__all__ = ["Enter", "Meshes", "Shape", "Training", "cut_layers", "shapes_of", "training_of"]
+__all__ = ["Enter", "RankMeshes", "Shape", "Training", "shapes_of", "shard_layers", "training_of"]
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]
 """Of a parameter: shape, dtype, whether it is trained."""
@@ -37,7 +37,7 @@ Enter = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Meshes:
+class RankMeshes:
     """The ranks, along the axes of samples, layers and stages; made before there are fake tensors."""
 
     data: DeviceMesh
@@ -45,7 +45,7 @@ class Meshes:
     stages: DeviceMesh | None
 
     @staticmethod
-    def of(request: MemoryRequest) -> Meshes:
+    def of(request: MemoryRequest) -> RankMeshes:
         """Those of a request."""
         no_shard = request.strategy == "no_shard"  # every rank a copy, each "sharded" over itself alone
         axes = dict(request.mesh)
@@ -57,7 +57,7 @@ class Meshes:
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
         own = whole if tuple(axes) == data else whole[data if len(data) > 1 else data[0]]
         cut, piped = (whole[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
-        return Meshes(own, cut, piped)
+        return RankMeshes(own, cut, piped)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Training:
         return found
 
 
-def cut_layers(question: Question, model: nn.Module, meshes: Meshes) -> nn.Module:
+def shard_layers(question: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> nn.Module:
     """Leave this rank its part of the layers; changed in place."""
     if meshes.layers is not None:
         # Rank 0's values are sent to all first: here are no values, and no other ranks.
@@ -122,7 +122,7 @@ def shapes_of(modules: Iterable[nn.Module]) -> list[Shape]:
     return [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
-def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Training:
+def training_of(question: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     """Shard or copy a model as the request says, and make its optimizer.
 
     Args:
@@ -135,9 +135,9 @@ def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
     """
     request = question.request
     whole = request.strategy in ("ddp", "optimizer_state")
-    kind = optimizer_of(request)
+    kind = request_optimizer(request)
     args, target = question.inputs(), question.target()
-    if request.is_bare:
+    if request.is_unwrapped:
         wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
     else:
         wrapped, optimizer = (_in_ddp if whole else _in_fsdp)(model, request, meshes.data, kind)
@@ -161,9 +161,9 @@ def _in_fsdp(
         model,
         strategy=ShardingStrategy(request.strategy),
         mesh=mesh,
-        wrap=kinds_in(model, request.wrap, "wrap"),
+        wrap=checked_module_filter(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
-        cpu_offload=CPUOffload(request.offload),
+        cpu_offload=CPUOffload(request.cpu_offload),
         sync_parameters=False,
     )
     return wrapped, wrapped.optimizer(kind.make, **kind.options)
@@ -183,7 +183,7 @@ def _in_ddp(
         return wrapped, kind.make(parameters, **kind.options)
     options: dict[str, Any] = {"parameters_as_bucket_view": True, **kind.options}
     optimizer: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind.make, process_group=group, **options)
-    if request.offload == "optimizer_states":
+    if request.cpu_offload == "optimizer_states":
         keep_states_on_host(optimizer, torch.device("cpu"))
     return wrapped, optimizer
 

@@ -4,69 +4,69 @@ from __future__ import annotations
 
 import math
 
-from axon_nb.plan.communication_layout import DATA_AXES, Layout
+from axon_nb.plan.communication_layout import DATA_AXES, ParallelLayout
 from axon_nb.plan.communication_pipeline import boundaries
 from axon_nb.plan.communication_plan import CommunicationPlan
 from axon_nb.plan.schedule_call import schedule
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
 from axon_nb.plan.step_time_work import Rates, Work
 
-__all__ = ["computed", "copied", "optimizer_work", "pipelined", "wrapped_s", "wrapper_of"]
+__all__ = ["computed", "copied", "optimizer_work", "pipeline_schedule", "wrapper_s", "wrapper_s_per_parameter"]
 
 _PHASES = ("forward", "backward")
 _COPIED = ("all_gather", "all_reduce", "reduce_scatter")
 
 
-def computed(layout: Layout, place: int) -> dict[str, Work]:
+def computed(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
     """Forward and backward of a rank's whole batch.
 
     Args:
         layout: The layout.
-        place: The rank along ``pp``.
+        pp_rank: The rank along ``pp``.
     """
     stages = layout.stages
     if stages is None:
         return {phase: _of_children(layout, phase, None) for phase in _PHASES}
     found = {phase: Work() for phase in _PHASES}
-    for stage in stages.held(place):
+    for stage in stages.on_rank(pp_rank):
         for phase in _PHASES:
-            found[phase] += _of_stage(layout, stage, phase).times(stages.microbatches)
+            found[phase] += _of_stage(layout, stage, phase).times(stages.num_microbatches)
     return found
 
 
-def _of_children(layout: Layout, phase: str, names: tuple[str, ...] | None) -> Work:
+def _of_children(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None) -> Work:
     """Some children's; None: all, and what is outside of them."""
     ways = layout.size("tp")
     total = Work()
     for child, work in layout.trace.work.get(phase, {}).items():
         if names is None or child in names:
-            total += work.scaled(1 / ways) if child in layout.cut_children else work
-    if layout.recompute and phase == "backward":
+            total += work.scaled(1 / ways) if child in layout.sharded_children else work
+    if layout.activation_checkpointing and phase == "backward":
         total += _of_children(layout, "forward", names)
     return total
 
 
-def _of_stage(layout: Layout, stage: int, phase: str) -> Work:
+def _of_stage(layout: ParallelLayout, stage: int, phase: str) -> Work:
     """Of one microbatch in one stage; the loss is the last one's."""
     stages = layout.stages
     assert stages is not None
     names = stages.children[stage] + (("",) if stage == stages.count - 1 else ())
-    return _of_children(layout, phase, names).scaled(1 / stages.microbatches)
+    return _of_children(layout, phase, names).scaled(1 / stages.num_microbatches)
 
 
-def optimizer_work(layout: Layout, place: int) -> Work:
+def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
     """Of the optimizer's step on one rank.
 
     Args:
         layout: The layout.
-        place: The rank along ``pp``.
+        pp_rank: The rank along ``pp``.
     """
     whole = layout.trace.total("optimizer")
-    trained = layout.trace.once("trained parameters", lambda: set(layout.trace.ready))
-    total = layout.trace.once(
+    trained = layout.trace.cached("trained parameters", lambda: set(layout.trace.ready))
+    total = layout.trace.cached(
         "sizes of trained parameters", lambda: [p.numel() for name, p in layout.trace.parameters if name in trained]
     )
-    here = [h for h in layout.parameters_at[place] if h.name in trained]
+    here = [h for h in layout.parameters_by_pp_rank[pp_rank] if h.name in trained]
     if not total:
         return whole
     elements = sum(math.prod(h.shape) for h in here) / sum(total)
@@ -77,7 +77,7 @@ def optimizer_work(layout: Layout, place: int) -> Work:
     return Work(whole.flops * elements / sharded, whole.bytes * elements / sharded, whole.ops * count / calls)
 
 
-def copied(layout: Layout, traffic: CommunicationPlan, place: int) -> Work:
+def copied(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) -> Work:
     """What data parallelism copies besides: whole tensors into buffers that are sent, or out of them.
 
     DDP copies gradients into buckets and back; FSDP2 parameters out of the gathered buffer, and gradients into the one
@@ -86,33 +86,33 @@ def copied(layout: Layout, traffic: CommunicationPlan, place: int) -> Work:
     Args:
         layout: The layout.
         traffic: What is sent.
-        place: The rank along ``pp``.
+        pp_rank: The rank along ``pp``.
     """
     ways = 4 if layout.strategy == "ddp" else 2
-    rows = [row for row in traffic.select(place=place) if row.axis in DATA_AXES and row.operation in _COPIED]
+    rows = [row for row in traffic.select(pp_rank=pp_rank) if row.axis in DATA_AXES and row.operation in _COPIED]
     return Work(bytes=float(ways * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
 
 
-def wrapped_s(layout: Layout, rates: Rates, place: int) -> float:
+def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
     """Seconds of a step that the strategy's wrapper takes by itself.
 
     Args:
         layout: The layout.
         rates: Of a rank.
-        place: The rank along ``pp``.
+        pp_rank: The rank along ``pp``.
     """
     if layout.size(*DATA_AXES) == 1:
         return 0.0
-    return (wrapper_of(rates, layout.strategy) or 0.0) * len(layout.parameters_at[place])
+    return (wrapper_s_per_parameter(rates, layout.strategy) or 0.0) * len(layout.parameters_by_pp_rank[pp_rank])
 
 
-def wrapper_of(rates: Rates, strategy: str) -> float | None:
+def wrapper_s_per_parameter(rates: Rates, strategy: str) -> float | None:
     """Seconds a parameter of the strategy's wrapper, or of one alike; None: none was measured."""
     alike = "ddp" if strategy in ("ddp", "optimizer_state") else "full_shard"
     return rates.wrappers.get(strategy, rates.wrappers.get(alike))
 
 
-def pipelined(layout: Layout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:
+def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:
     """The pipeline's schedule, with the times of its stages and messages.
 
     Args:
@@ -129,11 +129,13 @@ def pipelined(layout: Layout, traffic: CommunicationPlan, rates: Rates) -> Sched
     ]
     times = []
     for stage in range(stages.count):
-        place = stages.owner[stage]
+        pp_rank = stages.owner[stage]
         seconds = []
         for phase in _PHASES:
-            inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", phase=phase, place=place))
-            inside /= stages.microbatches * len(stages.held(place))
+            inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", phase=phase, pp_rank=pp_rank))
+            inside /= stages.num_microbatches * len(stages.on_rank(pp_rank))
             seconds.append(rates.seconds(_of_stage(layout, stage, phase), phase) + inside)
         times.append(StageTimes(*seconds))
-    return schedule(stages.schedule, stages.count, stages.microbatches, times, ranks=stages.ranks, latency_s=delays)
+    return schedule(
+        stages.schedule, stages.count, stages.num_microbatches, times, num_ranks=stages.num_ranks, latency_s=delays
+    )

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from axon_nb.plan.step_time_work import Work
 
-__all__ = ["Counting", "tensors_in"]
+__all__ = ["OpCounter", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 }
 
 
-class Counting(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts what is computed."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.simulate_convert import converting
-from axon_nb.plan.step_time_counting import Counting, tensors_in
-from axon_nb.plan.step_time_model import Given, first_line
+from axon_nb.plan.simulate_convert import patched_apply
+from axon_nb.plan.step_time_counting import OpCounter, tensors_in
+from axon_nb.plan.step_time_model import ModelSource, first_line
 from axon_nb.plan.step_time_work import Work
-from axon_nb.plan.without_cards import WithoutCards
+from axon_nb.plan.without_cards import WithoutCuda
 
 __all__ = ["ModelTrace", "TensorFacts", "trace_model"]
 
@@ -75,14 +75,14 @@ class ModelTrace:
             name: Of it, with all that it depends on besides.
             make: Works it out.
         """
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The model's, with their names."""
-        found: list[tuple[str, nn.Parameter]] = self.once("parameters", lambda: list(self.model.named_parameters()))
+        found: list[tuple[str, nn.Parameter]] = self.cached("parameters", lambda: list(self.model.named_parameters()))
         return found
 
     @cached_property
@@ -100,7 +100,7 @@ class ModelTrace:
 
 
 def trace_model(
-    given: Given, *, optimizer: Callable[..., Optimizer] | None = None, dtype: torch.dtype | None = None
+    given: ModelSource, *, optimizer: Callable[..., Optimizer] | None = None, dtype: torch.dtype | None = None
 ) -> ModelTrace:
     """Build a model on fake tensors and take one step.
 
@@ -114,19 +114,19 @@ def trace_model(
         UsageError: the model cannot be built or run without data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, converting(), WithoutCards():
+    with mode, patched_apply(), WithoutCuda():
         subject = given.fake(mode)
         told = ModelTrace(subject.model)
         if subject.args is None:
             return told
         if dtype is not None:
             subject = given.fake(mode).computing_in(dtype)
-    counted = Counting(subject.model)
+    counted = OpCounter(subject.model)
     handles = list(_watched(subject.model, told, counted))
     try:
         with ExitStack() as stack:
             stack.enter_context(mode)
-            stack.enter_context(WithoutCards())
+            stack.enter_context(WithoutCuda())
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
             with torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda kept: kept):
@@ -143,13 +143,15 @@ def trace_model(
     finally:
         for handle in handles:
             handle.remove()
-    told.work, told.saved, told.called = counted.found, dict(counted.saved), True
+    told.work, told.saved, told.has_inputs = counted.found, dict(counted.saved), True
     names = {id(parameter.grad): name for name, parameter in told.parameters}
     told.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return told
 
 
-def _step(model: nn.Module, computed: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: Counting) -> None:
+def _step(
+    model: nn.Module, computed: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: OpCounter
+) -> None:
     counted.phase = ""
     if optimizer is None:
         return
@@ -169,7 +171,7 @@ def _facts(value: Any) -> tuple[TensorFacts, ...]:
     return tuple(TensorFacts(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors_in(value))
 
 
-def _watched(model: nn.Module, told: ModelTrace, counted: Counting) -> Iterator[Any]:
+def _watched(model: nn.Module, told: ModelTrace, counted: OpCounter) -> Iterator[Any]:
     for name, module in model.named_modules():
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from axon_nb.plan.asked_numbers import real_number
+from axon_nb.plan.asked_numbers import check_number
 
 __all__ = ["PHASES", "Rates", "Work"]
 
@@ -49,14 +49,14 @@ class Rates:
     """Floating point operations a second, in matrix products."""
     bytes_per_s: float | None = None
     """Bytes a second that other operations read and write; None: they take no time."""
-    op_s: float = 0.0
+    launch_s: float = 0.0
     """Seconds that an operation takes besides: its launch."""
     source: str = "given"
     """Where the numbers are from."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """How much longer a measured model took than these rates say, by phase, one of `PHASES`."""
     launches: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that an operation of a measured model takes besides, by phase; of others `op_s` times the factor."""
+    """Seconds that an operation of a measured model takes besides, by phase; of others `launch_s` times the factor."""
     wrappers: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that a strategy's wrapper takes for each parameter of the model, besides what it sends and
     copies: its hooks, and the dispatch of distributed tensors. By strategy; measured with a model."""
@@ -66,8 +66,8 @@ class Rates:
             ("flops_per_s", self.flops_per_s, "floating point operations a second, above 0"),
             ("bytes_per_s", 1.0 if self.bytes_per_s is None else self.bytes_per_s, "bytes a second, above 0; or None"),
         ):
-            real_number(name, given, rule=what, least=1e-9)
-        real_number("op_s", self.op_s, rule="seconds of an operation, 0 or more")
+            check_number(name, given, rule=what, least=1e-9)
+        check_number("launch_s", self.launch_s, rule="seconds of an operation, 0 or more")
 
     def seconds(self, work: Work, phase: str) -> float:
         """How long some work takes.
@@ -77,7 +77,7 @@ class Rates:
             phase: One of `PHASES`.
         """
         factor = self.factors.get(phase, 1.0)
-        return self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.op_s * factor)
+        return self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.launch_s * factor)
 
     def busy_s(self, work: Work) -> float:
         """The same by these rates alone, without launches."""

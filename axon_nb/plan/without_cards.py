@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutCards"]
+__all__ = ["WithoutCuda"]
 
 _HERE = ("cpu", "meta")
 
 
-class WithoutCards(TorchFunctionMode):
+class WithoutCuda(TorchFunctionMode):
     """Within, tensors that are to be on a card stay where they are, and new ones are made on the default device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

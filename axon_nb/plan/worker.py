@@ -14,9 +14,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from axon_nb.plan.errors import Cancelled, PlanError, SimulatorError
+from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
 
-__all__ = ["run_apart"]
+__all__ = ["run_in_process"]
 
 _LOOK_S = 0.1
 """How often `cancel` is looked at, in seconds."""
@@ -26,7 +26,7 @@ _TAIL = 2000
 """Characters of its output that are shown when it died."""
 
 
-def run_apart(
+def run_in_process(
     entry: str,
     task: bytes,
     *,
@@ -47,7 +47,7 @@ def run_apart(
     Raises:
         PlanError: the function has raised one, or another `UsageError`.
         SimulatorError: it has raised something else, or its process ended.
-        Cancelled: `cancel` was set.
+        PlanCancelledError: `cancel` was set.
     """
     ours, theirs = Pipe()
     with tempfile.TemporaryFile() as output, ours:
@@ -97,7 +97,7 @@ def _answer(
 ) -> tuple[str, Any]:
     while True:
         if cancel is not None and cancel.is_set():
-            raise Cancelled("The plan was called off.")
+            raise PlanCancelledError("The plan was called off.")
         try:
             if not pipe.poll(_LOOK_S):
                 continue

@@ -24,8 +24,8 @@ def test_calls_and_bytes_are_those_of_gloo_ranks(script: Script, name: str) -> N
     expected = CASES[name].plan()
     values = script.value(f"c.run({RECORD.format(name=name)!r}, quiet=True).values")
     assert set(values) == {0, 1}
-    for place, operations in values.values():
-        assert operations == expected.by_operation(place=place)
+    for pp_rank, operations in values.values():
+        assert operations == expected.by_operation(pp_rank=pp_rank)
 
 
 def test_calibration_from_the_notebook(script: Script) -> None:

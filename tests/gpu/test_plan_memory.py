@@ -14,7 +14,7 @@ import pytest
 from axon_nb.parallel.models import Block
 from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -55,12 +55,12 @@ def planned() -> dict[str, Any]:
             case.strategy,
             optimizer="AdamW",
             mixed_precision="bfloat16" if case.mixed else None,
-            checkpointing=Block if case.again else None,
+            activation_checkpointing=Block if case.again else None,
             batch=BATCH,
         )
         for case in CASES
     }
-    found: dict[str, Any] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, Any] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     return found
 
 

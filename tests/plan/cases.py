@@ -100,14 +100,14 @@ def _tensor(*, sequence: bool = False, plan: Any = "auto", adam: bool = False) -
     return make
 
 
-def _pipeline(schedule: str, stages: int, microbatches: int) -> Callable[[Any], Step]:
+def _pipeline(schedule: str, stages: int, num_microbatches: int) -> Callable[[Any], Step]:
     def make(mesh: Any) -> Step:
         pipe = Pipeline.split(
             gpt(),
             axis_group(mesh, "pp"),
             schedule=schedule,
             num_stages=stages,
-            num_microbatches=microbatches,
+            num_microbatches=num_microbatches,
             loss=next_byte_loss,
         )
         return lambda: pipe.step(tokens(), tokens())
@@ -189,31 +189,31 @@ CASES = {
         {"tp": 2}, _tensor(sequence=True, adam=True), options=_SEQUENCE | {"optimizer": "AdamW"}
     ),
     "tp, by patterns": Case({"tp": 2}, _tensor(plan=_PLAN), options={"tp_plan": _PLAN}),
-    "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "microbatches": 4}),
-    "1f1b": Case({"pp": 2}, _pipeline("1F1B", 2, 2), options={"microbatches": 2}),
+    "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "num_microbatches": 4}),
+    "1f1b": Case({"pp": 2}, _pipeline("1F1B", 2, 2), options={"num_microbatches": 2}),
     "interleaved": Case(
         {"pp": 2},
         _pipeline("Interleaved1F1B", 4, 4),
-        options={"schedule": "Interleaved1F1B", "microbatches": 4},
+        options={"schedule": "Interleaved1F1B", "num_microbatches": 4},
     ),
     "zero bubble": Case(
-        {"pp": 2}, _pipeline("ZBVZeroBubble", 4, 4), options={"schedule": "ZBVZeroBubble", "microbatches": 4}
+        {"pp": 2}, _pipeline("ZBVZeroBubble", 4, 4), options={"schedule": "ZBVZeroBubble", "num_microbatches": 4}
     ),
     "hybrid_shard": Case(
         {"replicate": 2, "shard": 2}, _data(_fsdp("hybrid_shard"), gpt, tokens), options={"strategy": "hybrid_shard"}
     ),
     "zero-1 on 4": Case({"dp": 4}, _data(_fsdp("optimizer_state"), odd, rows), odd, {"strategy": "optimizer_state"}),
     "full_shard on 4": Case({"dp": 4}, _data(_fsdp("full_shard"), odd, rows), odd),
-    "pp x dp": Case({"pp": 2, "dp": 2}, _three_d, options={"microbatches": 4}),
+    "pp x dp": Case({"pp": 2, "dp": 2}, _three_d, options={"num_microbatches": 4}),
     "pp x tp": Case(
         {"pp": 2, "tp": 2},
         _three_d,
-        options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
     "pp x dp x tp": Case(
         {"pp": 2, "dp": 2, "tp": 2},
         _three_d,
-        options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
 }
 """By name."""
@@ -226,7 +226,7 @@ class Prepared:
     step: Step
     axes: dict[str, tuple[str, int]]
     """Axis and size by the group's name."""
-    place: int
+    pp_rank: int
     """Along ``pp``."""
     mesh: Any
 

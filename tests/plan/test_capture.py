@@ -13,9 +13,9 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.plan.capture_model import captured_or_why
+from axon_nb.plan.capture_model import capture_or_reason
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.plan.wrapped import described, plain
 
 
@@ -31,7 +31,7 @@ def test_values_stay_where_they_are() -> None:
 
 
 def test_what_wrappers_have_done_is_undone() -> None:
-    found = run_apart("tests.plan.wrapped:seen", cloudpickle.dumps(None))
+    found = run_in_process("tests.plan.wrapped:seen", cloudpickle.dumps(None))
     expected = described(plain())
     for name in ("plain", "fully_shard", "two axes", "ddp", "FSDP"):
         assert found[name] == (expected, (2, 8, 67)), name
@@ -75,9 +75,9 @@ def test_what_cannot_be_captured_is_said() -> None:
 
 def test_a_rank_says_why_it_has_none() -> None:
     space: dict[str, Any] = {"net": nn.Linear(2, 2), "number": 3}
-    assert isinstance(captured_or_why(lambda: space["net"], "net"), CapturedModel)
-    assert captured_or_why(lambda: space["other"], "other") == "there is no 'other' ('other')"
-    assert captured_or_why(lambda: space["number"], "number") == "number is a int: a model is a torch.nn.Module."
+    assert isinstance(capture_or_reason(lambda: space["net"], "net"), CapturedModel)
+    assert capture_or_reason(lambda: space["other"], "other") == "there is no 'other' ('other')"
+    assert capture_or_reason(lambda: space["number"], "number") == "number is a int: a model is a torch.nn.Module."
 
 
 @pytest.mark.parametrize("name", ["f()", "a b", "", "net[i]", "a.b()", "__import__('os')", "1"])

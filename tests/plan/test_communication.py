@@ -25,7 +25,7 @@ def _recorded(world: Any, name: str) -> tuple[int, dict[tuple[str, str], tuple[i
     prepared = prepare(name)
     begin()
     prepared.step()
-    return prepared.place, counted(calls_of(dist.get_rank()), prepared.axes)
+    return prepared.pp_rank, counted(calls_of(dist.get_rank()), prepared.axes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -34,8 +34,8 @@ def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
     expected = case.plan()
     with recording():
         found = World.mock(case.ranks).run(_recorded, name)
-    for place, operations in found:
-        assert operations == expected.by_operation(place=place)
+    for pp_rank, operations in found:
+        assert operations == expected.by_operation(pp_rank=pp_rank)
 
 
 @given(
@@ -92,12 +92,12 @@ def test_megatron_paper() -> None:
 def test_pipeline_messages() -> None:
     """Each microbatch's b s h crosses a boundary once forward and once back: Narayanan et al., 2021, section 3.2."""
     config = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=6)
-    found = plan.communication(config, mesh={"pp": 4}, batch=8, microbatches=8)
+    found = plan.communication(config, mesh={"pp": 4}, batch=8, num_microbatches=8)
     message = 1 * 8 * 16 * 4
-    for place in found.places:
-        ends = place in (0, 3)
-        assert found.bytes("pp", "send", place=place) == (1 if ends else 2) * 8 * message
-        assert found.calls("pp", "recv", place=place) == (1 if ends else 2) * 8
+    for pp_rank in found.pp_ranks:
+        ends = pp_rank in (0, 3)
+        assert found.bytes("pp", "send", pp_rank=pp_rank) == (1 if ends else 2) * 8 * message
+        assert found.calls("pp", "recv", pp_rank=pp_rank) == (1 if ends else 2) * 8
 
 
 @pytest.mark.slow
@@ -164,25 +164,25 @@ def test_frame_figure_and_texts() -> None:
     ("options", "message"),
     [
         ({}, "how many ranks"),
-        ({"world": 0}, "world=0: it is a whole number of ranks, 1 or more"),
-        ({"world": 4, "mesh": {"dp": 2}}, "leave one of the two away"),
+        ({"world_size": 0}, "world_size=0: it is a whole number of ranks, 1 or more"),
+        ({"world_size": 4, "mesh": {"dp": 2}}, "leave one of the two away"),
         ({"mesh": {"xx": 2}}, "axis 'xx': a mesh has"),
         ({"mesh": {"dp": 0}}, "dp=0: it is a whole number of ranks"),
-        ({"world": 2, "strategy": "zero"}, "strategy='zero': it is one of full_shard"),
-        ({"world": 2, "strategy": "hybrid_shard"}, "needs to know a node's ranks"),
+        ({"world_size": 2, "strategy": "zero"}, "strategy='zero': it is one of full_shard"),
+        ({"world_size": 2, "strategy": "hybrid_shard"}, "needs to know a node's ranks"),
         ({"mesh": {"dp": 2}, "strategy": "hybrid_shard"}, "axes are replicate and shard"),
         ({"mesh": {"tp": 2}}, "needs inputs="),
         ({"mesh": {"tp": 2}, "tp_plan": {"9.*": "column"}, "inputs": rows()}, "no module of Sequential"),
         ({"mesh": {"tp": 2}, "tp_plan": {"0": "diagonal"}, "inputs": rows()}, "is no style"),
         ({"mesh": {"tp": 2}, "tp_plan": {"0": "column"}, "inputs": rows()}, "it must be a multiple of 2"),
-        ({"mesh": {"pp": 2}, "inputs": rows(), "microbatches": 3}, "8 is no multiple of 3"),
+        ({"mesh": {"pp": 2}, "inputs": rows(), "num_microbatches": 3}, "8 is no multiple of 3"),
         ({"mesh": {"pp": 9}, "inputs": rows()}, "cannot be cut into 9 stages"),
-        ({"world": 2, "inputs": torch.ones(2, 5)}, "cannot run a step on tensors without data"),
-        ({"world": 2, "links": "carrier-pigeon"}, "presets are nvlink2"),
+        ({"world_size": 2, "inputs": torch.ones(2, 5)}, "cannot run a step on tensors without data"),
+        ({"world_size": 2, "links": "carrier-pigeon"}, "presets are nvlink2"),
         ({"mesh": {"dp": 2}, "links": {"tp": "nvlink4"}}, "none for the axis 'dp'"),
-        ({"world": 2, "mixed_precision": "half"}, None),
-        ({"world": 2, "mixed_precision": "quarter"}, "a dtype of floating point numbers"),
-        ({"world": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
+        ({"world_size": 2, "mixed_precision": "half"}, None),
+        ({"world_size": 2, "mixed_precision": "quarter"}, "a dtype of floating point numbers"),
+        ({"world_size": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
     ],
 )
 def test_bad_input_is_a_sentence(options: dict[str, Any], message: str | None) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.copies import together
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
 
 def several(task: Any, report: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def several(task: Any, report: Any) -> dict[str, Any]:
 
 
 def test_all_are_answered_and_none_is_left() -> None:
-    found = run_apart("tests.plan.test_copies:several", cloudpickle.dumps(None))
+    found = run_in_process("tests.plan.test_copies:several", cloudpickle.dumps(None))
     assert found == {
         "squares": [0, 1, 4, 9, 16],
         "died": [7, 1],
@@ -71,5 +71,5 @@ def one_after_the_other(task: Any, report: Any) -> list[list[float]]:
 
 
 def test_a_single_calculation_leaves_the_process_fit_for_others() -> None:
-    found = run_apart("tests.plan.test_copies:one_after_the_other", cloudpickle.dumps(None))
+    found = run_in_process("tests.plan.test_copies:one_after_the_other", cloudpickle.dumps(None))
     assert found == [[6.0], [6.0, 6.0], []]

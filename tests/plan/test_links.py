@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.plan.calibrate_collectives import fitted_link, line_through
+from axon_nb.plan.calibrate_collectives import fit_link, fit_line
 from axon_nb.plan.calibrate_record import Sample
 from axon_nb.plan.links import OPERATIONS, rounds_and_volume
-from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.links_presets import resolve_links
 
 RANKS = st.integers(2, 1024)
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -80,7 +80,7 @@ def test_presets_say_what_they_are() -> None:
     rates = {"nvlink2": 150, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900, "ib-hdr": 25, "ib-ndr": 50}
     rates |= {"ethernet-10g": 1.25, "ethernet-100g": 12.5}
     for name, gigabytes in rates.items():
-        assert plan.PRESETS[name].bandwidth == gigabytes * 1e9
+        assert plan.PRESETS[name].bandwidth_bytes_per_s == gigabytes * 1e9
     for name, link in plan.PRESETS.items():
         assert name == link.name
         assert link.source
@@ -94,19 +94,19 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_links_of_axes() -> None:
     axes = {"dp": 2, "tp": 4}
-    assert links_of("nvlink4", axes)["tp"].name == "nvlink4"
-    assert {axis: link.name for axis, link in links_of({"dp": "ib-hdr", "tp": "NVLINK4"}, axes).items()} == {
+    assert resolve_links("nvlink4", axes)["tp"].name == "nvlink4"
+    assert {axis: link.name for axis, link in resolve_links({"dp": "ib-hdr", "tp": "NVLINK4"}, axes).items()} == {
         "dp": "ib-hdr",
         "tp": "nvlink4",
     }
-    assert links_of({"all": "ib-hdr", "tp": "nvlink4"}, axes)["dp"].name == "ib-hdr"
-    assert links_of(None, axes) == {}
-    assert links_of({"dp": "ib-hdr"}, {"dp": 2, "tp": 1}).keys() == {"dp"}
+    assert resolve_links({"all": "ib-hdr", "tp": "nvlink4"}, axes)["dp"].name == "ib-hdr"
+    assert resolve_links(None, axes) == {}
+    assert resolve_links({"dp": "ib-hdr"}, {"dp": 2, "tp": 1}).keys() == {"dp"}
 
 
 def test_a_share_of_the_bandwidth() -> None:
     link = plan.PRESETS["nvlink4"]
-    assert link.scaled(0.5).bandwidth == link.bandwidth / 2
+    assert link.scaled(0.5).bandwidth_bytes_per_s == link.bandwidth_bytes_per_s / 2
     assert "50%" in link.scaled(0.5).source
     with pytest.raises(UsageError, match="a share of the bandwidth"):
         link.scaled(1.5)
@@ -116,7 +116,7 @@ def test_a_share_of_the_bandwidth() -> None:
 @PROPERTY
 def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> None:
     points = [(float(size), start + slope * size) for size in sizes]
-    found = line_through(points)
+    found = fit_line(points)
     for x, y in points:
         assert found[0] + found[1] * x == pytest.approx(y, rel=1e-3)
 
@@ -124,7 +124,7 @@ def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 1)), min_size=1, max_size=8))
 @PROPERTY
 def test_a_line_never_falls_nor_begins_below_0(points: list[tuple[float, float]]) -> None:
-    start, slope = line_through(points)
+    start, slope = fit_line(points)
     assert start >= 0
     assert slope >= 0
     assert math.isfinite(start + slope)
@@ -136,10 +136,10 @@ def test_a_fitted_link_gives_the_measured_times() -> None:
         for operation, latency, byte in (("all_reduce", 1e-4, 1e-9), ("send", 2e-5, 5e-10))
         for size in (1 << 12, 1 << 16, 1 << 22)
     ]
-    link = fitted_link("dp", samples, "here")
+    link = fit_link("dp", samples, "here")
     for sample in samples:
         assert link.seconds(sample.operation, sample.bytes, 4) == pytest.approx(sample.seconds)
-    assert link.bandwidth == pytest.approx(2e9)
+    assert link.bandwidth_bytes_per_s == pytest.approx(2e9)
     assert link.seconds("all_reduce", 1 << 20, 8) > link.seconds("all_reduce", 1 << 20, 4)
 
 

@@ -22,14 +22,14 @@ from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.simulate_hooks import missing
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 
 
 def _plans(**requests: MemoryRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, Any] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     return found
 
 
@@ -86,13 +86,13 @@ DEPTH_CASES: dict[str, Any] = {
     "hybrid_shard": {"strategy": "hybrid_shard", "mesh": {"replicate": 2, "shard": 3}},
     "no_shard": {"strategy": "no_shard"},
     "mixed": {"mixed_precision": "bfloat16"},
-    "again": {"checkpointing": True, "batch": 8},
+    "again": {"activation_checkpointing": True, "batch": 8},
     "foreach": {"device": "cuda"},
     "large batch": {"batch": 64},
     "many ranks": {"mesh": {"dp": 1024}},
     "ddp": {"strategy": "ddp"},
     "tp": {"mesh": {"dp": 2, "tp": 2}, "batch": 8},
-    "offload": {"offload": "params", "device": "cuda"},
+    "cpu_offload": {"cpu_offload": "params", "device": "cuda"},
 }
 QUICK = ("full_shard",)
 
@@ -122,7 +122,7 @@ def test_two_depths_give_what_all_blocks_give(names: tuple[str, ...]) -> None:
 
 def test_offloading_frees_the_device() -> None:
     kinds = [(kind, strategy) for kind in CPUOffload for strategy in ("full_shard",)]
-    found = _plans(**{kind.value: _request(strategy=s, offload=kind.value, batch=2) for kind, s in kinds})
+    found = _plans(**{kind.value: _request(strategy=s, cpu_offload=kind.value, batch=2) for kind, s in kinds})
     states = found["none"].model_states[0]
     held = {kind: (made.worst.persistent.model_states, made.worst.host_bytes) for kind, made in found.items()}
     assert held["none"] == (states.total, 0)
@@ -141,8 +141,8 @@ def test_ways_to_ask() -> None:
         _request(model, inputs=torch.ones(1, 8)),
         _request(CapturedModel("net", cloudpickle.dumps(model)), inputs=(spec,), loss=lambda output: output.sum()),
         _request(model, inputs=spec, target=TensorSpec(("batch", 4)), loss=nn.functional.mse_loss, optimizer="SGD"),
-        _request(SMALL, checkpointing="Block", wrap="Block", optimizer=torch.optim.AdamW),
-        _request(SMALL, checkpointing=lambda module: isinstance(module, Block), wrap=(Block,), seq=8),
+        _request(SMALL, activation_checkpointing="Block", wrap="Block", optimizer=torch.optim.AdamW),
+        _request(SMALL, activation_checkpointing=lambda module: isinstance(module, Block), wrap=(Block,), seq=8),
         _request(SMALL, mesh={"dp": 1, "tp": 3}),
         _request(lambda: nn.Linear(8, 4, device="cuda").cuda(), inputs=lambda: torch.ones(1, 8, device="cuda")),
     ]
@@ -193,13 +193,13 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         "optimizer": (_request(optimizer="adamm"), "torch.optim has .*adamw"),
         "options": (_request(optimizer_options={"speed": 1}), "speed"),
         "context": (_request(seq=17), "the model's context is 16 tokens"),
-        "kinds": (_request(checkpointing="Blok"), "checkpointing='Blok': GPT has none; its modules are"),
-        "no row": (_request(linear, inputs=spec, checkpointing=True), "no row of equal blocks"),
+        "kinds": (_request(activation_checkpointing="Blok"), "activation_checkpointing='Blok': GPT has none; its modules are"),
+        "no row": (_request(linear, inputs=spec, activation_checkpointing=True), "no row of equal blocks"),
         "tp": (_request(mesh={"dp": 1, "tp": 2}, tp_plan={"nothing*": "column"}), "matches no module"),
         "no parameters": (_request(nn.ReLU, inputs=spec), "ReLU has no parameters that are trained"),
         "sparse": (_request(optimizer="SparseAdam"), "does not support dense gradients"),
         "wrap": (_request(wrap="Blok"), "wrap='Blok': GPT has none; its modules are Attention, Block"),
-        "microbatches": (_request(mesh={"pp": 2}, batch=3), "batch=3 in 2 microbatches.*such as 4"),
+        "num_microbatches": (_request(mesh={"pp": 2}, batch=3), "batch=3 in 2 microbatches.*such as 4"),
         "loss": (_request(lambda: nn.LSTM(8, 8), inputs=TensorSpec((1, 8))), "gives a tuple: give loss="),
     }
     found = _plans(**{name: request for name, (request, _) in cases.items()})
@@ -213,23 +213,23 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
     ("options", "text"),
     [
         ({}, "how many ranks"),
-        ({"world": 0}, "world=0: it is a whole number of ranks, 1 or more"),
-        ({"world": 8, "mesh": {"dp": 2, "tp": 3}}, "dp=2 x tp=3 makes 6 ranks, and world=8"),
+        ({"world_size": 0}, "world_size=0: it is a whole number of ranks, 1 or more"),
+        ({"world_size": 8, "mesh": {"dp": 2, "tp": 3}}, "dp=2 x tp=3 makes 6 ranks, and world_size=8"),
         ({"mesh": {"dp": 2, "cp": 3}}, "axis 'cp': a mesh has"),
         ({"mesh": {"dp": 0}}, "dp=0: it is a whole number of ranks, 1 or more"),
-        ({"world": 8, "strategy": "zero3"}, "strategy='zero3': it is one of full_shard"),
-        ({"world": 8, "strategy": "hybrid_shard"}, "hybrid_shard needs to know a node's ranks"),
+        ({"world_size": 8, "strategy": "zero3"}, "strategy='zero3': it is one of full_shard"),
+        ({"world_size": 8, "strategy": "hybrid_shard"}, "hybrid_shard needs to know a node's ranks"),
         ({"mesh": {"replicate": 2, "shard": 2}}, "its axis is dp"),
-        ({"world": 2, "dtype": "int8"}, "dtype='int8': it is one of float32"),
-        ({"world": 2, "offload": "disk"}, "offload='disk': it is one of none"),
-        ({"world": 2, "offload": "full", "strategy": "ddp"}, "full_shard can keep them on the host"),
-        ({"world": 2, "batch": 0}, "batch=0: it is a whole number, 1 or more"),
-        ({"world": 2, "ranks": [2]}, "rank 2: there are 2 ranks, 0 to 1"),
-        ({"world": 2, "ranks": "most"}, "ranks='most': it is one of worst, all"),
-        ({"world": 2, "method": "guess"}, "method='guess': it is one of simulate, closed_form"),
-        ({"world": 2, "fragmentation": 5}, "fragmentation=5: it is a share of all else"),
-        ({"world": 2, "device": "tpu"}, "device='tpu': it is one of cpu, cuda"),
-        ({"world": 2, "microbatches": 4}, "microbatches=4 without pp"),
+        ({"world_size": 2, "dtype": "int8"}, "dtype='int8': it is one of float32"),
+        ({"world_size": 2, "cpu_offload": "disk"}, "cpu_offload='disk': it is one of none"),
+        ({"world_size": 2, "cpu_offload": "full", "strategy": "ddp"}, "full_shard can keep them on the host"),
+        ({"world_size": 2, "batch": 0}, "batch=0: it is a whole number, 1 or more"),
+        ({"world_size": 2, "ranks": [2]}, "rank 2: there are 2 ranks, 0 to 1"),
+        ({"world_size": 2, "ranks": "most"}, "ranks='most': it is one of worst, all"),
+        ({"world_size": 2, "method": "guess"}, "method='guess': it is one of simulate, closed_form"),
+        ({"world_size": 2, "fragmentation": 5}, "fragmentation=5: it is a share of all else"),
+        ({"world_size": 2, "device": "tpu"}, "device='tpu': it is one of cpu, cuda"),
+        ({"world_size": 2, "num_microbatches": 4}, "num_microbatches=4 without pp"),
         ({"mesh": {"dp": 1, "tp": 2}, "method": "closed_form"}, "closed_form with tp or pp"),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_crash_of_the_simulator_is_told(model: Any, text: str) -> None:
 
 def test_a_plan_can_be_called_off() -> None:
     cancel = threading.Event()
-    with pytest.raises(plan.Cancelled):
+    with pytest.raises(plan.PlanCancelledError):
         plan.memory(SMALL, 8, progress=lambda *_: cancel.set(), cancel=cancel, refresh=True)
 
 

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
 
@@ -36,14 +36,14 @@ OTHERS = {
     "ddp-autocast": Case(TWO, "ddp", mixed="bfloat16"),
     "optimizer_state": Case(TWO, "optimizer_state"),
     "optimizer_state-again": Case(TWO, "optimizer_state", again=True),
-    "pp-1F1B": Case((("pp", 2),), microbatches=4),
-    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", microbatches=8),
-    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", microbatches=4),
-    "pp-dp": Case((("pp", 2), ("dp", 2)), microbatches=4),
-    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
-    "pp-tp": Case((("pp", 2), ("tp", 2)), microbatches=4),
-    "pp-dp-tp": Case((("pp", 2), ("dp", 2), ("tp", 2)), microbatches=4),
-    "pp-dp-tp-mixed": Case((("pp", 2), ("dp", 2), ("tp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
+    "pp-1F1B": Case((("pp", 2),), num_microbatches=4),
+    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", num_microbatches=8),
+    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", num_microbatches=4),
+    "pp-dp": Case((("pp", 2), ("dp", 2)), num_microbatches=4),
+    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", num_microbatches=2, mixed="bfloat16"),
+    "pp-tp": Case((("pp", 2), ("tp", 2)), num_microbatches=4),
+    "pp-dp-tp": Case((("pp", 2), ("dp", 2), ("tp", 2)), num_microbatches=4),
+    "pp-dp-tp-mixed": Case((("pp", 2), ("dp", 2), ("tp", 2)), "shard_grad_op", num_microbatches=2, mixed="bfloat16"),
 }
 CASES = SHARDED | OTHERS
 ALL_RANKS = {"full_shard-4", "optimizer_state", *(name for name in CASES if name.startswith("pp"))}
@@ -60,7 +60,7 @@ def planned(request: pytest.FixtureRequest) -> dict[str, MemoryPlan]:
         for name, case in CASES.items()
         if name in wanted
     }
-    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     return found
 
 

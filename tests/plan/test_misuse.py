@@ -41,8 +41,8 @@ def _fails() -> Any:
 
 
 MEMORY: list[tuple[Callable[..., Any], str]] = [
-    (lambda: plan.memory(SMALL, "8"), "world='8': it is a whole number of ranks"),
-    (lambda: plan.memory(SMALL, True), "world=True: it is a whole number of ranks"),
+    (lambda: plan.memory(SMALL, "8"), "world_size='8': it is a whole number of ranks"),
+    (lambda: plan.memory(SMALL, True), "world_size=True: it is a whole number of ranks"),
     (lambda: plan.memory(SMALL, mesh=4), "mesh=4: it is the number of ranks by axis"),
     (lambda: plan.memory(SMALL, mesh={}), "how many ranks"),
     (lambda: plan.memory(SMALL, mesh={"dp": "2"}), "dp='2': it is a whole number of ranks"),
@@ -69,7 +69,7 @@ LAYOUTS: list[tuple[Callable[..., Any], str]] = [
     (lambda: _sent(device="tpu"), "device='tpu': it is one of cpu, cuda"),
     (lambda: _sent(bucket_size_mb=math.nan), "bucket_size_mb=nan: it is a number of MiB above 0"),
     (lambda: _sent(mixed_precision="int8"), "a dtype of floating point numbers"),
-    (lambda: _sent(microbatches=4), "microbatches=4 without pp"),
+    (lambda: _sent(num_microbatches=4), "num_microbatches=4 without pp"),
     (lambda: _sent(wrap="Layer"), "wrap='Layer': GPT has none; its modules are Attention, Block"),
     (lambda: _sent(wrap=-1.5), "wrap=-1.5: a class, its name"),
     (lambda: _sent(optimizer=_sgd()), "a SGD that is made already: give its class, or its name"),
@@ -84,10 +84,10 @@ LAYOUTS: list[tuple[Callable[..., Any], str]] = [
     (lambda: plan.Rates(1e12, -1), "bytes_per_s=-1: it is bytes a second"),
     (lambda: plan.Link("x", "1us", 3), "link 'x': latency '1us' s"),  # type: ignore[arg-type]
     (lambda: plan.PRESETS["nvlink4"].scaled("80%"), "efficiency='80%': a share"),  # type: ignore[arg-type]
-    (lambda: plan.search(SMALL, "64", 80), "gpus='64': it is a whole number of ranks"),  # type: ignore[arg-type]
+    (lambda: plan.search(SMALL, "64", 80), "num_gpus='64': it is a whole number of ranks"),  # type: ignore[arg-type]
     (lambda: plan.search(SMALL, 4, "80GB"), "memory='80GB': it is how many GiB"),  # type: ignore[arg-type]
     (lambda: plan.search(SMALL, 4, math.nan), "memory=nan: it is how many GiB"),
-    (lambda: plan.search(SMALL, 4, 80, largest_tp=0), "largest_tp=0: it is a whole number, 1 or more"),
+    (lambda: plan.search(SMALL, 4, 80, max_tp=0), "max_tp=0: it is a whole number, 1 or more"),
     (lambda: plan.search(SMALL, 4, 80, overlap=3), "overlap=3: it is a share"),
     (lambda: plan.search(SMALL, 4, 80, strategies=["hybrid_shard"]), "strategies='hybrid_shard': it is one of"),
     (lambda: plan.calibrate(sizes=(1e6,)), "sizes=1000000.0: it is a whole number of bytes"),  # type: ignore[arg-type]

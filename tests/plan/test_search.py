@@ -11,10 +11,10 @@ import torch
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.communication_layout import Layout
-from axon_nb.plan.search_memory import estimated_memory
-from axon_nb.plan.search_traces import Traces
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.communication_layout import ParallelLayout
+from axon_nb.plan.search_memory import estimate_memory
+from axon_nb.plan.search_traces import TraceInterpolator
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace, trace_model
 from tests.plan.megatron import Layers
 
@@ -31,13 +31,13 @@ def test_what_fits_comes_first_and_the_fastest_at_the_top() -> None:
     assert fitting
     assert rejected
     assert list(found.candidates) == fitting + rejected
-    assert found.best == min(fitting, key=lambda one: one.rank_key)
+    assert found.best == min(fitting, key=lambda one: one.sort_key)
     assert all(one.memory_bytes <= 4 * 2**20 for one in fitting)
     assert all(one.dp * one.tp * one.pp == 8 for one in found.candidates)
     over = [one for one in rejected if one.memory]
     assert all("needs" in one.reason and "model states" in one.reason for one in over)
     assert [one.memory_bytes for one in over] == sorted(one.memory_bytes for one in over)
-    layouts = {(one.dp, one.tp, one.pp, one.strategy, one.microbatches, one.recompute) for one in found.candidates}
+    layouts = {(one.dp, one.tp, one.pp, one.strategy, one.num_microbatches, one.activation_checkpointing) for one in found.candidates}
     assert len(layouts) == len(found.candidates)
     frame = found.to_frame()
     assert frame["fits"].sum() == len(fitting)
@@ -56,7 +56,7 @@ def test_nothing_fits_and_all_fits() -> None:
     every = plan.search(CONFIG, 2, 80, **OPTIONS)
     assert all(one.fits for one in every.candidates)
     assert every.best is not None
-    assert not every.best.recompute, "what fits without need not be computed again"
+    assert not every.best.activation_checkpointing, "what fits without need not be computed again"
 
 
 def test_all_but_model_gpus_and_memory_may_be_left_out() -> None:
@@ -95,9 +95,9 @@ class _Plain(torch.nn.Module):
 
 
 def test_another_estimate_takes_the_place() -> None:
-    asked: list[Layout] = []
+    asked: list[ParallelLayout] = []
 
-    def estimate(layout: Layout) -> dict[str, int]:
+    def estimate(layout: ParallelLayout) -> dict[str, int]:
         asked.append(layout)
         return {"all": 2**40 if layout.size("tp") == 1 else 1}
 
@@ -124,7 +124,7 @@ def test_the_winner_is_simulated() -> None:
 
 
 def _key(one: Any) -> tuple[Any, ...]:
-    return one.dp, one.tp, one.pp, one.strategy, one.microbatches, one.recompute
+    return one.dp, one.tp, one.pp, one.strategy, one.num_microbatches, one.activation_checkpointing
 
 
 def _sizes(trace: ModelTrace) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def _sizes(trace: ModelTrace) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_traces_of_other_batches_lie_on_a_line(dtype: torch.dtype | None) -> None:
     small = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=1)
-    traces = Traces(Given(small), torch.optim.AdamW, dtype)
+    traces = TraceInterpolator(ModelSource(small), torch.optim.AdamW, dtype)
     first, second = traces.at(2), traces.at(4)
-    assert second.kept is first.kept
+    assert second.cache is first.cache
     for batch in (1, 16):
-        alone = trace_model(Given(small, batch=batch), optimizer=torch.optim.AdamW, dtype=dtype)
+        alone = trace_model(ModelSource(small, batch=batch), optimizer=torch.optim.AdamW, dtype=dtype)
         assert _sizes(traces.at(batch)) == _sizes(alone), batch
     assert traces.at(16) is traces.at(16)
 
@@ -150,8 +150,8 @@ def test_inputs_depend_on_the_batch() -> None:
 
 
 def test_mixed_precision_halves_what_is_computed_and_keeps_parameters() -> None:
-    whole = trace_model(Given(CONFIG, batch=2), optimizer=torch.optim.AdamW)
-    mixed = trace_model(Given(CONFIG, batch=2), optimizer=torch.optim.AdamW, dtype=torch.bfloat16)
+    whole = trace_model(ModelSource(CONFIG, batch=2), optimizer=torch.optim.AdamW)
+    mixed = trace_model(ModelSource(CONFIG, batch=2), optimizer=torch.optim.AdamW, dtype=torch.bfloat16)
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
     assert mixed.outputs[""][0].nbytes == whole.outputs[""][0].nbytes // 2
     assert 0.45 < sum(mixed.saved.values()) / sum(whole.saved.values()) < 0.65
@@ -180,7 +180,7 @@ def test_what_forward_keeps_is_what_torch_keeps() -> None:
     tokens = torch.zeros(2, CONFIG.context, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = next_byte_loss(model(tokens), tokens)
-    trace = trace_model(Given(lambda: GPT(CONFIG), tokens, tokens, next_byte_loss))
+    trace = trace_model(ModelSource(lambda: GPT(CONFIG), tokens, tokens, next_byte_loss))
     assert sum(trace.saved.values()) == pytest.approx(sum(kept.values()), rel=0.02)
     loss.backward()
     blocks = {_of_child(trace, f"block{i}") for i in range(1, CONFIG.blocks)}
@@ -200,7 +200,7 @@ def test_activations_of_tensor_parallelism_in_the_megatron_paper(ways: int) -> N
     """Korthikanti et al. (2022), equations 1 and 2: s b h (10 + 24 / t + 5 a s / (h t)) bytes a layer."""
     found = {}
     for layers in (3, 4):
-        layout = Layout.of(
+        layout = ParallelLayout.of(
             partial(Layers, HIDDEN, HEADS, layers),
             None,
             {
@@ -211,28 +211,28 @@ def test_activations_of_tensor_parallelism_in_the_megatron_paper(ways: int) -> N
                 "mixed_precision": "bfloat16",
             },
         )
-        found[layers] = estimated_memory(layout)["activations"]
+        found[layers] = estimate_memory(layout)["activations"]
     formula = SEQ * BATCH * HIDDEN * (10 + 24 / ways + 5 * HEADS * SEQ / (HIDDEN * ways))
     # Beside it the statistics of two norms, 8 bytes for each position, are kept; the paper leaves them out.
     assert found[4] - found[3] == pytest.approx(formula, rel=0.01)
 
 
 def test_states_are_those_of_the_formula_and_recomputing_saves() -> None:
-    plain = Layout.of(CONFIG, 4, {"batch": 8})
-    parts = estimated_memory(plain)
+    plain = ParallelLayout.of(CONFIG, 4, {"batch": 8})
+    parts = estimate_memory(plain)
     elements = sum(p.numel() for p in GPT(CONFIG).parameters())
     assert parts["model states"] == 4 * elements * 4 // 4, "parameters, gradients and two states, a quarter each"
-    again = estimated_memory(Layout.of(CONFIG, 4, {"batch": 8}, recompute=True))
+    again = estimate_memory(ParallelLayout.of(CONFIG, 4, {"batch": 8}, activation_checkpointing=True))
     assert again["activations"] < parts["activations"]
-    piped = Layout.of(CONFIG, None, {"mesh": {"pp": 2}, "batch": 8, "microbatches": 8, "strategy": "ddp"})
-    assert estimated_memory(piped)["activations"] < parts["activations"]
+    piped = ParallelLayout.of(CONFIG, None, {"mesh": {"pp": 2}, "batch": 8, "num_microbatches": 8, "strategy": "ddp"})
+    assert estimate_memory(piped)["activations"] < parts["activations"]
 
 
 def test_recomputing_sends_what_tp_sends_once_more() -> None:
     options = {"mesh": {"tp": 2}, "batch": 2}
     from axon_nb.plan.communication_call import traffic_of
 
-    plain, again = (traffic_of(Layout.of(CONFIG, None, options, recompute=r), None) for r in (False, True))
+    plain, again = (traffic_of(ParallelLayout.of(CONFIG, None, options, activation_checkpointing=r), None) for r in (False, True))
     forward = sum(row.calls for row in plain.select(axis="tp", phase="forward"))
     assert forward > 0
     assert again.calls("tp") - plain.calls("tp") == forward
@@ -250,7 +250,7 @@ def _unbuildable() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpus": 0}, "gpus=0: it is a whole number of ranks, 1 or more"),
+        ({"num_gpus": 0}, "num_gpus=0: it is a whole number of ranks, 1 or more"),
         ({"memory": 0}, "memory=0: it is how many GiB a rank has"),
         ({"batch": 0}, "batch=0: it is a whole number of samples"),
         ({"batch": 2.5}, "batch=2.5: it is a whole number of samples"),
@@ -271,4 +271,4 @@ def _unbuildable() -> torch.nn.Module:
 )
 def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan.search(**({"model": CONFIG, "gpus": 4, "memory": 80} | OPTIONS | options))
+        plan.search(**({"model": CONFIG, "num_gpus": 4, "memory": 80} | OPTIONS | options))

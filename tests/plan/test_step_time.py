@@ -13,7 +13,7 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import trace_model
 from axon_nb.plan.step_time_work import Rates, Work
 from tests.comm.gloo import GlooWorld
@@ -34,14 +34,14 @@ def flops_of(config: GPTConfig, batch: int) -> tuple[float, float]:
 
 
 def test_flops_are_those_of_the_paper() -> None:
-    trace = trace_model(Given(CONFIG, batch=BATCH))
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH))
     forward, backward = flops_of(CONFIG, BATCH)
     assert trace.total("forward").flops == forward
     assert trace.total("backward").flops == backward
 
 
 def test_work_is_told_by_child() -> None:
-    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
     for phase in ("forward", "backward"):
         found = trace.work[phase]
         blocks = {found[f"block{i}"].flops for i in range(CONFIG.blocks)}
@@ -66,14 +66,14 @@ def test_the_trace_counts_what_torch_counts() -> None:
     x = torch.ones(2, 3, 8, 8)
     with FlopCounterMode(display=False) as counter:
         make()(x).sum().backward()
-    trace = trace_model(Given(make, x))
+    trace = trace_model(ModelSource(make, x))
     assert trace.total("forward").flops + trace.total("backward").flops == counter.get_total_flops()
 
 
 def test_parts_on_one_rank_are_work_over_rates() -> None:
     rates = Rates(1e9, 1e10, 1e-6)
     found = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
-    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
     for phase in ("forward", "backward", "optimizer"):
         assert found.parts[f"compute, {phase}"] == pytest.approx(rates.seconds(trace.total(phase), phase))
     assert found.total_s == pytest.approx(sum(found.parts.values()))
@@ -90,7 +90,7 @@ def test_what_is_hidden_and_what_is_not() -> None:
     none, half, most = (plan.step_time(CONFIG, 4, overlap=share, **options) for share in (0.0, 0.5, 1.0))
     whole = none.communication.seconds()
     assert none.exposed_s == pytest.approx(whole)
-    cover = sum(row.seconds for row in none.communication.rows if row.behind == "backward")
+    cover = sum(row.seconds for row in none.communication.rows if row.overlaps_with == "backward")
     hidden = min(cover, none.parts["compute, backward"])
     assert half.exposed_s == pytest.approx(whole - hidden / 2)
     assert most.exposed_s == pytest.approx(whole - hidden)
@@ -115,7 +115,7 @@ def test_a_pipeline_has_a_bubble() -> None:
     link = plan.Link("x", 0.0, 1e15)
     config = dataclasses.replace(CONFIG, blocks=4)
     found = plan.step_time(
-        config, mesh={"pp": 2}, batch=8, rates=1e9, links=link, optimizer=None, microbatches=8, at=["block2"]
+        config, mesh={"pp": 2}, batch=8, rates=1e9, links=link, optimizer=None, num_microbatches=8, at=["block2"]
     )
     assert found.schedule is not None
     times = found.schedule.times
@@ -130,7 +130,7 @@ def test_a_pipeline_has_a_bubble() -> None:
         rates=1e9,
         links=plan.Link("x", 1e-3, 1e15),
         optimizer=None,
-        microbatches=8,
+        num_microbatches=8,
         at=["block2"],
     )
     assert slow.total_s > found.total_s
@@ -141,7 +141,7 @@ def test_three_axes() -> None:
         dataclasses.replace(CONFIG, blocks=4),
         mesh={"pp": 2, "dp": 4, "tp": 2},
         batch=8,
-        microbatches=4,
+        num_microbatches=4,
         rates=1e12,
         links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"},
     )
@@ -232,7 +232,7 @@ def test_calibration_on_ranks() -> None:
     assert adjusted.links.keys() == {"all"}
     assert plain.links.keys() == {"dp"}
     assert {sample.operation for sample in adjusted.samples} == {"all_reduce", "send"}
-    assert {sample.ranks for sample in plain.samples} == {2}
+    assert {sample.num_ranks for sample in plain.samples} == {2}
     assert all(sample.seconds > 0 for sample in (*plain.samples, *adjusted.samples))
     assert adjusted.rates.factors.keys() == {"forward", "backward", "optimizer"}
     assert adjusted.rates.wrappers.keys() == {"ddp", "full_shard"}

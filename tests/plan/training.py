@@ -47,7 +47,7 @@ class Case:
     again: bool = False
     optimizer: str = "Adam"
     schedule: str = "1F1B"
-    microbatches: int | None = None
+    num_microbatches: int | None = None
 
     @property
     def world(self) -> int:
@@ -63,10 +63,10 @@ class Case:
             optimizer=self.optimizer.lower(),
             dtype=self.dtype,
             mixed_precision=self.mixed,
-            checkpointing=Block if self.again else None,
+            activation_checkpointing=Block if self.again else None,
             batch=BATCH,
             schedule=self.schedule,
-            microbatches=self.microbatches,
+            num_microbatches=self.num_microbatches,
             tp_plan=layers() if {"pp", "tp"} <= dict(self.mesh).keys() else "auto",
             device="cpu",
             **more,
@@ -127,7 +127,7 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.opt
 
 def _in_stages(model: nn.Sequential, case: Case, tokens: torch.Tensor, targets: torch.Tensor) -> Steps:
     mesh = make_mesh(device="cpu", **dict(case.mesh))
-    options: Any = {"num_microbatches": case.microbatches, "schedule": case.schedule, "loss": next_byte_loss}
+    options: Any = {"num_microbatches": case.num_microbatches, "schedule": case.schedule, "loss": next_byte_loss}
     piped: Any
     if mesh.ndim == 1:
         piped = Pipeline.split(model, mesh, **options)
