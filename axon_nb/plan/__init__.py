@@ -1,6 +1,6 @@
-"""Predictions for any world, from a laptop: memory, pipeline schedules, communication, how long a step takes.
+"""Predictions for any number of ranks, from a laptop: memory, pipeline schedules, communication and step times.
 
-Importing this package loads no torch: each name is fetched from its module on first use.
+Importing this package does not import torch: each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a public name from its module on first use, and keep it."""
+    """Load a public name on first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those not fetched yet among them."""
+    """List all public names, loaded or not."""
     return sorted(__all__)

@@ -1,6 +1,6 @@
-"""About how much memory a rank of a layout needs: model states by formula, the rest by what a traced step shows.
+"""Estimates the memory of a layout: model states by formula, the rest from a traced step.
 
-For ranking hundreds of layouts at once; `axon_nb.plan.memory` simulates one of them.
+Fast enough to rank hundreds of layouts; `axon_nb.plan.memory` simulates one of them.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from axon_nb.plan.communication_layout import ParallelLayout
 __all__ = ["ALLOWANCE", "MemoryEstimator", "estimate_memory"]
 
 MemoryEstimator = Callable[[ParallelLayout], dict[str, int]]
-"""Bytes by part, of the rank that needs most."""
+"""Returns bytes by part of the rank that needs most."""
 
 ALLOWANCE = 0.05
-"""Of all else, for what CUDA's allocator cannot use: as in `axon_nb.plan.memory`."""
+"""Fragmentation allowance of CUDA's allocator, as a fraction of everything else; as in `axon_nb.plan.memory`."""
 
 
 def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
-    """Bytes by part, of the fullest rank along ``pp``.
+    """Estimate bytes by part of the rank along ``pp`` that needs most.
 
     - ``model states`` are exact (`axon_nb.parallel.memory`).
-    - ``whole parameters``: the two largest units that FSDP holds at once, or all where they stay whole until backward.
-    - ``gradients``: those of the largest unit before and while they are reduced; of a pipeline's stages all, until the
-      last microbatch; DDP's buckets.
-    - ``activations``: what forward keeps of a rank's batch, or with recomputing the children's outputs and the largest
-      child's own. What ``tp`` cuts is divided by it; of a pipeline as many microbatches are counted as are live.
-    - ``temporary``: a gradient as large as the largest output.
+    - ``unsharded parameters``: the two largest units, which FSDP holds at once, or all if they stay unsharded until
+      backward.
+    - ``gradients``: the largest unit's before and during reduction; all gradients of pipeline stages, until the last
+      microbatch; DDP's buckets.
+    - ``activations``: what forward saves of a rank's batch; with activation checkpointing, the children's outputs and
+      the largest child's activations. Divided by ``tp`` where it shards; a pipeline counts its live microbatches.
+    - ``temporary``: a gradient of the size of the largest output.
     - ``fragmentation``: an allowance on GPUs.
 
     Args:
         layout: The layout.
     """
     return max(
-        (_of_place(layout, held, pp_rank) for pp_rank, held in enumerate(layout.parameters_by_pp_rank)),
+        (_of_pp_rank(layout, held, pp_rank) for pp_rank, held in enumerate(layout.parameters_by_pp_rank)),
         key=lambda parts: sum(parts.values()),
     )
 
 
-def _of_place(layout: ParallelLayout, held: Sequence[LocalTensor], pp_rank: int) -> dict[str, int]:
-    whole, gradients = _whole(layout, held)
+def _of_pp_rank(layout: ParallelLayout, held: Sequence[LocalTensor], pp_rank: int) -> dict[str, int]:
+    unsharded, gradients = _unsharded(layout, held)
     parts = {
         "model states": _states(layout, held),
-        "whole parameters": whole,
+        "unsharded parameters": unsharded,
         "gradients": gradients,
         "activations": _activations(layout, pp_rank),
         "temporary": _temporary(layout, pp_rank),
@@ -61,15 +62,15 @@ def _of_place(layout: ParallelLayout, held: Sequence[LocalTensor], pp_rank: int)
     return parts
 
 
-class _Asked(OptimizerKind):
-    """Is tried once for each kind of parameter."""
+class _CachedOptimizerKind(OptimizerKind):
+    """An OptimizerKind that is tried once per kind of parameter."""
 
     @functools.cached_property
     def _known(self) -> dict[tuple[torch.dtype, bool], int]:
         return {}
 
     def bytes_per_element(self, dtype: torch.dtype, *, trained: bool = True) -> int:
-        """As there."""
+        """Return the cached result of the base class."""
         key = dtype, trained
         if key not in self._known:
             self._known[key] = super().bytes_per_element(dtype, trained=trained)
@@ -78,7 +79,7 @@ class _Asked(OptimizerKind):
 
 def _states(layout: ParallelLayout, held: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
-    kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _Asked(make))
+    kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _CachedOptimizerKind(make))
     whole = layout.strategy == "ddp"
     states = model_states(
         [(h.shape, h.dtype, h.trained) for h in held],
@@ -89,8 +90,8 @@ def _states(layout: ParallelLayout, held: Sequence[LocalTensor]) -> int:
     return states.total_bytes
 
 
-def _whole(layout: ParallelLayout, held: Sequence[LocalTensor]) -> tuple[int, int]:
-    """Bytes of whole parameters, and of their gradients besides the model states."""
+def _unsharded(layout: ParallelLayout, held: Sequence[LocalTensor]) -> tuple[int, int]:
+    """Bytes of unsharded parameters, and of their gradients on top of the model states."""
     num_ranks = layout.size(layout.data_axis)
     if layout.strategy in ("ddp", "optimizer_state"):
         cast = sum(h.elements * layout.mixed_precision.itemsize for h in held) if layout.mixed_precision else 0
@@ -108,35 +109,38 @@ def _whole(layout: ParallelLayout, held: Sequence[LocalTensor]) -> tuple[int, in
             reduced[name] = reduced.get(name, 0) + h.elements * h.dtype.itemsize
     if layout.stages is not None:
         return sum(units.values()), sum(reduced.values())
-    stay = layout.strategy in ("shard_grad_op", "no_shard")
+    stays_unsharded = layout.strategy in ("shard_grad_op", "no_shard")
     largest = sorted(units.values(), reverse=True)
-    return sum(largest if stay else largest[:2]), max(trained.values(), default=0) + max(reduced.values(), default=0)
+    return sum(largest if stays_unsharded else largest[:2]), max(trained.values(), default=0) + max(
+        reduced.values(), default=0
+    )
 
 
 def _children(layout: ParallelLayout, pp_rank: int) -> list[str]:
-    """Of the model, on one rank along ``pp``; what is outside of all children is on the last one."""
+    """The model's children on one rank along ``pp``; what is outside all children counts for the last one."""
     trace, stages = layout.trace, layout.stages
     names = ("", *(name for name, _ in trace.model.named_children()))
     if stages is None:
         return list(names)
-    owner, last = stages.rank_of_child, stages.owner[stages.count - 1]
+    owner, last = stages.rank_of_child, stages.rank_of_stage[stages.num_stages - 1]
     return [name for name in names if owner.get(name, last) == pp_rank]
 
 
 def _saved(layout: ParallelLayout) -> dict[str, int]:
-    """What forward keeps on one rank along ``tp``, by child.
+    """Bytes that forward saves on one rank along ``tp``, by child.
 
-    What is computed from the output of a column layer is cut, until a row layer sums it up; with sequence parallelism
-    the rest is cut by positions, but for what column layers have gathered (Korthikanti et al., 2022, section 4.2).
+    Tensors computed from a column layer's output are sharded until a row layer reduces them. With sequence parallelism
+    the rest is sharded along the sequence, except what column layers have gathered (Korthikanti et al., 2022, section
+    4.2).
     """
     found: dict[str, int] = {}
     styles = layout.styles
     for (keeper, sources), size in layout.trace.saved.items():
-        cut = any(styles.get(source) == "column" for source in sources)
-        if layout.sequence and not cut:
-            cut = any(source in styles for source in sources) and not styles.get(keeper, "").startswith("column")
+        is_sharded = any(styles.get(source) == "column" for source in sources)
+        if layout.sequence and not is_sharded:
+            is_sharded = any(source in styles for source in sources) and not styles.get(keeper, "").startswith("column")
         child = keeper.partition(".")[0]
-        found[child] = found.get(child, 0) + (size // layout.size("tp") if cut else size)
+        found[child] = found.get(child, 0) + (size // layout.size("tp") if is_sharded else size)
     return found
 
 
@@ -152,12 +156,12 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     if stages is None:
         return sum(parts)
     live = trace.cached(
-        ("live microbatches", stages.schedule, stages.num_ranks, stages.count, stages.num_microbatches),
+        ("live microbatches", stages.schedule, stages.num_ranks, stages.num_stages, stages.num_microbatches),
         lambda: PipelineMemoryStats.of(
             stages.schedule,
             num_ranks=stages.num_ranks,
             num_microbatches=stages.num_microbatches,
-            num_stages=stages.count,
+            num_stages=stages.num_stages,
         ),
     )
     count = len(stages.on_rank(pp_rank)) * stages.num_microbatches

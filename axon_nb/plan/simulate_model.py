@@ -23,12 +23,12 @@ from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.module_kinds import checked_module_filter
-from axon_nb.plan.simulate_depth import Run, find_block_run, shorten
+from axon_nb.plan.simulate_depth import BlockRun, find_block_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
 from axon_nb.plan.step_time_model import resolve_optimizer
 from axon_nb.plan.without_cards import WithoutCuda
 
-__all__ = ["TrainingSetup", "checked_optimizer", "explained", "optimizer_of", "training_setup"]
+__all__ = ["TrainingSetup", "checked_optimizer", "explain_failure", "request_optimizer", "training_setup"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -43,7 +43,7 @@ class TrainingSetup:
     target: Callable[[], Any]
     loss: Loss
 
-    def model(self, run: Run | None = None, depth: int = 0) -> nn.Module:
+    def model(self, run: BlockRun | None = None, depth: int = 0) -> nn.Module:
         """Make a new model in its dtype, with activation checkpointing applied.
 
         Args:
@@ -240,13 +240,19 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
     except UsageError:
         raise
     except NO_VALUES as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        first = next(
+            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            "",
+        )
         raise PlanError(
             f"The model cannot be {doing} on tensors without data because it reads their values "
             f"({type(error).__name__}: {first}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
         ) from error
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        first = next(
+            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            "",
+        )
         raise PlanError(
             f"The model cannot be {doing} on tensors without data ({type(error).__name__}: {first}): {hint}."
         ) from error

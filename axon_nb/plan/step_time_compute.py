@@ -1,4 +1,4 @@
-"""What one rank of a layout computes in a step, and the schedule of its pipeline."""
+"""The work of one rank of a layout in a step, and its pipeline schedule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from axon_nb.plan.schedule_call import schedule
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
 from axon_nb.plan.step_time_work import Rates, Work
 
-__all__ = ["computed", "copied", "optimizer_work", "pipeline_schedule", "wrapper_s", "wrapper_s_per_parameter"]
+__all__ = ["compute_work", "copy_work", "optimizer_work", "pipeline_schedule", "wrapper_s", "wrapper_s_per_parameter"]
 
 _PHASES = ("forward", "backward")
 _COPIED = ("all_gather", "all_reduce", "reduce_scatter")
 
 
-def computed(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
-    """Forward and backward of a rank's whole batch.
+def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
+    """Return the forward and backward work of a rank's whole batch.
 
     Args:
         layout: The layout.
@@ -35,27 +35,27 @@ def computed(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
 
 
 def _of_children(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None) -> Work:
-    """Some children's; None: all, and what is outside of them."""
-    ways = layout.size("tp")
+    """The work of some children; None: of the whole model."""
+    tp = layout.size("tp")
     total = Work()
     for child, work in layout.trace.work.get(phase, {}).items():
         if names is None or child in names:
-            total += work.scaled(1 / ways) if child in layout.sharded_children else work
+            total += work.scaled(1 / tp) if child in layout.sharded_children else work
     if layout.activation_checkpointing and phase == "backward":
         total += _of_children(layout, "forward", names)
     return total
 
 
 def _of_stage(layout: ParallelLayout, stage: int, phase: str) -> Work:
-    """Of one microbatch in one stage; the loss is the last one's."""
+    """The work of one microbatch in one stage; the last stage includes the loss."""
     stages = layout.stages
     assert stages is not None
-    names = stages.children[stage] + (("",) if stage == stages.count - 1 else ())
+    names = stages.children[stage] + (("",) if stage == stages.num_stages - 1 else ())
     return _of_children(layout, phase, names).scaled(1 / stages.num_microbatches)
 
 
 def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
-    """Of the optimizer's step on one rank.
+    """Return the work of the optimizer's step on one rank.
 
     Args:
         layout: The layout.
@@ -71,34 +71,37 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
         return whole
     elements = sum(math.prod(h.shape) for h in here) / sum(total)
     count = len(here) / len(total)
-    ways = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
-    sharded = ways.get(layout.strategy, layout.size(layout.data_axis))
-    calls = sharded if layout.strategy == "optimizer_state" else 1  # whole parameters are dealt out, not parts
+    num_shards = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
+    sharded = num_shards.get(layout.strategy, layout.size(layout.data_axis))
+    calls = (
+        sharded if layout.strategy == "optimizer_state" else 1
+    )  # it assigns whole parameters to ranks instead of splitting them
     return Work(whole.flops * elements / sharded, whole.bytes * elements / sharded, whole.ops * count / calls)
 
 
-def copied(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) -> Work:
-    """What data parallelism copies besides: whole tensors into buffers that are sent, or out of them.
+def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) -> Work:
+    """Return the work of data parallelism's copies into and out of communication buffers.
 
-    DDP copies gradients into buckets and back; FSDP2 parameters out of the gathered buffer, and gradients into the one
-    that is reduced (`split_with_sizes_copy` and `chunk_cat` of torch.distributed.fsdp). Each is a read and a write.
+    DDP copies gradients into buckets and back; FSDP2 copies parameters out of the gathered buffer, and gradients into
+    the reduced one (`split_with_sizes_copy` and `chunk_cat` of torch.distributed.fsdp). Each copy is a read and a
+    write.
 
     Args:
         layout: The layout.
-        traffic: What is sent.
+        traffic: Its communication.
         pp_rank: The rank along ``pp``.
     """
-    ways = 4 if layout.strategy == "ddp" else 2
+    accesses = 4 if layout.strategy == "ddp" else 2
     rows = [row for row in traffic.select(pp_rank=pp_rank) if row.axis in DATA_AXES and row.operation in _COPIED]
-    return Work(bytes=float(ways * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
+    return Work(bytes=float(accesses * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
 
 
 def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
-    """Seconds of a step that the strategy's wrapper takes by itself.
+    """Return the seconds of a step that the strategy's wrapper itself takes.
 
     Args:
         layout: The layout.
-        rates: Of a rank.
+        rates: Of one rank.
         pp_rank: The rank along ``pp``.
     """
     if layout.size(*DATA_AXES) == 1:
@@ -107,18 +110,18 @@ def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
 
 
 def wrapper_s_per_parameter(rates: Rates, strategy: str) -> float | None:
-    """Seconds a parameter of the strategy's wrapper, or of one alike; None: none was measured."""
+    """Return seconds per parameter of the strategy's wrapper, or of a similar one; None: not measured."""
     alike = "ddp" if strategy in ("ddp", "optimizer_state") else "full_shard"
     return rates.wrappers.get(strategy, rates.wrappers.get(alike))
 
 
 def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates: Rates) -> SchedulePlan:
-    """The pipeline's schedule, with the times of its stages and messages.
+    """Return the pipeline schedule with the times of its stages and messages.
 
     Args:
         layout: With stages.
-        traffic: What is sent, with times.
-        rates: Of a rank.
+        traffic: Its communication, with times.
+        rates: Of one rank.
     """
     stages = layout.stages
     assert stages is not None
@@ -128,8 +131,8 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
         for sizes in boundaries(layout.trace, stages)
     ]
     times = []
-    for stage in range(stages.count):
-        pp_rank = stages.owner[stage]
+    for stage in range(stages.num_stages):
+        pp_rank = stages.rank_of_stage[stage]
         seconds = []
         for phase in _PHASES:
             inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", phase=phase, pp_rank=pp_rank))
@@ -137,5 +140,10 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
             seconds.append(rates.seconds(_of_stage(layout, stage, phase), phase) + inside)
         times.append(StageTimes(*seconds))
     return schedule(
-        stages.schedule, stages.count, stages.num_microbatches, times, num_ranks=stages.num_ranks, latency_s=delays
+        stages.schedule,
+        stages.num_stages,
+        stages.num_microbatches,
+        times,
+        num_ranks=stages.num_ranks,
+        latency_s=delays,
     )

@@ -100,7 +100,7 @@ class ModelSource:
         elif is_dataclass(self.model):
             raise UsageError(
                 f"model is a {type(self.model).__name__}, but the only config supported is "
-                "axon_nb.parallel.models.GPTConfig: pass a function without arguments that makes the model, and inputs=."
+                "axon_nb.parallel.models.GPTConfig: give a function that makes the model, and inputs=."
             )
         model = source._build(mode)
         if source.inputs is None:
@@ -226,7 +226,7 @@ def resolve_optimizer(given: Any) -> Callable[..., Optimizer] | None:
     }
     if not isinstance(given, str) or given.lower() not in known:
         raise PlanError(
-            f"optimizer must be a class, a function that makes one, or one of {', '.join(sorted(known))}; got {given!r}."
+            f"optimizer must be a class, what makes one, or one of {', '.join(sorted(known))}; got {given!r}."
         )
     return known[given.lower()]
 

@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.copies import together
+from axon_nb.plan.copies import fork_map
 from axon_nb.plan.worker import run_in_process
 
 
@@ -28,14 +28,14 @@ def several(task: Any, report: Any) -> dict[str, Any]:
         raise UsageError("no")
 
     def nested() -> list[int]:
-        return together([os.getpid, os.getpid])
+        return fork_map([os.getpid, os.getpid])
 
-    found: dict[str, Any] = {"squares": together([partial(pow, number, 2) for number in range(5)])}
-    found["died"] = together([dies, partial(int, 1)])
-    found["nested"] = [len(set(numbers)) for numbers in together([nested, nested])]
+    found: dict[str, Any] = {"squares": fork_map([partial(pow, number, 2) for number in range(5)])}
+    found["died"] = fork_map([dies, partial(int, 1)])
+    found["nested"] = [len(set(numbers)) for numbers in fork_map([nested, nested])]
     for name, calls in {"first": [refuses, partial(int, 1)], "last": [partial(int, 1), refuses]}.items():
         try:
-            together(calls)
+            fork_map(calls)
         except UsageError as error:
             found[name] = str(error)
     try:
@@ -67,7 +67,7 @@ def backward() -> float:
 
 def one_after_the_other(task: Any, report: Any) -> list[list[float]]:
     """Run in a process without threads: one backward, and then several at once."""
-    return [together([backward]), together([backward, backward]), together([])]
+    return [fork_map([backward]), fork_map([backward, backward]), fork_map([])]
 
 
 def test_a_single_calculation_leaves_the_process_fit_for_others() -> None:

@@ -21,7 +21,7 @@ from axon_nb.parallel.models import GPT, Block, GPTConfig
 from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.simulate_hooks import missing
+from axon_nb.plan.simulate_hooks import missing_hooks
 from axon_nb.plan.worker import run_in_process
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,7 +38,7 @@ def _request(model: Any = SMALL, mesh: dict[str, int] | None = None, strategy: s
 
 
 def test_this_torch_has_the_private_hooks() -> None:
-    assert missing() == []
+    assert missing_hooks() == []
 
 
 def test_a_plan_says_what_each_rank_holds() -> None:
