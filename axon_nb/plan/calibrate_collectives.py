@@ -120,8 +120,7 @@ class AxisBenchmark:
         return calls[operation], whole.nbytes
 
     def _round_trip(self, tensor: torch.Tensor) -> None:
-        """Exchange a message in each direction between pairs of neighbours; of an odd number of ranks the last one
-        idles."""
+        """Exchange messages between pairs of neighbours; with an odd number of ranks, the last one is idle."""
         rank, group = dist.get_rank(self.group), self.group
         if rank % 2:
             dist.recv(tensor, group=group, group_src=rank - 1)

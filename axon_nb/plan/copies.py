@@ -23,8 +23,7 @@ _is_nested = [False]
 
 
 def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None] | None = None) -> list[T]:
-    """Call functions in forked processes, as many at a time as this process has cores, and return their results in
-    order.
+    """Call functions in forked processes, one per core at a time, and return their results in order.
 
     Changes that a function makes are lost. Even a single one is forked: after a backward in this process, CUDA builds
     of torch refuse a backward in any later fork (pytorch wiki, "Autograd and Fork").

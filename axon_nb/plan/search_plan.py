@@ -60,8 +60,7 @@ class Candidate:
         return not self.fits, not self.memory, *(numbers if self.fits else numbers[::-1])
 
     def layout(self, global_batch: int) -> dict[str, Any]:
-        """Return the layout as arguments of `axon_nb.plan.memory`: ``plan.memory(model, **best.layout(global_batch),
-        …)``.
+        """Return the layout as arguments of `plan.memory`: ``plan.memory(model, **best.layout(global_batch), …)``.
 
         Args:
             global_batch: Samples per step over all ranks.

@@ -9,11 +9,11 @@ import re
 import resource
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from dataclasses import dataclass
 
 from axon_nb.plan.copies import fork_map
 from axon_nb.plan.errors import PlanError

@@ -168,8 +168,7 @@ def extrapolate_parts(
 
 
 def full_model_name(module: str, run: BlockRun, depth: int) -> str:
-    """Return the full model's name of a module in a version of `depth` blocks; its last blocks are the full model's
-    last."""
+    """Return the full model's name of a module in a version of `depth` blocks, which keeps the last blocks last."""
     for number in range(ENDS, depth):
         name = run.names[number]
         if module == name or module.startswith(f"{name}."):

@@ -121,7 +121,7 @@ def _driver(
     mesh: DeviceMesh,
     enters: list[Enter],
 ) -> Any:
-    """torch's schedule of this rank's stages, as `Pipeline` makes it."""
+    """Torch's schedule of this rank's stages, as `Pipeline` makes it."""
     from torch.distributed.pipelining import PipelineStage
 
     schedule, num_stages, count = _numbers(setup.request)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from axon_nb.parallel.offload import keep_states_on_host
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.gathering import local_part
+from axon_nb.parallel.offload import keep_states_on_host
 from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_optimizer
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy

@@ -22,8 +22,7 @@ class SizeUnit:
         return num_bytes / self.bytes
 
     def text(self, num_bytes: int, *, decimals: int = 3) -> str:
-        """Format bytes in this unit without its name: ``12.500``, ``1,024.000``; ``0``; ``<0.001`` if too small to
-        show.
+        """Format bytes in this unit without its name: ``12.500``, ``1,024.000``, ``0`` or ``<0.001``.
 
         Args:
             num_bytes: The size.

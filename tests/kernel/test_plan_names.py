@@ -48,7 +48,7 @@ def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> Non
     formula = plan.memory(config, 64, device="cpu", method="closed_form")
     assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
     assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
-    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, and extrapolated"
+    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, extrapolated"
     assert planner.value(has_torch) == before
 
 
@@ -62,10 +62,10 @@ def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("modle", "there is no 'modle' (name 'modle' is not defined)"),
-        ("gpt.head.nothing", "there is no 'gpt.head.nothing' ('Head' object has no attribute 'nothing')"),
-        ("number", "number is a int: a model is a torch.nn.Module."),
-        ("pipe", "a Pipeline holds the stages of its own rank alone: capture the model before it is wrapped"),
+        ("modle", "'modle' does not exist (name 'modle' is not defined)"),
+        ("gpt.head.nothing", "'gpt.head.nothing' does not exist ('Head' object has no attribute 'nothing')"),
+        ("number", "number must be a torch.nn.Module; it is a int."),
+        ("pipe", "A Pipeline holds only its own rank's stages: call plan.capture(model) before wrapping it"),
     ],
 )
 def test_one_sentence_says_why_there_is_no_such_model(planner: Kernel, name: str, sentence: str) -> None:

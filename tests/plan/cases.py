@@ -154,7 +154,7 @@ class Case:
         from axon_nb import plan
 
         of_gpt = self.model is gpt
-        defaults: dict[str, Any] = {"inputs": tokens() if of_gpt else rows(), "device": "cpu"}
+        defaults: dict[str, Any] = {"inputs": tokens() if of_gpt else rows(), "device": "cpu", "optimizer": "SGD"}
         if self.mesh.keys() & {"tp", "pp"}:
             defaults |= {"target": tokens(), "loss": next_byte_loss}
         return plan.communication(self.model, mesh=self.mesh, **(defaults | self.options))

@@ -62,27 +62,27 @@ def test_a_model_that_is_made_can_be_planned_for() -> None:
     assert named.num_parameters == plan.memory(config, 2, method="closed_form").num_parameters
 
 
-def test_what_cannot_be_captured_is_said() -> None:
+def test_capture_errors() -> None:
     locked = nn.Linear(2, 2)
     locked.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(plan.PlanError, match=r"net, a Linear, cannot be captured \(TypeError.*give a function"):
         plan.capture(locked, "net")
-    with pytest.raises(plan.PlanError, match="parameters without a shape yet"):
+    with pytest.raises(plan.PlanError, match="uninitialized lazy parameters"):
         plan.capture(nn.LazyLinear(3))
-    with pytest.raises(plan.PlanError, match="model is a list: a model is"):
+    with pytest.raises(plan.PlanError, match="must be a torch.nn.Module; it is a list"):
         plan.capture([1])  # type: ignore[arg-type]
 
 
-def test_a_rank_says_why_it_has_none() -> None:
+def test_a_rank_reports_why_it_has_no_model() -> None:
     space: dict[str, Any] = {"net": nn.Linear(2, 2), "number": 3}
     assert isinstance(capture_or_reason(lambda: space["net"], "net"), CapturedModel)
-    assert capture_or_reason(lambda: space["other"], "other") == "there is no 'other' ('other')"
-    assert capture_or_reason(lambda: space["number"], "number") == "number is a int: a model is a torch.nn.Module."
+    assert capture_or_reason(lambda: space["other"], "other") == "'other' does not exist ('other')"
+    assert capture_or_reason(lambda: space["number"], "number") == "number must be a torch.nn.Module; it is a int."
 
 
 @pytest.mark.parametrize("name", ["f()", "a b", "", "net[i]", "a.b()", "__import__('os')", "1"])
 def test_a_name_calls_nothing(name: str) -> None:
-    with pytest.raises(plan.PlanError, match="a variable of the ranks, such as 'model'"):
+    with pytest.raises(plan.PlanError, match="a variable on the ranks, such as 'model'"):
         plan.memory(name, 2)
 
 

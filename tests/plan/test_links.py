@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.plan.calibrate_collectives import fit_link, fit_line
+from axon_nb.plan.calibrate_collectives import fit_line, fit_link
 from axon_nb.plan.calibrate_record import Sample
 from axon_nb.plan.links import OPERATIONS, rounds_and_volume
 from axon_nb.plan.links_presets import resolve_links
@@ -108,7 +108,7 @@ def test_a_share_of_the_bandwidth() -> None:
     link = plan.PRESETS["nvlink4"]
     assert link.scaled(0.5).bandwidth_bytes_per_s == link.bandwidth_bytes_per_s / 2
     assert "50%" in link.scaled(0.5).source
-    with pytest.raises(UsageError, match="a share of the bandwidth"):
+    with pytest.raises(UsageError, match="a fraction of the bandwidth"):
         link.scaled(1.5)
 
 
@@ -146,10 +146,10 @@ def test_a_fitted_link_gives_the_measured_times() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan.Link("x", -1, 1), "times are 0 or more"),
-        (lambda: plan.Link("x", 0, 0), "bandwidth is above 0"),
-        (lambda: plan.Link("x", 0, 1, algorithm="star"), "is none of auto, ring, tree"),
-        (lambda: plan.PRESETS["nvlink4"].seconds("shout", 1, 2), "operations are all_gather"),
+        (lambda: plan.Link("x", -1, 1), "must be 0 or more"),
+        (lambda: plan.Link("x", 0, 0), "bandwidth_bytes_per_s above 0"),
+        (lambda: plan.Link("x", 0, 1, algorithm="star"), "algorithm must be one of auto, ring, tree"),
+        (lambda: plan.PRESETS["nvlink4"].seconds("shout", 1, 2), "operation must be one of all_gather"),
     ],
 )
 def test_bad_input_is_a_sentence(call: object, message: str) -> None:

@@ -99,7 +99,9 @@ def _layers(count: int, **more: Any) -> MemoryRequest:
 def test_activations_of_the_megatron_paper() -> None:
     """Korthikanti et al. (2022), equation 1 and section 5: bytes a layer without and with full recomputation."""
     requests = {
-        f"{count}-{again}": _layers(count, activation_checkpointing=again or None) for count in (6, 7) for again in ("", "Layer")
+        f"{count}-{again}": _layers(count, activation_checkpointing=again or None)
+        for count in (6, 7)
+        for again in ("", "Layer")
     }
     found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     activations = {name: made.worst.peak.activations for name, made in found.items()}

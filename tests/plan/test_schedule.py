@@ -38,7 +38,7 @@ def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int) -> None:
 def test_bubble_of_interleaved_schedules(name: str, ranks: int, a_rank: int) -> None:
     """(p - 1) / m / v of the ideal time: Narayanan et al., 2021, section 2.2.2; breadth first: Lamy-Poirier, 2022."""
     for num_microbatches in (ranks, 2 * ranks, 5 * ranks):
-        found = plan.schedule(name, ranks * a_rank, num_microbatches, (0.01, 0.025), ranks=ranks)
+        found = plan.schedule(name, ranks * a_rank, num_microbatches, (0.01, 0.025), num_ranks=ranks)
         idle_by_ideal = (ranks - 1) / num_microbatches / a_rank
         assert found.bubble / (1 - found.bubble) == pytest.approx(idle_by_ideal)
 
@@ -120,14 +120,20 @@ def cases(draw: Any) -> dict[str, Any]:
     num_microbatches = stages * draw(st.integers(1, 3))
     times = draw(st.lists(st.tuples(SECONDS, SECONDS), min_size=stages, max_size=stages))
     latency = draw(st.lists(st.floats(0, 0.02), min_size=stages - 1, max_size=stages - 1))
-    return {"name": name, "stages": stages, "num_microbatches": num_microbatches, "times": times, "latency_s": latency}
+    return {
+        "name": name,
+        "num_stages": stages,
+        "num_microbatches": num_microbatches,
+        "times": times,
+        "latency_s": latency,
+    }
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
     found = plan.schedule(**case)
-    stages, count = case["stages"], case["num_microbatches"]
+    stages, count = case["num_stages"], case["num_microbatches"]
     ends: dict[tuple[str, int, int], float] = {}
     begins: dict[tuple[str, int, int], float] = {}
     owner = {}
@@ -195,9 +201,9 @@ def test_frame_figure_and_texts() -> None:
     figure = found.figure()
     assert sum(len(trace.x) for trace in figure.data) == len(frame)
     assert "ms" in figure.layout.xaxis.title.text
-    html = found._repr_html_()
+    html = found._repr_mimebundle_()["text/html"]
     assert html.count("<rect") == len(frame) + frame["action"].nunique()
-    assert "a step of" in str(found)
+    assert "ms per step" in str(found)
     assert str(found).count("\n") == 1 + found.num_ranks
     assert found.summary()["step_ms"] == pytest.approx(1e3 * found.step_s)
 
@@ -206,21 +212,21 @@ def test_frame_figure_and_texts() -> None:
     ("call", "message"),
     [
         ({"name": "nothing"}, "it is one of 'GPipe'"),
-        ({"stages": 0}, "stages=0: it is a whole number from 1"),
-        ({"num_microbatches": 1.5}, r"num_microbatches=1.5: it is a whole number"),
+        ({"num_stages": 0}, "num_stages must be a whole number, 1 or more; got 0"),
+        ({"num_microbatches": 1.5}, "num_microbatches must be a whole number, 1 or more; got 1.5"),
         ({"num_microbatches": 2}, "at least as many microbatches as stages"),
-        ({"name": "Interleaved1F1B", "stages": 5}, "take an even number"),
-        ({"name": "ZBVZeroBubble", "stages": 8, "ranks": 2}, "exactly two stages a rank"),
-        ({"times": [(0.1, 0.1)] * 3}, "times has 3 entries for 4 stages"),
+        ({"name": "Interleaved1F1B", "num_stages": 5}, "num_stages must be even"),
+        ({"name": "ZBVZeroBubble", "num_stages": 8, "num_ranks": 2}, "exactly two stages a rank"),
+        ({"times": [(0.1, 0.1)] * 3}, "one for each of 4; got 3"),
         ({"times": 0.1}, r"\(forward, backward\) in seconds"),
-        ({"times": (0.1, 0.1, 0.2)}, "the part for weights no more than the backward"),
-        ({"times": (0.1, -0.1)}, "each is 0 or more"),
-        ({"times": [(0.1,)] * 4}, "is no time of a stage"),
-        ({"latency_s": [0.1]}, "4 stages have 3 boundaries"),
+        ({"times": (0.1, 0.1, 0.2)}, "the weights' part at most the backward"),
+        ({"times": (0.1, -0.1)}, "must be 0 or more"),
+        ({"times": [(0.1,)] * 4}, "A stage's time must be"),
+        ({"latency_s": [0.1]}, "3 boundaries between 4 stages; got 1"),
         ({"latency_s": -1.0}, "seconds, 0 or more"),
         ({"latency_s": math.nan}, "seconds, 0 or more"),
     ],
 )
 def test_bad_input_is_a_sentence(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan.schedule(**({"name": "1F1B", "stages": 4, "num_microbatches": 8} | call))
+        plan.schedule(**({"name": "1F1B", "num_stages": 4, "num_microbatches": 8} | call))
