@@ -69,7 +69,7 @@ def test_capture_errors() -> None:
         plan.capture(locked, "net")
     with pytest.raises(plan.PlanError, match="uninitialized lazy parameters"):
         plan.capture(nn.LazyLinear(3))
-    with pytest.raises(plan.PlanError, match="must be a torch.nn.Module; it is a list"):
+    with pytest.raises(plan.PlanError, match=r"must be a torch\.nn\.Module; it is a list"):
         plan.capture([1])  # type: ignore[arg-type]
 
 
