@@ -30,8 +30,8 @@ class LocalTensor:
     dtype: torch.dtype
     has_grad: bool = True
     """Whether a step gives it a gradient."""
-    trained: bool = True
-    """Its requires_grad."""
+    requires_grad: bool = True
+    """Whether it can get one."""
 
     @property
     def elements(self) -> int:
@@ -69,16 +69,16 @@ def fill_buckets(sizes: Iterable[tuple[int, object]], limits: Sequence[int]) -> 
     """
     full: list[list[int]] = []
     filling: dict[object, list[int]] = {}
-    held: dict[object, int] = {}
+    filled_bytes: dict[object, int] = {}
     limit: dict[object, int] = {}
     for index, (size, kind) in enumerate(sizes):
         filling.setdefault(kind, []).append(index)
-        held[kind] = held.get(kind, 0) + size
-        which = limit.setdefault(kind, 0)
-        if held[kind] >= limits[which]:
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + size
+        next_limit = limit.setdefault(kind, 0)
+        if filled_bytes[kind] >= limits[next_limit]:
             full.append(filling.pop(kind))
-            held[kind] = 0
-            limit[kind] = min(which + 1, len(limits) - 1)
+            filled_bytes[kind] = 0
+            limit[kind] = min(next_limit + 1, len(limits) - 1)
     return full + list(filling.values())
 
 
@@ -95,10 +95,10 @@ def ddp(
         bucket_bytes: Bytes at which a bucket is full.
     """
     if buffers:
-        filled = fill_buckets([(held.nbytes, held.dtype) for held in buffers], [_BROADCAST_BYTES])
+        filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in buffers], [_BROADCAST_BYTES])
         sizes = [sum(buffers[index].nbytes for index in bucket) for bucket in filled]
         yield Traffic(axis, num_ranks, "broadcast", "forward", "buffers of rank 0", grouped(sizes))
-    filled = fill_buckets([(held.nbytes, held.dtype) for held in ready], [int(bucket_bytes)])
+    filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in ready], [int(bucket_bytes)])
     sizes = [sum(ready[index].nbytes for index in bucket) for bucket in filled]
     if sizes[:-1]:
         yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients", grouped(sizes[:-1]), "backward")
@@ -130,9 +130,9 @@ def zero1(
     yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
     if waits:
         yield Traffic(axis, num_ranks, "barrier", "optimizer", "before the optimizer's step", ((0, 1),))
-    owned = deal_out([math.prod(held.shape) for held in parameters], num_ranks)
+    owned = deal_out([math.prod(tensor.shape) for tensor in parameters], num_ranks)
     empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank without parameters
-    sizes = [sum(parameters[i].nbytes for i in indices if parameters[i].trained) or empty for indices in owned]
+    sizes = [sum(parameters[i].nbytes for i in indices if parameters[i].requires_grad) or empty for indices in owned]
     yield Traffic(axis, num_ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
 
 
@@ -156,29 +156,30 @@ def fsdp(
         reduce_dtype: Of reduced gradients; None: as they are.
     """
     axis, num_shards = shard
-    keep_whole = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+    stays_unsharded = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
     units = [unit for unit in units if unit.parameters]
     if num_shards > 1:
-        whole = [
-            sum(_padded(held, num_shards) * _width(held, param_dtype) for held in unit.parameters) for unit in units
+        unsharded = [
+            sum(_padded(tensor, num_shards) * _width(tensor, param_dtype) for tensor in unit.parameters)
+            for unit in units
         ]
-        yield Traffic(axis, num_shards, "all_gather", "forward", "parameters, first unit", grouped(whole[:1]))
-        if whole[1:]:
-            yield Traffic(axis, num_shards, "all_gather", "forward", "parameters", grouped(whole[1:]), "forward")
-        again = [size for unit, size in zip(units, whole, strict=True) if unit.name and unit.runs_backward]
-        if again and not keep_whole:
+        yield Traffic(axis, num_shards, "all_gather", "forward", "parameters, first unit", grouped(unsharded[:1]))
+        if unsharded[1:]:
+            yield Traffic(axis, num_shards, "all_gather", "forward", "parameters", grouped(unsharded[1:]), "forward")
+        regathered = [size for unit, size in zip(units, unsharded, strict=True) if unit.name and unit.runs_backward]
+        if regathered and not stays_unsharded:
             # Backward prefetches the previous unit while one computes; the first one's gather is not overlapped.
-            yield Traffic(axis, num_shards, "all_gather", "backward", "parameters, last unit", grouped(again[-1:]))
-            if again[:-1]:
+            yield Traffic(axis, num_shards, "all_gather", "backward", "parameters, last unit", grouped(regathered[-1:]))
+            if regathered[:-1]:
                 yield Traffic(
-                    axis, num_shards, "all_gather", "backward", "parameters", grouped(again[-2::-1]), "backward"
+                    axis, num_shards, "all_gather", "backward", "parameters", grouped(regathered[-2::-1]), "backward"
                 )
     sizes = []
     for unit in reversed(units):
-        trained = [held for held in unit.parameters if held.has_grad]
+        trained = [tensor for tensor in unit.parameters if tensor.has_grad]
         if trained:
             width = (reduce_dtype or param_dtype or trained[0].dtype).itemsize
-            sizes.append(sum(_padded(held, num_shards) for held in trained) * width)
+            sizes.append(sum(_padded(tensor, num_shards) for tensor in trained) * width)
     steps = [("reduce_scatter", axis, num_shards, sizes)] if num_shards > 1 else []
     if replicate is not None and replicate[1] > 1:
         steps.append(("all_reduce", *replicate, [size // num_shards for size in sizes]))
@@ -189,16 +190,16 @@ def fsdp(
             yield Traffic(name, num_ranks, operation, "backward", "gradients, last unit", grouped(each[-1:]))
 
 
-def _padded(held: LocalTensor, num_ranks: int) -> int:
+def _padded(tensor: LocalTensor, num_ranks: int) -> int:
     """Elements of a parameter whose first dimension is padded to a multiple of the ranks."""
-    rows = held.shape[0] if held.shape else 1
+    rows = tensor.shape[0] if tensor.shape else 1
     if not rows:
         return 0
-    return -(-rows // num_ranks) * num_ranks * (math.prod(held.shape) // rows)
+    return -(-rows // num_ranks) * num_ranks * (math.prod(tensor.shape) // rows)
 
 
-def _width(held: LocalTensor, dtype: torch.dtype | None) -> int:
-    return (dtype or held.dtype).itemsize
+def _width(tensor: LocalTensor, dtype: torch.dtype | None) -> int:
+    return (dtype or tensor.dtype).itemsize
 
 
 def group_into_units(
@@ -212,11 +213,11 @@ def group_into_units(
         backward: Names of the modules whose outputs need a gradient; None: all.
     """
     members: dict[str, list[LocalTensor]] = {name: [] for name in inner}
-    own: list[LocalTensor] = []
-    for held in parameters:
-        path = held.name
+    root: list[LocalTensor] = []
+    for tensor in parameters:
+        path = tensor.name
         while path and path not in members:
             path = path.rpartition(".")[0]
-        (members[path] if path else own).append(held)
-    made = [FSDPUnit(name, tuple(held), backward is None or name in backward) for name, held in members.items()]
-    return [FSDPUnit("", tuple(own)), *made]
+        (members[path] if path else root).append(tensor)
+    made = [FSDPUnit(name, tuple(tensor), backward is None or name in backward) for name, tensor in members.items()]
+    return [FSDPUnit("", tuple(root)), *made]

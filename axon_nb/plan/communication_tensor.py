@@ -76,18 +76,18 @@ _NORMS = "gradients of norms"
 
 
 def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:
-    given, made = _first(trace.inputs.get(name, ())), _first(trace.outputs.get(name, ()))
-    if given is None or made is None:
+    input_, output = _first(trace.inputs.get(name, ())), _first(trace.outputs.get(name, ()))
+    if input_ is None or output is None:
         return
     module = trace.model.get_submodule(name)
-    inside = any(styles.get(above) in ("share", "gather") for above in _above(name))
-    yield from _of_input(given, style, inside=inside, sequence=sequence and not isinstance(module, nn.Embedding))
+    is_nested = any(styles.get(above) in ("share", "gather") for above in _above(name))
+    yield from _of_input(input_, style, is_nested=is_nested, sequence=sequence and not isinstance(module, nn.Embedding))
     if style in ("row", "split+row"):
-        yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", made.nbytes)
+        yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", output.nbytes)
     if style == "column+gather":
-        yield _Call(_FORWARD, "all_gather", "features of the output", made.nbytes)
-    if (style in ("row", "split+row") and sequence) or (style == "split" and made.requires_grad):
-        yield _Call(_BACKWARD, "all_gather", "gradient of the output", made.nbytes)
+        yield _Call(_FORWARD, "all_gather", "features of the output", output.nbytes)
+    if (style in ("row", "split+row") and sequence) or (style == "split" and output.requires_grad):
+        yield _Call(_BACKWARD, "all_gather", "gradient of the output", output.nbytes)
     if style == "sequence":
         # DTensor keeps them as partial sums and all-reduces them each time that they are read.
         for own, parameter in module.named_parameters():
@@ -96,19 +96,19 @@ def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], 
                 yield _Call("optimizer", "all_reduce", _NORMS, size)
 
 
-def _of_input(given: TensorFacts, style: str, *, inside: bool, sequence: bool) -> Iterator[_Call]:
+def _of_input(input_: TensorFacts, style: str, *, is_nested: bool, sequence: bool) -> Iterator[_Call]:
     """What a module's input and its gradient send."""
-    takes = style in ("column", "column+gather") and not inside
+    gathers_input = style in ("column", "column+gather") and not is_nested
     backward = ""
-    if style == "gather" or (takes and sequence):
-        yield _Call(_FORWARD, "all_gather", "positions of the input", given.nbytes)
+    if style == "gather" or (gathers_input and sequence):
+        yield _Call(_FORWARD, "all_gather", "positions of the input", input_.nbytes)
         backward = "reduce_scatter"
-    elif style == "share" or takes:
+    elif style == "share" or gathers_input:
         backward = "all_reduce"
     elif style == "split+row":
         backward = "all_gather"
-    if backward and given.requires_grad:
-        yield _Call(_BACKWARD, backward, "gradient of the input", given.nbytes)
+    if backward and input_.requires_grad:
+        yield _Call(_BACKWARD, backward, "gradient of the input", input_.nbytes)
 
 
 def _above(name: str) -> Iterator[str]:

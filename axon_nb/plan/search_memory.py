@@ -43,15 +43,15 @@ def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
         layout: The layout.
     """
     return max(
-        (_of_pp_rank(layout, held, pp_rank) for pp_rank, held in enumerate(layout.parameters_by_pp_rank)),
+        (_of_pp_rank(layout, parameters, pp_rank) for pp_rank, parameters in enumerate(layout.parameters_by_pp_rank)),
         key=lambda parts: sum(parts.values()),
     )
 
 
-def _of_pp_rank(layout: ParallelLayout, held: Sequence[LocalTensor], pp_rank: int) -> dict[str, int]:
-    unsharded, gradients = _unsharded(layout, held)
+def _of_pp_rank(layout: ParallelLayout, parameters: Sequence[LocalTensor], pp_rank: int) -> dict[str, int]:
+    unsharded, gradients = _unsharded(layout, parameters)
     parts = {
-        "model states": _states(layout, held),
+        "model states": _states(layout, parameters),
         "unsharded parameters": unsharded,
         "gradients": gradients,
         "activations": _activations(layout, pp_rank),
@@ -77,36 +77,36 @@ class _CachedOptimizerKind(OptimizerKind):
         return self._known[key]
 
 
-def _states(layout: ParallelLayout, held: Sequence[LocalTensor]) -> int:
+def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
     make = layout.optimizer or torch.optim.AdamW
     kind: OptimizerKind = layout.trace.cached(("states of", make), lambda: _CachedOptimizerKind(make))
-    whole = layout.strategy == "ddp"
+    is_replicated = layout.strategy == "ddp"
     states = model_states(
-        [(h.shape, h.dtype, h.trained) for h in held],
-        ShardingStrategy.NO_SHARD if whole else ShardingStrategy(layout.strategy),
+        [(p.shape, p.dtype, p.requires_grad) for p in parameters],
+        ShardingStrategy.NO_SHARD if is_replicated else ShardingStrategy(layout.strategy),
         world_size=layout.size(layout.data_axis),
         optimizer=kind,
     )
     return states.total_bytes
 
 
-def _unsharded(layout: ParallelLayout, held: Sequence[LocalTensor]) -> tuple[int, int]:
+def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tuple[int, int]:
     """Bytes of unsharded parameters, and of their gradients on top of the model states."""
     num_ranks = layout.size(layout.data_axis)
     if layout.strategy in ("ddp", "optimizer_state"):
-        cast = sum(h.elements * layout.mixed_precision.itemsize for h in held) if layout.mixed_precision else 0
-        return cast, sum(h.nbytes for h in held if h.has_grad) if num_ranks > 1 else 0
+        cast = sum(p.elements * layout.mixed_precision.itemsize for p in parameters) if layout.mixed_precision else 0
+        return cast, sum(p.nbytes for p in parameters if p.has_grad) if num_ranks > 1 else 0
     if num_ranks == 1 and layout.mixed_precision is None:
         return 0, 0
     units: dict[str, int] = {}
     trained: dict[str, int] = {}
     reduced: dict[str, int] = {}
-    for h in held:
-        name, computed = h.name.partition(".")[0], (layout.mixed_precision or h.dtype).itemsize
-        units[name] = units.get(name, 0) + h.elements * computed
-        if h.has_grad:
-            trained[name] = trained.get(name, 0) + h.elements * computed
-            reduced[name] = reduced.get(name, 0) + h.elements * h.dtype.itemsize
+    for p in parameters:
+        name, computed = p.name.partition(".")[0], (layout.mixed_precision or p.dtype).itemsize
+        units[name] = units.get(name, 0) + p.elements * computed
+        if p.has_grad:
+            trained[name] = trained.get(name, 0) + p.elements * computed
+            reduced[name] = reduced.get(name, 0) + p.elements * p.dtype.itemsize
     if layout.stages is not None:
         return sum(units.values()), sum(reduced.values())
     stays_unsharded = layout.strategy in ("shard_grad_op", "no_shard")

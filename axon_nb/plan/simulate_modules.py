@@ -40,8 +40,8 @@ def module_rows(
             blocks[number].append(row)
         else:
             (after if any(blocks) else before).append(row)
-    spread = [row for number in range(run.depth) for row in _block_rows(blocks, run, depth, number)]
-    return (*before, *spread, *after)
+    repeated = [row for number in range(run.depth) for row in _block_rows(blocks, run, depth, number)]
+    return (*before, *repeated, *after)
 
 
 def _block_rows(blocks: list[list[ModuleMemory]], run: BlockRun, depth: int, number: int) -> list[ModuleMemory]:

@@ -53,10 +53,10 @@ class RankMeshes:
             axes = {"replicate": axes.get("dp", 1), "shard": 1} | {k: v for k, v in axes.items() if k != "dp"}
         elif request.strategy != "hybrid_shard":
             axes.setdefault("dp", 1)  # at the end, where its position does not matter
-        whole = mesh_of(axes)
+        mesh = mesh_of(axes)
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
-        own = whole if tuple(axes) == data else whole[data if len(data) > 1 else data[0]]
-        cut, piped = (whole[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
+        own = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
+        cut, piped = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
         return RankMeshes(own, cut, piped)
 
 
@@ -134,14 +134,14 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
         CommError: it cannot be sharded so.
     """
     request = setup.request
-    whole = request.strategy in ("ddp", "optimizer_state")
+    mesh = request.strategy in ("ddp", "optimizer_state")
     kind = request_optimizer(request)
     args, target = setup.inputs(), setup.target()
     if request.is_unwrapped:
         wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
     else:
-        wrapped, optimizer = (_in_ddp if whole else _in_fsdp)(model, request, meshes.data, kind)
-    precise = request.mixed_precision is None or not whole
+        wrapped, optimizer = (_in_ddp if mesh else _in_fsdp)(model, request, meshes.data, kind)
+    precise = request.mixed_precision is None or not mesh
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
 
     def compute(enter: Enter) -> None:

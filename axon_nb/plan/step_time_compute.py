@@ -66,10 +66,10 @@ def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:
     total = layout.trace.cached(
         "sizes of trained parameters", lambda: [p.numel() for name, p in layout.trace.parameters if name in trained]
     )
-    here = [h for h in layout.parameters_by_pp_rank[pp_rank] if h.name in trained]
+    here = [p for p in layout.parameters_by_pp_rank[pp_rank] if p.name in trained]
     if not total:
         return whole
-    elements = sum(math.prod(h.shape) for h in here) / sum(total)
+    elements = sum(math.prod(p.shape) for p in here) / sum(total)
     count = len(here) / len(total)
     num_shards = {"ddp": 1, "no_shard": 1, "hybrid_shard": layout.size("shard")}
     sharded = num_shards.get(layout.strategy, layout.size(layout.data_axis))
