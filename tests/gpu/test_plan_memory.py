@@ -1,4 +1,4 @@
-"""Plans for a GPU against what CUDA's allocator counts there."""
+"""Memory plans for a GPU against CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Bytes at the peak of each case, on the card."""
+    """Peak bytes of each case on the GPU."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.gpu.card_peaks", str(tmp_path_factory.mktemp("card") / "store"), told(CASES)],
         cwd=Path(__file__).resolve().parents[2],
@@ -65,7 +65,7 @@ def planned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_the_peak_is_that_of_the_card(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
+def test_the_peak_matches_the_gpu(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
     plan = planned[name]
     assert isinstance(plan, MemoryPlan), plan
     assert plan.peak_bytes == pytest.approx(real[name], rel=0.05)

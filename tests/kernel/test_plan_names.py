@@ -1,4 +1,4 @@
-"""Plans for models that live on the ranks, asked for by their names."""
+"""Plans for models on the ranks, given by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planner(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
-def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> None:
+def test_a_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
     has_torch = "'torch' in __import__('sys').modules"
     before = planner.value(has_torch)  # tests of this session may have loaded it
     planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=500)
@@ -68,7 +68,7 @@ def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements:
         ("pipe", "A Pipeline holds only its own rank's stages: call plan.capture(model) before wrapping it"),
     ],
 )
-def test_one_sentence_says_why_there_is_no_such_model(planner: Kernel, name: str, sentence: str) -> None:
+def test_unusable_names_get_one_sentence(planner: Kernel, name: str, sentence: str) -> None:
     reply = planner.run(f"plan.memory({name!r}, 64)")
     assert reply.ename == "PlanError"
     assert sentence in reply.evalue

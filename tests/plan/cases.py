@@ -1,4 +1,4 @@
-"""Training steps of every layout, made on ranks, and what a plan of each is asked for."""
+"""Training steps of every layout on real ranks, and the options of the plan of each."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Step = Callable[[], object]
 
 
 def gpt() -> GPT:
-    """The same on all ranks."""
+    """Make the same model on all ranks."""
     torch.manual_seed(0)
     return GPT(CONFIG)
 
 
 def odd() -> nn.Sequential:
-    """Sizes that nothing divides, buffers, and a layer that is not trained."""
+    """Make a model with indivisible sizes, buffers, and a frozen layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 11), nn.BatchNorm1d(11), nn.ReLU(), nn.Linear(11, 7), nn.Linear(7, 3))
     model[3].requires_grad_(False)
@@ -52,7 +52,7 @@ def tokens() -> torch.Tensor:
 
 
 def rows() -> torch.Tensor:
-    """A batch of the odd model."""
+    """Make a batch for the odd model."""
     return torch.ones(BATCH, 6)
 
 
@@ -136,21 +136,21 @@ class Case:
 
     mesh: dict[str, int]
     make: Callable[[Any], Step]
-    """From the mesh to a step."""
+    """Makes a step from the mesh."""
     model: Callable[[], nn.Module] = gpt
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the plan."""
+    """Options of the plan."""
 
     @property
     def ranks(self) -> int:
-        """Of the world."""
+        """World size."""
         count = 1
         for size in self.mesh.values():
             count *= size
         return count
 
     def plan(self) -> Any:
-        """What is predicted."""
+        """Predict the communication."""
         from axon_nb import plan
 
         of_gpt = self.model is gpt
@@ -216,18 +216,18 @@ CASES = {
         options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
 }
-"""By name."""
+"""The cases, by name."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A layout on this rank, warmed up: buckets are made, shapes agreed on."""
+    """A layout on this rank after warm-up: buckets are built, shapes agreed on."""
 
     step: Step
     axes: dict[str, tuple[str, int]]
     """Axis and size by the group's name."""
     pp_rank: int
-    """Along ``pp``."""
+    """This rank's coordinate along ``pp``."""
     mesh: Any
 
 

@@ -1,4 +1,4 @@
-"""`plan.capture`: a model's classes and sizes, as they were before it was wrapped."""
+"""`plan.capture`: a model's classes and shapes, as it was before wrapping."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _made(captured: CapturedModel) -> Any:
     return pickle.loads(captured.factory)()
 
 
-def test_values_stay_where_they_are() -> None:
+def test_values_are_not_captured() -> None:
     captured = plan.capture(nn.Linear(2000, 2000), "net")
     assert captured.name == "net"
     assert len(captured.factory) < 10_000
     assert _made(captured).weight.shape == (2000, 2000)
 
 
-def test_what_wrappers_have_done_is_undone() -> None:
+def test_wrappers_are_undone() -> None:
     found = run_in_process("tests.plan.wrapped:seen", cloudpickle.dumps(None))
     expected = described(plain())
     for name in ("plain", "fully_shard", "two axes", "ddp", "FSDP"):
@@ -40,19 +40,19 @@ def test_what_wrappers_have_done_is_undone() -> None:
     assert again["block0 itself"][3] == sorted(["forward", *expected["block0 itself"][3]])
 
 
-def test_modules_with_references_of_their_own() -> None:
+def test_modules_with_flattened_weight_references() -> None:
     model = nn.LSTM(4, 3, num_layers=2)
     output, _ = _made(plan.capture(model))(torch.zeros(5, 1, 4))
     assert output.shape == (5, 1, 3)
 
 
-def test_hooks_of_the_user_stay() -> None:
+def test_user_hooks_are_kept() -> None:
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda module, args, output: output.repeat(1, 2))
     assert _made(plan.capture(model))(torch.zeros(1, 2)).shape == (1, 4)
 
 
-def test_a_model_that_is_made_can_be_planned_for() -> None:
+def test_a_module_instance_can_be_planned() -> None:
     spec = TensorSpec(("batch", 8))
     whole = plan.memory(nn.Linear(8, 4), 2, inputs=spec, method="closed_form")
     assert whole.ranks == plan.memory(lambda: nn.Linear(8, 4), 2, inputs=spec, method="closed_form").ranks
@@ -81,7 +81,7 @@ def test_a_rank_reports_why_it_has_no_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["f()", "a b", "", "net[i]", "a.b()", "__import__('os')", "1"])
-def test_a_name_calls_nothing(name: str) -> None:
+def test_names_cannot_call_anything(name: str) -> None:
     with pytest.raises(plan.PlanError, match="a variable on the ranks, such as 'model'"):
         plan.memory(name, 2)
 

@@ -1,4 +1,4 @@
-"""Planned communication: exactly what ranks of mock worlds do, and what the published formulas say."""
+"""Planned communication: exactly what mock ranks do, and what the published formulas say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _recorded(world: Any, name: str) -> tuple[int, dict[tuple[str, str], tuple[i
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
+def test_calls_and_bytes_match_a_mock_world(name: str) -> None:
     case = CASES[name]
     expected = case.plan()
     with recording():
@@ -43,7 +43,7 @@ def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
+def test_buckets_match_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
     made = [torch.empty(count, dtype=dtype) for count, dtype in tensors]
     ours = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in made], limits)
     theirs, _ = dist._compute_bucket_assignment_by_size(made, limits)
@@ -122,7 +122,7 @@ def test_without_inputs_bytes_are_the_same() -> None:
     assert "reverse parameter order" in guessed.notes[0]
 
 
-def test_a_model_that_is_there_stays_as_it_is() -> None:
+def test_a_module_instance_is_not_modified() -> None:
     model = odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = plan.communication(model, 2, strategy="ddp", inputs=rows())
@@ -137,7 +137,7 @@ def test_a_tp_that_shards_nothing_is_noted() -> None:
     assert "tp shards no layer" in str(found)
 
 
-def test_times_are_those_of_the_links() -> None:
+def test_times_match_the_links() -> None:
     link = plan.Link("slow", 1e-3, 1e6)
     found = plan.communication(odd, 4, strategy="ddp", inputs=rows(), links=link)
     for row in found.rows:
@@ -188,7 +188,7 @@ def test_frame_figure_and_texts() -> None:
         ({"world_size": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str | None) -> None:
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str | None) -> None:
     if message is None:
         plan.communication(odd, **options)
         return

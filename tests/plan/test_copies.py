@@ -1,4 +1,4 @@
-"""Calculations in copies of a process."""
+"""Running functions in forked processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axon_nb.plan.worker import run_in_process
 
 
 def several(task: Any, report: Any) -> dict[str, Any]:
-    """Run in a process without threads, as plans are."""
+    """Run in a process without threads, like plans."""
     here = os.getpid()
 
     def dies() -> int:
@@ -45,7 +45,7 @@ def several(task: Any, report: Any) -> dict[str, Any]:
     return found
 
 
-def test_all_are_answered_and_none_is_left() -> None:
+def test_all_calls_return_and_no_process_is_left() -> None:
     found = run_in_process("tests.plan.test_copies:several", cloudpickle.dumps(None))
     assert found == {
         "squares": [0, 1, 4, 9, 16],
@@ -58,18 +58,18 @@ def test_all_are_answered_and_none_is_left() -> None:
 
 
 def backward() -> float:
-    """A gradient; with a build of torch for CUDA, no process that was forked after one can compute another."""
+    """Compute a gradient; with CUDA builds of torch, later forks of the same process cannot compute another."""
     x = torch.ones(2, requires_grad=True)
     (x * 3).sum().backward()
     assert x.grad is not None
     return float(x.grad.sum())
 
 
-def one_after_the_other(task: Any, report: Any) -> list[list[float]]:
-    """Run in a process without threads: one backward, and then several at once."""
+def sequential_forks(task: Any, report: Any) -> list[list[float]]:
+    """Run in a process without threads: one backward, then several at once."""
     return [fork_map([backward]), fork_map([backward, backward]), fork_map([])]
 
 
-def test_a_single_calculation_leaves_the_process_fit_for_others() -> None:
-    found = run_in_process("tests.plan.test_copies:one_after_the_other", cloudpickle.dumps(None))
+def test_a_single_backward_does_not_break_later_ones() -> None:
+    found = run_in_process("tests.plan.test_copies:sequential_forks", cloudpickle.dumps(None))
     assert found == [[6.0], [6.0, 6.0], []]

@@ -1,4 +1,4 @@
-"""Numbers in displays: of tiny models and of huge ones in a unit in which they can be read."""
+"""Numbers in displays: tiny and huge models get readable units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plan(scale: int) -> MemoryPlan:
         ((5000 * GIB,), "GiB"),
     ],
 )
-def test_the_largest_number_decides(sizes: tuple[int, ...], name: str) -> None:
+def test_the_largest_number_decides_the_unit(sizes: tuple[int, ...], name: str) -> None:
     assert unit_for(sizes).name == name
 
 
@@ -50,7 +50,7 @@ def test_numbers_in_a_unit() -> None:
     [(8, "bytes", "69", "1"), (KIB, "KiB", "8.501", "0.001"), (MIB, "MiB", "8.500", "<0.001"),
      (300 * GIB, "GiB", "2,550.000", "<0.001")],
 )  # fmt: skip
-def test_a_plan_of_memory_is_shown_in_one_unit(scale: int, unit: str, total: str, least: str) -> None:
+def test_a_memory_plan_uses_one_unit(scale: int, unit: str, total: str, least: str) -> None:
     plan = _plan(scale)
     text = str(plan)
     rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()}

@@ -35,7 +35,7 @@ def _request(model: Any = SMALL, mesh: dict[str, int] | None = None, strategy: s
     return MemoryRequest(model, mesh or {"dp": 4}, strategy, **more)
 
 
-def test_this_torch_has_the_private_hooks() -> None:
+def test_this_torch_has_all_private_hooks() -> None:
     assert missing_hooks() == []
 
 
@@ -98,7 +98,7 @@ QUICK = ("full_shard",)
 @pytest.mark.parametrize(
     "names", [QUICK, pytest.param(tuple(name for name in DEPTH_CASES if name not in QUICK), marks=pytest.mark.slow)]
 )
-def test_two_depths_give_what_all_blocks_give(names: tuple[str, ...]) -> None:
+def test_extrapolation_equals_full_simulation(names: tuple[str, ...]) -> None:
     cases = {name: DEPTH_CASES[name] for name in names}
     requests = {}
     for name, given in cases.items():
@@ -161,14 +161,14 @@ def test_equivalent_requests_give_equal_plans() -> None:
 
 
 class Reads(nn.Module):
-    """Asks for a value in forward."""
+    """Reads a tensor's value in forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Not without data."""
+        """Fails without data."""
         return self.linear(x) if x.sum().item() > 0 else x
 
 
@@ -252,7 +252,7 @@ def test_bad_options_are_rejected_before_anything_starts(options: dict[str, Any]
         (7, "model must be a function without arguments"),
     ],
 )
-def test_a_model_is_given_by_what_makes_it(model: Any, text: str) -> None:
+def test_bad_models_are_rejected(model: Any, text: str) -> None:
     with pytest.raises(plan.PlanError, match=text):
         plan.memory(model, 2)
 
@@ -268,6 +268,6 @@ def test_unpicklable_models_are_reported() -> None:
         plan.memory(made, 2, inputs=TensorSpec((1, 2)))
 
 
-def test_the_package_loads_no_torch() -> None:
+def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, axon_nb.plan; assert not {'torch', 'pandas', 'plotly'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

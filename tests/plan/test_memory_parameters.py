@@ -1,4 +1,4 @@
-"""Each parameter of `plan.memory` does what it says: what it makes larger, smaller or nothing."""
+"""Each parameter of `plan.memory` has the effect that it documents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ranks() -> dict[str, RankMemory]:
     return {name: made.worst for name, made in found.items()}
 
 
-def test_parameters_that_change_what_is_held(ranks: dict[str, RankMemory]) -> None:
+def test_parameters_that_change_persistent_memory(ranks: dict[str, RankMemory]) -> None:
     held = {name: rank.persistent for name, rank in ranks.items()}
     base = held["base"]
     assert base.optimizer == 2 * base.parameters

@@ -130,7 +130,7 @@ def test_bad_arguments_get_one_sentence(call: Callable[..., Any], message: str) 
     assert len(text) < 400
 
 
-def test_strategies_are_those_of_the_library() -> None:
+def test_strategies_match_the_library() -> None:
     assert set(STRATEGIES) == {"ddp", *(strategy.value for strategy in ShardingStrategy)}
 
 

@@ -1,4 +1,4 @@
-"""Planned schedules: equal to the published formulas, and to what must hold for any stages and latencies."""
+"""Planned schedules: published formulas, and invariants for any stages and latencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = st.floats(0.001, 0.1)
 
 
 def per_rank(name: str) -> int:
-    """Stages a rank, unless said otherwise."""
+    """Stages per rank by default."""
     return 2 if PipelineSchedule.of(name).has_many_stages else 1
 
 
@@ -64,7 +64,7 @@ def test_zbv_is_never_idle_between_first_and_last(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_formula_is_what_is_simulated(name: str) -> None:
+def test_formula_matches_the_simulation(name: str) -> None:
     for ranks, times in itertools.product((2, 4), (2, 4, 8)):
         found = plan.schedule(name, ranks * per_rank(name), ranks * times, (0.01, 0.02, 0.01))
         if found.formula is not None:
@@ -76,7 +76,7 @@ def test_formula_is_what_is_simulated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_peaks_are_those_of_the_pipeline(name: str) -> None:
+def test_peaks_match_the_pipeline(name: str) -> None:
     """1F1B keeps P - r on rank r, GPipe all M: Narayanan et al., 2021, section 2.2.1."""
     found = plan.schedule(name, 8, 12)
     stats = PipelineMemoryStats.of(name, num_ranks=8 // per_rank(name), num_stages=8, num_microbatches=12)
@@ -98,8 +98,8 @@ def test_timeline_is_the_ideal_one_for_equal_stages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if per_rank(name) == 2])
-def test_orders_are_those_that_torch_tells(name: str) -> None:
-    """They are read from classes of torch that are kept from adding messages."""
+def test_orders_match_torch(name: str) -> None:
+    """Orders are read from torch's classes without their message actions."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     for ranks, num_microbatches in ((2, 4), (4, 8), (4, 12)):
@@ -131,7 +131,7 @@ def cases(draw: Any) -> dict[str, Any]:
 
 @given(cases())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
+def test_invariants_of_any_schedule(case: dict[str, Any]) -> None:
     found = plan.schedule(**case)
     stages, count = case["num_stages"], case["num_microbatches"]
     ends: dict[tuple[str, int, int], float] = {}
@@ -227,6 +227,6 @@ def test_frame_figure_and_texts() -> None:
         ({"latency_s": math.nan}, "seconds, 0 or more"),
     ],
 )
-def test_bad_input_is_a_sentence(call: dict[str, Any], message: str) -> None:
+def test_bad_arguments_get_one_sentence(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.schedule(**({"name": "1F1B", "num_stages": 4, "num_microbatches": 8} | call))

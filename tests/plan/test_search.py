@@ -1,4 +1,4 @@
-"""A search over layouts: what fits comes first, the fastest at the top, and each rejected one says why."""
+"""A search over layouts: those that fit first, the fastest at the top, the others with a reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_nothing_fits_and_all_fits() -> None:
     assert not every.best.activation_checkpointing, "what fits without need not be computed again"
 
 
-def test_all_but_model_gpus_and_memory_may_be_left_out() -> None:
+def test_defaults_of_a_search() -> None:
     found = plan.search(CONFIG, 4, 80)
     assert found.best is not None
     assert "8 samples per step" in str(found)
@@ -135,7 +135,7 @@ def _sizes(trace: ModelTrace) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_traces_of_other_batches_lie_on_a_line(dtype: torch.dtype | None) -> None:
+def test_traces_interpolate_linearly_between_batches(dtype: torch.dtype | None) -> None:
     small = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=1)
     traces = TraceInterpolator(ModelSource(small), torch.optim.AdamW, dtype)
     first, second = traces.at(2), traces.at(4)
@@ -146,7 +146,7 @@ def test_traces_of_other_batches_lie_on_a_line(dtype: torch.dtype | None) -> Non
     assert traces.at(16) is traces.at(16)
 
 
-def test_inputs_depend_on_the_batch() -> None:
+def test_inputs_must_depend_on_the_batch() -> None:
     fixed = torch.zeros(8, 16, dtype=torch.int64)
     with pytest.raises(UsageError, match=r"describe it by shape, such as TensorSpec\(\('batch', 1024\)\)"):
         plan.search(partial(GPT, CONFIG), 4, 80, inputs=fixed, **OPTIONS)
@@ -169,7 +169,7 @@ def test_mixed_precision_halves_what_is_computed_and_keeps_parameters() -> None:
     assert sent[None] == 2 * sent["bfloat16"]
 
 
-def test_what_forward_keeps_is_what_torch_keeps() -> None:
+def test_saved_bytes_match_torch() -> None:
     model = GPT(CONFIG)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, int] = {}
@@ -246,7 +246,7 @@ def test_activation_checkpointing_repeats_what_tp_sends() -> None:
     assert again.calls("tp") - plain.calls("tp") == forward
 
 
-def test_inputs_are_needed() -> None:
+def test_inputs_are_required() -> None:
     with pytest.raises(UsageError, match="inputs= is required"):
         plan.search(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, 80, **OPTIONS)
 
@@ -277,6 +277,6 @@ def _unbuildable() -> torch.nn.Module:
         ({"model": "gpt"}, "needs a cluster and none is running"),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_get_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.search(**({"model": CONFIG, "num_gpus": 4, "memory_gib": 80} | OPTIONS | options))

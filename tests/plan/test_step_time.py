@@ -1,4 +1,4 @@
-"""Predicted steps: work as the literature counts it, parts that add up, and calibration on real ranks."""
+"""Predicted steps: published work formulas, parts that add up, and calibration on real ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flops_of(config: GPTConfig, batch: int) -> tuple[float, float]:
     return dense + attention, 2 * dense + 2.5 * attention
 
 
-def test_flops_are_those_of_the_paper() -> None:
+def test_flops_match_the_paper() -> None:
     trace = trace_model(ModelSource(CONFIG, batch=BATCH))
     forward, backward = flops_of(CONFIG, BATCH)
     assert trace.total("forward").flops == forward
@@ -57,7 +57,7 @@ def test_work_is_split_by_child() -> None:
     assert trace.ready[-1].startswith("embedding.")
 
 
-def test_the_trace_counts_what_torch_counts() -> None:
+def test_the_trace_counts_as_torch_does() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     def make() -> nn.Module:
@@ -84,7 +84,7 @@ def test_parts_on_one_rank_are_work_over_rates() -> None:
     assert plain.flops_per_s == pytest.approx(1e9)
 
 
-def test_what_is_hidden_and_what_is_not() -> None:
+def test_overlap_hides_communication() -> None:
     link = plan.Link("x", 1e-5, 1e8)
     options: dict[str, Any] = {"batch": BATCH, "rates": 1e12, "links": link, "strategy": "ddp", "bucket_size_mb": 0.1}
     none, half, most = (plan.step_time(CONFIG, 4, overlap=share, **options) for share in (0.0, 0.5, 1.0))
@@ -97,7 +97,7 @@ def test_what_is_hidden_and_what_is_not() -> None:
     assert any("50%" in text for text in half.assumptions)
 
 
-def test_sharding_divides_the_optimizer_and_tp_the_blocks() -> None:
+def test_sharding_divides_the_optimizer_step_and_tp_the_blocks() -> None:
     link = plan.Link("x", 0.0, 1e15)
     rates = Rates(1e9, 1e9, 0.0)
     one = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
@@ -170,12 +170,12 @@ def test_frame_figure_and_texts() -> None:
         ({"optimizer": "adamant"}, "or one of adadelta"),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.step_time(CONFIG, 2, **({"rates": 1e9, "links": "nvlink4"} | options))
 
 
-def test_inputs_are_needed() -> None:
+def test_inputs_are_required() -> None:
     with pytest.raises(UsageError, match="inputs= is required"):
         plan.step_time(lambda: nn.Linear(2, 2), 1, rates=1e9)
 
@@ -194,7 +194,7 @@ SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1, "budget_s": 
 
 
 def _load(_: Any) -> None:
-    """What takes long to import, on a busy machine, for itself."""
+    """Import what takes long on a busy machine, ahead of the measurement."""
     from axon_nb.plan.calibrate_call import calibrate
 
     assert callable(calibrate)
@@ -249,7 +249,7 @@ def test_calibration_on_ranks() -> None:
     assert plan.communication(CONFIG, 8, links=adjusted).seconds() > 0
 
 
-def test_there_is_nothing_to_calibrate_without_ranks() -> None:
+def test_calibration_errors() -> None:
     with pytest.raises(UsageError, match="No process group to measure"):
         plan.calibrate()
     with pytest.raises(UsageError, match="one or more sizes"):

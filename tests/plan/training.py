@@ -1,4 +1,4 @@
-"""The same models and steps, as a plan is asked for them and as ranks really train them."""
+"""The same models and training steps, as plan requests and on real ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.plan.allocator import allocated
 __all__ = ["CONFIG", "Case", "measured"]
 
 CONFIG = GPTConfig(vocab=509, context=64, hidden=192, heads=4, blocks=3)
-"""A vocabulary that no number of ranks divides."""
+"""The vocabulary is prime, so no number of ranks divides it."""
 BATCH = 8
 Steps = tuple[Callable[[], None], Callable[[], Any]]
 
@@ -55,7 +55,7 @@ class Case:
         return math.prod(size for _, size in self.mesh)
 
     def request(self, **more: Any) -> MemoryRequest:
-        """As a plan is asked for it."""
+        """The request of a plan."""
         return MemoryRequest(
             CONFIG,
             dict(self.mesh),
@@ -74,7 +74,7 @@ class Case:
 
 
 def layers() -> dict[str, Any]:
-    """Which layers a pipeline with an axis tp cuts."""
+    """The layers that tp shards in a pipeline."""
     return {"block*.up": ColwiseParallel(), "block*.down": RowwiseParallel()}
 
 
