@@ -127,7 +127,7 @@ class ParallelLayout:
         Raises:
             UsageError: an option is unknown or invalid, or the model cannot be laid out so.
         """
-        check_options(options, (*LayoutOptions.__annotations__, *TrafficOptions.__annotations__))
+        check_options(options, tuple(TrafficOptions.__annotations__), named=("world_size", "links", "optimizer"))
         rest = dict(options)
         subject = {name: rest.pop(name) for name in ("inputs", "target", "loss", "batch", "seq") if name in rest}
         strategy = choice_value(rest.pop("strategy", "full_shard")).lower()

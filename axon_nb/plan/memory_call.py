@@ -26,6 +26,7 @@ __all__ = ["memory"]
 _CACHE_SIZE = 64
 _cache: OrderedDict[str, MemoryPlan] = OrderedDict()
 _METHODS = ("simulate", "closed_form")
+_NAMED = ("world_size", "optimizer", "optimizer_options", "dtype", "cpu_offload", "activation_checkpointing")
 
 
 def memory(
@@ -89,7 +90,7 @@ def memory(
     """
     check_choice("method", method, _METHODS)
     check_callbacks(progress, cancel)
-    check_options(layout, tuple(LayoutOptions.__annotations__))
+    check_options(layout, tuple(LayoutOptions.__annotations__), named=_NAMED)
     given: dict[str, Any] = {**layout}
     strategy = choice_value(given.pop("strategy", "full_shard")).lower()
     mesh = resolve_mesh(world_size, given.pop("mesh", None), strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -70,15 +71,21 @@ class LayoutOptions(TypedDict, total=False):
     """``cuda`` (default) or ``cpu``."""
 
 
-def check_options(given: Mapping[str, Any], allowed: Sequence[str]) -> None:
+def check_options(given: Mapping[str, Any], allowed: Sequence[str], *, named: Sequence[str] = ()) -> None:
     """Check the names of keyword arguments.
+
+    Args:
+        given: The keyword arguments.
+        allowed: Names that they may have.
+        named: Other arguments of the function, to suggest.
 
     Raises:
         PlanError: one is unknown.
     """
-    unknown = sorted(given.keys() - set(allowed))
-    if unknown:
-        raise PlanError(f"{unknown[0]}= is not an option; options are {', '.join(allowed)}.")
+    for name in sorted(given.keys() - set(allowed)):
+        close = difflib.get_close_matches(name, [*allowed, *named], n=1)
+        hint = f"did you mean {close[0]}=?" if close else f"options are {', '.join(allowed)}."
+        raise PlanError(f"{name}= is not an option; {hint}")
 
 
 def choice_value(given: Any) -> str:

@@ -57,6 +57,10 @@ MEMORY: list[tuple[Callable[..., Any], str]] = [
         lambda: plan.memory(SMALL, mesh={"tp": 2}, tp_plan=3),
         "tp_plan must be 'auto', or map module name patterns to styles; got 3",
     ),
+    (lambda: plan.memory(SMALL, world=2), "world= is not an option; did you mean world_size="),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, offload="full"), "did you mean cpu_offload="),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, colour=1), "colour= is not an option; options are mesh, strategy"),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, optimizer=None, method="closed_form"), "optimizer=None: memory of a step needs"),
     (lambda: plan.memory(SMALL, 2, progress=True), "progress must be a function"),
     (lambda: plan.memory(SMALL, 2, cancel=True), "cancel must be a threading.Event"),
     (lambda: plan.memory("model", 2), "the ranks' variable 'model' needs a cluster"),
@@ -72,6 +76,7 @@ MEMORY: list[tuple[Callable[..., Any], str]] = [
 LAYOUTS: list[tuple[Callable[..., Any], str]] = [
     (lambda: _sent(batch=0), "batch must be a whole number, 1 or more; got 0"),
     (lambda: _sent(seq=99), r"seq must be at most the model's context, 16 tokens; got 99"),
+    (lambda: _sent(microbatches=4), "microbatches= is not an option; did you mean num_microbatches="),
     (lambda: _sent(device="tpu"), "device must be one of cpu, cuda; got 'tpu'"),
     (lambda: _sent(bucket_size_mb=math.nan), "bucket_size_mb must be a number of MiB above 0; got nan"),
     (lambda: _sent(mixed_precision="int8"), "must be a floating-point dtype"),
