@@ -24,7 +24,7 @@ _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
 _BEYOND_CACHES = 64 * 1024 * 1024
 """More bytes than any core's cache holds."""
-_MOST_COPIES = 8
+_MAX_COPIES = 8
 _SCALE = 4
 """Scale of the parameters for the optimizer's second measurement."""
 
@@ -130,7 +130,7 @@ def measure_phases(
     alone = _phases(bench, source, optimizer, copies=1, repeats=repeats)
     weights = sum(parameter.nbytes for _, parameter in trace.parameters)
     held = sum(trace.saved.values()) + 4 * weights  # with gradients and two optimizer states
-    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
+    copies = min(_MAX_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
     many = alone if copies == 1 else _phases(bench, source, optimizer, copies=copies, repeats=repeats)
     works = {phase: trace.total(phase) for phase in PHASES if trace.total(phase).ops}
     measured = {phase: (work.times(copies), many[phase]) for phase, work in works.items()}

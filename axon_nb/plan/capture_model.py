@@ -116,27 +116,27 @@ class _Skeleton(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild a tensor or a module; anything else as cloudpickle does."""
         if isinstance(obj, torch.Tensor):
-            return _empty, _described(obj)
+            return _empty_tensor, _metadata(obj)
         if isinstance(obj, nn.Module) and type(obj).__reduce_ex__ is object.__reduce_ex__:
-            return _made, (_own_class(type(obj)),), _own_state(obj)
+            return _new_module, (_own_class(type(obj)),), _own_state(obj)
         return super().reducer_override(obj)
 
 
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, dtype, requires_grad and whether it is a parameter; of a DTensor, the full tensor's."""
     if is_lazy(tensor):
         raise PlanError("The model has uninitialized lazy parameters: run it once on a sample, then capture it.")
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype)
     if is_parameter:
         return nn.Parameter(made, requires_grad=requires_grad)
     return made.requires_grad_(requires_grad)
 
 
-def _made(kind: type[nn.Module]) -> nn.Module:
+def _new_module(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 

@@ -74,18 +74,18 @@ def assign_stages(
     chosen = PipelineSchedule.of(schedule)
     count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
     at = [at] if isinstance(at, str) else at
-    names = _cut(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
-    given = len(names) if num_microbatches is None else num_microbatches
-    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=given)
-    return StageAssignment(chosen, num_ranks, given, names)
+    names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
+    microbatches = len(names) if num_microbatches is None else num_microbatches
+    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
+    return StageAssignment(chosen, num_ranks, microbatches, names)
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
     costs: dict[str, float] = trace.cached("costs of children", lambda: costs_of(trace.model, "params"))
-    return _cut(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
+    return _split_at(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
 
 
-def _cut(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name, _ in part.named_children()) for part in sections(trace.model, at))
 
 

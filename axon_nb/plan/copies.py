@@ -1,4 +1,4 @@
-"""Runs functions in parallel in forked forks of this process, which has already imported and built what they need."""
+"""Runs functions in parallel in forked copies of this process, which has already imported and built what they need."""
 
 from __future__ import annotations
 

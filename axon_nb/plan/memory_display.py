@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["figure", "html", "text"]
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 _LABELS = {
     "optimizer": "optimizer states",
     "unsharded": "unsharded buffers",
@@ -34,7 +34,7 @@ def html(plan: MemoryPlan) -> str:
 
 def figure(plan: MemoryPlan) -> Any:
     """Stacked bars, persistent and peak, of up to 16 ranks: those with the highest peaks."""
-    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MOST_RANKS]
+    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MAX_RANKS]
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]

@@ -15,7 +15,7 @@ _TEXT, _LINES = "#7a7a7a", "rgba(128, 128, 128, 0.3)"
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eeca3b", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _WIDTH, _LANE, _LEFT = 900, 22, 56
-_MOST = 6000
+_MAX_ACTIONS = 6000
 """Timelines with more actions get no SVG, which would slow down the page."""
 
 
@@ -68,7 +68,7 @@ def figure_of(spans: Iterable[Span], *, title: str) -> Any:
 def svg_of(spans: Sequence[Span]) -> str:
     """Return the same as an SVG; empty if there are too many actions."""
     length = max((span.end_ns for span in spans), default=0)
-    if not length or len(spans) > _MOST:
+    if not length or len(spans) > _MAX_ACTIONS:
         return ""
     scale = (_WIDTH - _LEFT) / length
     lanes = max(span.rank for span in spans) + 1
@@ -85,8 +85,8 @@ def svg_of(spans: Sequence[Span]) -> str:
             f"height='{_LANE - 4}' fill='{_COLOURS.get(span.name, '#888')}'><title>{what}, {when}</title></rect>"
         )
     used = [action for action in _COLOURS if any(span.name == action for span in spans)]
-    for place, action in enumerate(used):
-        left, top = _LEFT + 170 * place, lanes * _LANE + 6
+    for index, action in enumerate(used):
+        left, top = _LEFT + 170 * index, lanes * _LANE + 6
         parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLOURS[action]}'/>")
         parts.append(f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>")
     label = f"timeline of {lanes} ranks over {length / 1e6:.4g} ms"

@@ -130,9 +130,9 @@ class SchedulePlan:
         )
 
     def _summary(self) -> str:
-        said = self._headline()
+        headline = self._headline()
         formula = self.formula
-        return f"{said} (formula: {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else said
+        return f"{headline} (formula {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else headline
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [

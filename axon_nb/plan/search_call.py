@@ -230,7 +230,7 @@ class _Evaluator:
 
     def notes(self, num_gpus: int) -> Iterator[str]:
         """Yield the assumptions behind the numbers."""
-        computed = "as the model is made" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        computed = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
         links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
         axes: dict[str, list[str]] = {}

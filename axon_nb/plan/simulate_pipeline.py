@@ -17,7 +17,7 @@ from axon_nb.parallel.pipeline.torch_hooks import schedule_class
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.simulate_model import TrainingSetup, explain_failure, request_optimizer
-from axon_nb.plan.simulate_training import Enter, RankMeshes, Training, shard_layers
+from axon_nb.plan.simulate_training import PhaseCallback, RankMeshes, Training, shard_layers
 from axon_nb.torch_api import torch_api
 
 __all__ = ["make_pipeline_training", "stages_on_rank"]
@@ -46,8 +46,8 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
     schedule, num_stages, count = _numbers(request)
     check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
     stages = _all_stages(model, num_stages)
-    held = stages_of(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
-    return {index: stages[index] for index in held}
+    own_stages = stages_of(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
+    return {index: stages[index] for index in own_stages}
 
 
 def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
@@ -92,34 +92,34 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     with explain_failure("run", "check that inputs= fits the model"):
         boundaries = _boundaries(request, _all_stages(model, num_stages), args, count)
     shard_layers(setup, model, meshes)
-    held = stages_on_rank(request, model, meshes.stages.get_local_rank())
+    own_stages = stages_on_rank(request, model, meshes.stages.get_local_rank())
     part = nn.Module()
-    for stage in held.values():
+    for stage in own_stages.values():
         for name, child in stage.named_children():
             part.add_module(name, child)
         if request.size("dp") > 1:
             _shard(stage, request, meshes.data)
     kind = request_optimizer(request)
     optimizer = kind.make(list(part.parameters()), **kind.options)
-    given = args if 0 in held else ()
-    wanted = target if num_stages - 1 in held else None
-    enters: list[Enter] = []
-    driver = _driver(setup, held, boundaries, meshes.stages, enters)
+    stage_inputs = args if 0 in own_stages else ()
+    stage_target = target if num_stages - 1 in own_stages else None
+    on_phase: list[PhaseCallback] = []
+    driver = _driver(setup, own_stages, boundaries, meshes.stages, on_phase)
 
-    def compute(enter: Enter) -> None:
-        enters[:] = [enter]
+    def compute(on_phase_start: PhaseCallback) -> None:
+        on_phase[:] = [on_phase_start]
         with torch_api().static_stages():
-            driver.step(*given, target=wanted, return_outputs=False)
+            driver.step(*stage_inputs, target=stage_target, return_outputs=False)
 
-    return Training(part, optimizer, compute, (given, wanted))
+    return Training(part, optimizer, compute, (stage_inputs, stage_target))
 
 
 def _driver(
     setup: TrainingSetup,
-    held: Mapping[int, nn.Module],
+    own_stages: Mapping[int, nn.Module],
     boundaries: list[Boundary],
     mesh: DeviceMesh,
-    enters: list[Enter],
+    on_phase: list[PhaseCallback],
 ) -> Any:
     """Torch's schedule of this rank's stages, as `Pipeline` makes it."""
     from torch.distributed.pipelining import PipelineStage
@@ -136,23 +136,23 @@ def _driver(
             output_args=boundaries[index + 1],
             group=group,
         )
-        for index, module in held.items()
+        for index, module in own_stages.items()
     ]
     for stage in stages:
         for name, phase in _PHASES.items():
-            setattr(stage, name, _reporting_phase(getattr(stage, name), phase, enters))
+            setattr(stage, name, _reporting_phase(getattr(stage, name), phase, on_phase))
 
-    def loss_of(output: Any, wanted: Any) -> torch.Tensor:
-        return setup.loss(output, wanted) / count
+    def loss_of(output: Any, stage_target: Any) -> torch.Tensor:
+        return setup.loss(output, stage_target) / count
 
     made = schedule_class(schedule)
     return made(stages if schedule.has_many_stages else stages[0], count, loss_fn=loss_of, scale_grads=False)
 
 
-def _reporting_phase(call: Callable[..., Any], phase: str, enters: list[Enter]) -> Callable[..., Any]:
+def _reporting_phase(call: Callable[..., Any], phase: str, on_phase: list[PhaseCallback]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        enters[0](phase)
+        on_phase[0](phase)
         return call(*args, **kwargs)
 
     return called

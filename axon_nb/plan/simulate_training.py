@@ -27,12 +27,12 @@ from axon_nb.plan.module_kinds import checked_module_filter
 from axon_nb.plan.simulate_hooks import mesh_of
 from axon_nb.plan.simulate_model import TrainingSetup, request_optimizer
 
-__all__ = ["Enter", "RankMeshes", "Shape", "Training", "local_shapes", "make_training", "shard_layers"]
+__all__ = ["PhaseCallback", "RankMeshes", "Shape", "Training", "local_shapes", "make_training", "shard_layers"]
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]
 """A parameter's shape, dtype and requires_grad."""
 
-Enter = Callable[[str], None]
+PhaseCallback = Callable[[str], None]
 """Called with the phase of a step that starts."""
 
 
@@ -56,8 +56,8 @@ class RankMeshes:
         mesh = mesh_of(axes)
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
         own = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
-        cut, piped = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
-        return RankMeshes(own, cut, piped)
+        layers, stages = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
+        return RankMeshes(own, layers, stages)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Training:
     model: nn.Module
     """Holds the parameters; its modules have the names of the original model."""
     optimizer: Optimizer
-    compute: Callable[[Enter], None]
+    compute: Callable[[PhaseCallback], None]
     """Runs forward and backward of one batch; its argument is called with the phase that starts."""
     inputs: tuple[Any, ...]
 
@@ -134,21 +134,21 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
         CommError: it cannot be sharded so.
     """
     request = setup.request
-    mesh = request.strategy in ("ddp", "optimizer_state")
+    is_replicated = request.strategy in ("ddp", "optimizer_state")
     kind = request_optimizer(request)
     args, target = setup.inputs(), setup.target()
     if request.is_unwrapped:
         wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
     else:
-        wrapped, optimizer = (_in_ddp if mesh else _in_fsdp)(model, request, meshes.data, kind)
-    precise = request.mixed_precision is None or not mesh
+        wrapped, optimizer = (_in_ddp if is_replicated else _in_fsdp)(model, request, meshes.data, kind)
+    precise = request.mixed_precision is None or not is_replicated
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
 
-    def compute(enter: Enter) -> None:
-        enter("forward")
+    def compute(on_phase_start: PhaseCallback) -> None:
+        on_phase_start("forward")
         with casting():
             loss = setup.loss(wrapped(*args), target)
-        enter("backward")
+        on_phase_start("backward")
         loss.backward()
 
     return Training(model, optimizer, compute, (args, target))

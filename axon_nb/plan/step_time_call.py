@@ -152,8 +152,8 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         moving += f" and {1e6 * rates.launch_s:.3g} us per launch" if rates.launch_s else ""
     yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
     if rates.factors:
-        said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
-        yield f"scaled by the measured model's factors: {said}"
+        factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
+        yield f"scaled by the measured model's factors: {factors}"
     if layout.size(*DATA_AXES) > 1:
         wrapper = wrapper_s_per_parameter(rates, layout.strategy)
         known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"

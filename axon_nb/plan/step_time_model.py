@@ -189,7 +189,7 @@ def _made(given: Any, sizes: Mapping[str, int | None]) -> Any:
     if isinstance(given, torch.Tensor) or not hasattr(given, "shape"):
         return given
     shape: list[Any] = [sizes.get(size, size) if isinstance(size, str) else size for size in given.shape]
-    unknown = [said for said, size in zip(given.shape, shape, strict=True) if not isinstance(size, int)]
+    unknown = [name for name, size in zip(given.shape, shape, strict=True) if not isinstance(size, int)]
     if unknown:
         raise UsageError(f"{given} needs a size for {unknown[0]!r}: give {unknown[0]}=….")
     dtype = given.dtype if isinstance(given.dtype, torch.dtype) else getattr(torch, str(given.dtype), None)

@@ -96,8 +96,8 @@ class Rates:
         """
         bare = replace(self, factors={}, launches={})
         factors = {
-            phase: seconds / said
+            phase: seconds / predicted_s
             for phase, (work, seconds) in measured.items()
-            if seconds > 0 and (said := bare.seconds(work, phase)) > 0
+            if seconds > 0 and (predicted_s := bare.seconds(work, phase)) > 0
         }
         return replace(bare, factors=factors, source=f"{self.source}; {source}")
