@@ -177,7 +177,7 @@ def large() -> list[Row]:
     start = time.perf_counter()
     plan.communication(config, 1024, links="ib-ndr")
     counted = time.perf_counter()
-    found = plan.search(config, 64, 80, batch=128, rates=400e12, links={"all": "ib-ndr", "tp": "nvlink4"})
+    found = plan.search(config, 64, 80, global_batch=128, rates=400e12, links={"all": "ib-ndr", "tp": "nvlink4"})
     name = f"search over {len(found.candidates)} layouts of 7 billion parameters on 64 GPUs"
     return [
         Row("plan of the communication of 7 billion parameters on 1024 ranks", counted - start, "s"),

@@ -52,8 +52,8 @@ alone
 # %%
 states = {
     strategy: {
-        f"{world} GPUs": plan.memory(seven, world, strategy=strategy, method="closed_form").peak_bytes / GIB
-        for world in (8, 64, 512)
+        f"{world_size} GPUs": plan.memory(seven, world_size, strategy=strategy, method="closed_form").peak_bytes / GIB
+        for world_size in (8, 64, 512)
     }
     for strategy in ("ddp", "optimizer_state", "full_shard")
 }
@@ -77,7 +77,7 @@ one
 
 # %%
 four = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4)
-again = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4, checkpointing=True)
+again = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4, activation_checkpointing=True)
 asked = {"1 sample": one, "4 samples": four, "4 samples, computed again": again}
 pd.DataFrame(
     {
@@ -157,7 +157,7 @@ step.figure()
 # at the top; the others say why they do not.
 
 # %%
-found = plan.search(seven, 64, 80, batch=256, mixed_precision="bfloat16")
+found = plan.search(seven, 64, 80, global_batch=256, mixed_precision="bfloat16")
 found
 
 # %%
@@ -168,7 +168,7 @@ found.figure()
 # others?
 
 # %%
-small = plan.search(seven, 64, 24, batch=256, mixed_precision="bfloat16").to_frame()
+small = plan.search(seven, 64, 24, global_batch=256, mixed_precision="bfloat16").to_frame()
 small[small.fits].head(5)
 
 # %%
@@ -179,7 +179,7 @@ small[~small.fits & small.memory_gib.notna()][["dp", "tp", "pp", "strategy", "re
 
 # %%
 best = found.best
-plan.memory(seven, **best.layout(found.batch), mixed_precision="bfloat16")
+plan.memory(seven, **best.layout(found.global_batch), mixed_precision="bfloat16")
 
 # %% [markdown]
 # ## Your own model
@@ -202,7 +202,7 @@ pictures = plan.TensorSpec(("batch", 3, 224, 224))
 mine = plan.memory(classifier, 4, inputs=pictures, batch=32)
 print(f"a peak of {mine.peak_bytes / GIB:.1f} GiB on each of 4 GPUs, in the {mine.worst.phase} pass")
 try:
-    plan.memory(classifier, mesh={"dp": 2, "tp": 3}, world=8, inputs=pictures)
+    plan.memory(classifier, mesh={"dp": 2, "tp": 3}, world_size=8, inputs=pictures)
 except UsageError as error:
     print(error)
 

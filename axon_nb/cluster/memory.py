@@ -127,7 +127,7 @@ def _with_stages(told: Mapping[str, Any], state: ClusterState, names: Sequence[s
         if "refused" in answer:
             return {**told, "refused": f"Rank {rank}: {answer['refused']}"}
     parts = [base64.b64decode(answers[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
-    joined = import_module("axon_nb.plan.capture_stages").joined_stages(parts)
+    joined = import_module("axon_nb.plan.capture_stages").join_stages(parts)
     return {**told, "model": base64.b64encode(joined).decode(), "states": None}
 
 

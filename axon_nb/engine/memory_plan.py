@@ -93,7 +93,7 @@ def _by_formula(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: 
         optimizer_options=options,
         dtype=setup.dtype or None,
         mixed_precision=setup.mixed_precision or None,
-        offload=setup.offload,
+        cpu_offload=setup.offload,
         batch=setup.batch,
         device=session.device.type,
         fragmentation=0.0,

@@ -100,7 +100,7 @@ def _whole(inputs: list[Any] | None, count: int) -> list[Any] | None:
 
 
 def stages_sent(module: Any) -> dict[str, str]:
-    """By the number of each stage of this rank, as text: what `joined_stages` takes, in base64.
+    """By the number of each stage of this rank, as text: what `join_stages` takes, in base64.
 
     Raises:
         NoSkeleton: a stage cannot be sent to another process.

@@ -1,6 +1,6 @@
-"""Predictions for any world, from a laptop: memory, pipeline schedules, communication, how long a step takes.
+"""Predictions for any number of ranks, from a laptop: memory, pipeline schedules, communication and step times.
 
-Importing this package loads no torch: each name is fetched from its module on first use.
+Importing this package does not import torch: each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from axon_nb.plan.communication_call import communication
     from axon_nb.plan.communication_plan import CommunicationPlan
     from axon_nb.plan.communication_recorded import recorded_communication
-    from axon_nb.plan.errors import Cancelled, PlanError, SimulatorError
+    from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
     from axon_nb.plan.links import Link
     from axon_nb.plan.links_presets import PRESETS
     from axon_nb.plan.memory_call import memory
@@ -34,13 +34,13 @@ __all__ = [
     "GPUS",
     "PRESETS",
     "Calibration",
-    "Cancelled",
     "CapturedModel",
     "CommunicationPlan",
     "Link",
     "MemoryParts",
     "MemoryPlan",
     "ModuleMemory",
+    "PlanCancelledError",
     "PlanError",
     "RankMemory",
     "Rates",
@@ -67,7 +67,7 @@ _HOME = {
     "communication_call": ("communication",),
     "communication_plan": ("CommunicationPlan",),
     "communication_recorded": ("recorded_communication",),
-    "errors": ("Cancelled", "PlanError", "SimulatorError"),
+    "errors": ("PlanCancelledError", "PlanError", "SimulatorError"),
     "links": ("Link",),
     "links_presets": ("PRESETS",),
     "memory_call": ("memory",),
@@ -86,7 +86,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a public name from its module on first use, and keep it."""
+    """Load a public name on first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those not fetched yet among them."""
+    """List all public names, loaded or not."""
     return sorted(__all__)

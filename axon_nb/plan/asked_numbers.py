@@ -1,4 +1,4 @@
-"""Numbers and functions that a plan is asked with, looked at before anything is computed with them."""
+"""Checks of arguments, made before anything is computed."""
 
 from __future__ import annotations
 
@@ -7,65 +7,66 @@ from typing import Any
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["check_callable", "check_watchers", "real_number", "whole_number"]
+__all__ = ["check_callable", "check_callbacks", "check_int", "check_number"]
 
 
-def whole_number(name: str, given: Any, *, least: int = 1, what: str = "") -> int:
-    """A whole number, NumPy's included.
+def check_int(name: str, given: Any, *, least: int = 1, what: str = "") -> int:
+    """Check that an argument is a whole number; NumPy's integers count.
 
     Args:
-        name: Of the argument.
+        name: The argument's name.
         given: Its value.
-        least: The smallest that has a meaning.
-        what: Of what it is a number, such as ``ranks``.
+        least: The smallest value allowed.
+        what: What it counts, such as ``ranks``.
 
     Raises:
-        PlanError: it is none, or too small.
+        PlanError: it is not a whole number, or too small.
     """
     if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
-        raise PlanError(f"{name}={given!r}: it is a whole number{f' of {what}' if what else ''}, {least} or more.")
+        counted = f" of {what}" if what else ""
+        raise PlanError(f"{name} must be a whole number{counted}, {least} or more; got {given!r}.")
     return int(given)
 
 
-def real_number(name: str, given: Any, *, rule: str, least: float = 0.0, most: float = float("inf")) -> float:
-    """A number within limits.
+def check_number(name: str, given: Any, *, rule: str, least: float = 0.0, most: float = float("inf")) -> float:
+    """Check that an argument is a number within limits.
 
     Args:
-        name: Of the argument.
+        name: The argument's name.
         given: Its value.
-        rule: What it is, such as ``a share from 0 to 1``.
-        least: The smallest that has a meaning.
-        most: The largest.
+        rule: What it must be, such as ``a fraction from 0 to 1``.
+        least: The smallest value allowed.
+        most: The largest value allowed.
 
     Raises:
-        PlanError: it is none, or beyond these.
+        PlanError: it is not a number, or out of range.
     """
     if isinstance(given, bool) or not isinstance(given, Real) or not least <= float(given) <= most:
-        raise PlanError(f"{name}={given!r}: it is {rule}.")
+        raise PlanError(f"{name} must be {rule}; got {given!r}.")
     return float(given)
 
 
 def check_callable(name: str, given: Any, what: str) -> None:
-    """See that an argument is a function, or is left away.
+    """Check that an argument is callable or None.
 
     Args:
-        name: Of the argument.
+        name: The argument's name.
         given: Its value.
-        what: What the function takes and gives.
+        what: What the function takes and returns.
 
     Raises:
         PlanError: it is something else.
     """
     if given is not None and not callable(given):
-        raise PlanError(f"{name}={given!r}: it is a function, {what}; or None.")
+        raise PlanError(f"{name} must be a function {what}, or None; got {given!r}.")
 
 
-def check_watchers(progress: Any, cancel: Any) -> None:
-    """See that what watches a simulation can be told of it, and can end it.
+def check_callbacks(progress: Any, cancel: Any) -> None:
+    """Check the progress callback and the cancel event of a simulation.
 
     Raises:
-        PlanError: `progress` cannot be called, or `cancel` is nothing that can be set.
+        PlanError: `progress` is not callable, or `cancel` has no `is_set`.
     """
-    check_callable("progress", progress, "called with the share done and what is done next")
+    check_callable("progress", progress, "of the fraction done and the next step")
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise PlanError(f"cancel={cancel!r}: it is a threading.Event, which ends the plan when it is set; or None.")
+        raise PlanError(f"cancel must be a threading.Event (set it to cancel the plan), or None; got {cancel!r}.")

@@ -1,4 +1,4 @@
-"""How long collectives take on the ranks that run; every rank calls these together, and all get the same answers."""
+"""Times collectives on running ranks. Every rank makes these calls together, and all get the same results."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 from axon_nb.plan.calibrate_record import Sample
 from axon_nb.plan.links import Cost, Link, rounds_and_volume
 
-__all__ = ["MEASURED", "Bench", "fitted_link", "line_through"]
+__all__ = ["MEASURED_OPERATIONS", "AxisBenchmark", "fit_line", "fit_link"]
 
-MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+MEASURED_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 """Operations that are measured, in this order."""
 
 _CALLS = 4
-"""Calls that are timed together."""
+"""Calls per timing."""
 
 
-class Bench:
-    """Measures on one axis.
+class AxisBenchmark:
+    """Benchmarks one axis.
 
     Args:
         axis: Its name.
-        group: torch's group of the ranks along it, with this one.
+        group: torch's group of this rank along the axis.
         device: Where tensors are.
     """
 
@@ -36,8 +36,8 @@ class Bench:
         self.axis, self.group, self.device = axis, group, device
 
     @property
-    def ranks(self) -> int:
-        """Along the axis."""
+    def num_ranks(self) -> int:
+        """Number of ranks along the axis."""
         return int(dist.get_world_size(self.group))
 
     def measure(
@@ -49,15 +49,15 @@ class Bench:
         budget_s: float,
         agree: Callable[[float], float],
     ) -> list[Sample]:
-        """Time each operation at each size, the small ones first.
+        """Time each operation at each size, small sizes first.
 
         Args:
-            operations: Some of `MEASURED`.
-            sizes: In bytes, of the whole tensor.
-            repeats: Timings of each, of which the median counts.
-            budget_s: No further size is begun when so many seconds are gone.
-            agree: The largest number of all ranks of the world: groups along one axis differ a little, and all go on or
-                none.
+            operations: Some of `MEASURED_OPERATIONS`.
+            sizes: Bytes of the whole tensor.
+            repeats: Number of timings; the median counts.
+            budget_s: Seconds after which no further size is measured.
+            agree: Returns the maximum over all ranks of the world: groups along one axis differ a little, and all must
+                go on or none.
         """
         began = time.perf_counter()
         found: list[Sample] = []
@@ -67,29 +67,29 @@ class Bench:
             for operation in operations:
                 call, whole = self._call(operation, size)
                 seconds = agree(self._median(call, repeats)) / (2 if operation == "send" else 1)
-                found.append(Sample(self.axis, self.ranks, operation, whole, seconds))
+                found.append(Sample(self.axis, self.num_ranks, operation, whole, seconds))
         return found
 
     def slowest(self, seconds: float) -> float:
-        """The largest number of all ranks of the axis."""
+        """The maximum of a number over all ranks of the axis."""
         value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return float(value)
 
     def slowest_of(self, seconds: Sequence[float]) -> list[float]:
-        """Of each number the largest of all ranks of the axis."""
+        """The maximum of each number over all ranks of the axis."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         found: list[float] = values.tolist()
         return found
 
     def wait(self) -> None:
-        """Until all ranks of the axis are here and their devices are idle."""
+        """Wait until all ranks of the axis have arrived and their devices are idle."""
         dist.barrier(group=self.group)
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Until this rank's device is idle."""
+        """Wait until this rank's device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -106,35 +106,38 @@ class Bench:
         return statistics.median(taken)
 
     def _call(self, operation: str, size: int) -> tuple[Callable[[], object], int]:
-        """What is timed, and how many bytes the whole tensor has."""
-        group, ranks = self.group, self.ranks
-        part = torch.zeros(max(1, size // 4 // ranks), device=self.device)
-        whole = torch.zeros(len(part) * ranks, device=self.device)
+        """The call to time, and the bytes of its whole tensor."""
+        group, num_ranks = self.group, self.num_ranks
+        part = torch.zeros(max(1, size // 4 // num_ranks), device=self.device)
+        whole = torch.zeros(len(part) * num_ranks, device=self.device)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "all_gather": lambda: all_gather_single(whole, part, group=group),
             "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
-            "send": lambda: self._there_and_back(whole),
+            "send": lambda: self._round_trip(whole),
         }
         return calls[operation], whole.nbytes
 
-    def _there_and_back(self, tensor: torch.Tensor) -> None:
-        """Two messages between each pair of neighbours, one each way; of an odd number of ranks the last one rests."""
+    def _round_trip(self, tensor: torch.Tensor) -> None:
+        """Exchange messages between pairs of neighbours; with an odd number of ranks, the last one is idle."""
         rank, group = dist.get_rank(self.group), self.group
         if rank % 2:
             dist.recv(tensor, group=group, group_src=rank - 1)
             dist.send(tensor, group=group, group_dst=rank - 1)
-        elif rank + 1 < self.ranks:
+        elif rank + 1 < self.num_ranks:
             dist.send(tensor, group=group, group_dst=rank + 1)
             dist.recv(tensor, group=group, group_src=rank + 1)
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(a, b) of y = a + b x, neither below 0, that has the least sum of squared relative errors.
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit y = a + b x, a and b at least 0, minimizing the sum of squared relative errors.
 
     Args:
         points: (x, y) with y above 0.
+
+    Returns:
+        (a, b).
     """
     weights = [1.0 / (y * y) for _, y in points]
     total = sum(weights)
@@ -153,20 +156,20 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
 
 
-def fitted_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
-    """The link of an axis: latency and bandwidth of each operation that was measured.
+def fit_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
+    """Fit a link to an axis's samples: latency and bandwidth of each measured operation.
 
     Args:
         axis: Its name.
         samples: Of this axis.
-        where: What was measured, in words.
+        where: What was measured, as text.
     """
     costs: dict[str, Cost] = {}
     for operation in dict.fromkeys(sample.operation for sample in samples):
         own = [sample for sample in samples if sample.operation == operation]
-        start, slope = line_through([(float(sample.bytes), sample.seconds) for sample in own])
-        rounds, volume = rounds_and_volume(operation, own[0].ranks)
+        start, slope = fit_line([(float(sample.bytes), sample.seconds) for sample in own])
+        rounds, volume = rounds_and_volume(operation, own[0].num_ranks)
         costs[operation] = Cost(start / rounds, slope / volume)
     plain = costs.get("send") or next(iter(costs.values()))
-    bandwidth = 1.0 / plain.byte_s if plain.byte_s else float("inf")
+    bandwidth = 1.0 / plain.s_per_byte if plain.s_per_byte else float("inf")
     return Link(f"measured on {axis}", plain.latency_s, bandwidth, where, measured=costs)

@@ -1,4 +1,4 @@
-"""How fast a rank computes, while all the others do as well."""
+"""Measures how fast a rank computes while all others do as well."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from axon_nb.plan.calibrate_collectives import Bench, line_through
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.calibrate_collectives import AxisBenchmark, fit_line
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import PHASES, Rates
 
-__all__ = ["measured_overlap", "measured_phases", "measured_rates"]
+__all__ = ["measure_overlap", "measure_phases", "measure_rates"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
 _BEYOND_CACHES = 64 * 1024 * 1024
-"""Bytes that no core's cache holds."""
-_MOST_COPIES = 8
-_LARGER = 4
-"""Times the elements of parameters, to measure the optimizer again."""
+"""More bytes than any core's cache holds."""
+_MAX_COPIES = 8
+_SCALE = 4
+"""Scale of the parameters for the optimizer's second measurement."""
 
 
-def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
-    """The slowest rank's rates: matrix products, and operations that move memory.
+def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> Rates:
+    """Measure the slowest rank's rates of matrix products and of memory-bound operations.
 
     Args:
         bench: Of all ranks that compute.
-        repeats: Timings of each, of which the median counts.
+        repeats: Number of timings; the median counts.
         dtype: Of the tensors.
     """
     kind = bench.device.type if bench.device.type in _SIDES else "cpu"
@@ -45,8 +45,8 @@ def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
     for count in _ELEMENTS[kind]:
         x = torch.ones(count, device=bench.device, dtype=dtype)
         moves.append((2.0 * x.nbytes, _seconds(bench, functools.partial(torch.mul, x, 2.0), repeats)))
-    launch, a_byte = line_through(moves)
-    _, a_flop = line_through(products)
+    launch, a_byte = fit_line(moves)
+    _, a_flop = fit_line(products)
     least = min(seconds / flops for flops, seconds in products)
     return Rates(
         1.0 / (a_flop or least),
@@ -56,8 +56,8 @@ def measured_rates(bench: Bench, *, repeats: int, dtype: torch.dtype) -> Rates:
     )
 
 
-def _seconds(bench: Bench, call: Callable[[], object], repeats: int, count: int = 4) -> float:
-    """Of one call, on the slowest rank, all at once."""
+def _seconds(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
+    """Seconds per call on the slowest rank, while all ranks run it."""
     call()
     taken = []
     for _ in range(repeats):
@@ -70,12 +70,12 @@ def _seconds(bench: Bench, call: Callable[[], object], repeats: int, count: int 
     return bench.slowest(statistics.median(taken))
 
 
-def measured_overlap(bench: Bench, *, repeats: int) -> float:
-    """The share of an all_reduce, 0 to 1, that passes while matrix products go on at full speed.
+def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
+    """Measure the fraction of an all_reduce, 0 to 1, that concurrent matrix products hide.
 
     Args:
         bench: Of the ranks that communicate.
-        repeats: Timings of each.
+        repeats: Number of timings.
     """
     side = 256 if bench.device.type == "cpu" else 4096
     a = torch.ones(side, side, device=bench.device)
@@ -97,62 +97,63 @@ def measured_overlap(bench: Bench, *, repeats: int) -> float:
         if work is not None:
             work.wait()
 
-    computing, together = _seconds(bench, compute, repeats, 1), _seconds(bench, both, repeats, 1)
-    return min(1.0, max(0.0, (alone + computing - together) / min(alone, computing)))
+    computing, overlapped = _seconds(bench, compute, repeats, 1), _seconds(bench, both, repeats, 1)
+    return min(1.0, max(0.0, (alone + computing - overlapped) / min(alone, computing)))
 
 
-def measured_phases(
-    bench: Bench,
+def measure_phases(
+    bench: AxisBenchmark,
     rates: Rates,
-    given: Given,
+    source: ModelSource,
     trace: ModelTrace,
     optimizer: Callable[..., Optimizer] | None,
     *,
     repeats: int,
 ) -> tuple[Rates, float]:
-    """Rates as a model's forward, backward and optimizer have them, run here without others.
+    """Fit rates to a model's forward, backward and optimizer step, run here without wrappers.
 
-    A small model fits into caches that larger ones do not, so as many copies of it are run, one after the other, as
-    keep more than a cache holds. Steps of several ranks wait for the slowest each time, so of each step the slowest
-    rank counts. The optimizer is measured on larger parameters, too, so that what takes longer by their size and what
-    by their number are told apart.
+    A small model fits into caches that larger ones exceed, so enough copies of it run in turn to exceed the cache. Each
+    step counts with the slowest rank, because ranks wait for it. The optimizer is also measured on larger parameters,
+    to separate cost per element from cost per parameter.
 
     Args:
-        bench: Of all ranks that compute; each runs the model by itself, all at once.
-        rates: What they are adjusted from.
-        given: The model, with its inputs and loss.
+        bench: Of all ranks; each runs the model by itself, all at once.
+        rates: The rates to fit.
+        source: The model, its inputs and its loss.
         trace: Of its step.
         optimizer: Made from the parameters; None: there is no such phase.
-        repeats: Steps, after two that warm up; medians count.
+        repeats: Steps after two warm-up steps; medians count.
 
     Returns:
-        The rates, and how many seconds a step of one copy takes.
+        The rates, and the seconds of a step of one copy.
     """
-    alone = _phases(bench, given, optimizer, copies=1, repeats=repeats)
+    alone = _phases(bench, source, optimizer, copies=1, repeats=repeats)
     weights = sum(parameter.nbytes for _, parameter in trace.parameters)
-    held = sum(trace.saved.values()) + 4 * weights  # with gradients, and two states of the optimizer
-    copies = min(_MOST_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
-    many = alone if copies == 1 else _phases(bench, given, optimizer, copies=copies, repeats=repeats)
+    held = sum(trace.saved.values()) + 4 * weights  # with gradients and two optimizer states
+    copies = min(_MAX_COPIES, max(1, round(_BEYOND_CACHES / max(1, held))))
+    many = alone if copies == 1 else _phases(bench, source, optimizer, copies=copies, repeats=repeats)
     works = {phase: trace.total(phase) for phase in PHASES if trace.total(phase).ops}
     measured = {phase: (work.times(copies), many[phase]) for phase, work in works.items()}
-    found = rates.fitted(measured, f"adjusted to a {type(trace.model).__name__}")
-    # The launches of a large model take next to no time.
+    found = rates.fitted(measured, f"fitted to {type(trace.model).__name__}")
+    # Launch overhead of a large model is negligible.
     if optimizer is not None and "optimizer" in works and weights <= _BEYOND_CACHES:
         points = [
-            (rates.busy_s(works["optimizer"]) * size, _optimizer_s(bench, given, optimizer, size, repeats=repeats))
-            for size in (1, _LARGER)
+            (rates.busy_s(works["optimizer"]) * size, _optimizer_s(bench, source, optimizer, size, repeats=repeats))
+            for size in (1, _SCALE)
         ]
-        start, slope = line_through(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
+        start, slope = fit_line(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
         if slope > 0:
             factors = {**found.factors, "optimizer": slope}
             found = replace(found, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
     return found, sum(alone.values())
 
 
-def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer], size: int, *, repeats: int) -> float:
-    """Seconds of the optimizer's step on parameters that have so many times the elements."""
+def _optimizer_s(
+    bench: AxisBenchmark, source: ModelSource, optimizer: Callable[..., Optimizer], size: int, *, repeats: int
+) -> float:
+    """Seconds of the optimizer's step on parameters with `size` times the elements."""
     parameters = []
-    for known in given.real().model.parameters():
+    for known in source.real().model.parameters():
         if known.requires_grad and known.ndim:
             shape = (size * known.shape[0], *known.shape[1:])
             parameters.append(nn.Parameter(torch.ones(shape, dtype=known.dtype, device=bench.device)))
@@ -172,10 +173,10 @@ def _optimizer_s(bench: Bench, given: Given, optimizer: Callable[..., Optimizer]
 
 
 def _phases(
-    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
+    bench: AxisBenchmark, source: ModelSource, optimizer: Callable[..., Optimizer] | None, *, copies: int, repeats: int
 ) -> dict[str, float]:
-    """Seconds of each phase of some copies of a model, on the slowest rank."""
-    subjects = [given.real() for _ in range(copies)]
+    """Seconds per phase of some copies of a model, on the slowest rank."""
+    subjects = [source.real() for _ in range(copies)]
     models: list[nn.Module] = [subject.model.to(bench.device) for subject in subjects]
     args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subjects[0].args or ())
     trained = [p for model in models for p in model.parameters() if p.requires_grad]

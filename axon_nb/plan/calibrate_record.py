@@ -1,4 +1,4 @@
-"""What a calibration has measured."""
+"""The result of a calibration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "Sample"]
 
-_HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "by the fit, ms")
+_HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "fitted, ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,40 +25,41 @@ class Sample:
     """One measurement."""
 
     axis: str
-    ranks: int
-    """Along the axis."""
+    num_ranks: int
+    """Ranks along the axis."""
     operation: str
     bytes: int
-    """The whole tensor."""
+    """Size of the whole tensor."""
     seconds: float
-    """Of one call, the slowest rank's median."""
+    """Seconds per call: the slowest rank's median."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Links and rates of the ranks that run; goes wherever `links=` or `rates=` is asked for."""
+    """Links and rates of running ranks; accepted as `links=` and as `rates=`."""
 
     links: Mapping[str, Link]
-    """By axis; ``all``: there was no mesh."""
+    """By axis; ``all`` if there was no mesh."""
     rates: Rates
-    """Of the slowest rank, while all of them compute."""
+    """Of the slowest rank while all compute."""
     overlap: float
-    """The share of a collective's time, 0 to 1, that passes while the rank computes at full speed."""
+    """Fraction of a collective's time, 0 to 1, that computation hides."""
     where: str
-    """Ranks, backend, device and threads, in words."""
+    """Ranks, backend, device and threads, as text."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a measurement: axis, ranks, operation, mib, ms, fit_ms."""
+        """One row per measurement: axis, num_ranks, operation, mib, ms, fit_ms."""
         import pandas as pd
 
         rows = [
-            (s.axis, s.ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s)) for s in self.samples
+            (s.axis, s.num_ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s))
+            for s in self.samples
         ]
-        return pd.DataFrame(rows, columns=["axis", "ranks", "operation", "mib", "ms", "fit_ms"])
+        return pd.DataFrame(rows, columns=["axis", "num_ranks", "operation", "mib", "ms", "fit_ms"])
 
     def figure(self) -> Any:
-        """A plotly figure: milliseconds over bytes, both on logarithmic axes; points measured, lines fitted."""
+        """A plotly figure: milliseconds over bytes, log-log; points are measured, lines are fitted."""
         traces = []
         for key in dict.fromkeys((sample.axis, sample.operation) for sample in self.samples):
             own = sorted((s for s in self.samples if (s.axis, s.operation) == key), key=lambda s: s.bytes)
@@ -75,7 +76,7 @@ class Calibration:
         return plotly_figure(traces, layout)
 
     def _fit(self, sample: Sample) -> float:
-        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.ranks)
+        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.num_ranks)
 
     def _summary(self) -> str:
         rates = self.rates
@@ -83,15 +84,15 @@ class Calibration:
             "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
         )
         return (
-            f"{self.where}: {format_flops(rates.flops_per_s)} a rank{moving}, {1e6 * rates.op_s:.3g} us an "
-            f"operation; {self.overlap:.0%} of communication passes behind computation"
+            f"{self.where}: {format_flops(rates.flops_per_s)} per rank{moving}, {1e6 * rates.launch_s:.3g} us per "
+            f"launch; computation hides {self.overlap:.0%} of communication"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for sample in self.samples:
             yield (
                 sample.axis,
-                str(sample.ranks),
+                str(sample.num_ranks),
                 sample.operation,
                 format_bytes(sample.bytes),
                 format_ms(sample.seconds),
@@ -103,5 +104,5 @@ class Calibration:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEAD, list(self._rows()))
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html_table(self._summary(), _HEAD, list(self._rows()))}

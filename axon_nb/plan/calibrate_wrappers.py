@@ -1,4 +1,4 @@
-"""What a strategy's wrapper takes by itself: measured steps of a wrapped model, less what is predicted without it."""
+"""Measures a strategy's wrapper overhead: a wrapped model's step minus the prediction without overhead."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 from axon_nb.parallel.ddp import DDP
 from axon_nb.parallel.fsdp import FSDP
 from axon_nb.parallel.strategies import ShardingStrategy
-from axon_nb.plan.calibrate_collectives import Bench
+from axon_nb.plan.calibrate_collectives import AxisBenchmark
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import Layout
+from axon_nb.plan.communication_layout import ParallelLayout
 from axon_nb.plan.links import Link
-from axon_nb.plan.step_time_call import predicted
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_call import predict_step
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
 
-__all__ = ["measured_wrappers"]
+__all__ = ["measure_wrappers"]
 
 
-def measured_wrappers(
-    bench: Bench,
-    given: Given,
+def measure_wrappers(
+    bench: AxisBenchmark,
+    source: ModelSource,
     trace: ModelTrace,
     optimizer: Callable[..., Optimizer] | None,
     *,
@@ -40,27 +40,27 @@ def measured_wrappers(
     alone_s: float,
     repeats: int,
 ) -> Mapping[str, float]:
-    """Seconds of a step for each parameter, by strategy; 0 where a step takes no longer than predicted.
+    """Measure each strategy's overhead in seconds per parameter and step; 0 if a step is no slower than predicted.
 
     Args:
         bench: Of all ranks.
-        given: The model, with its inputs and loss.
+        source: The model, its inputs and its loss.
         trace: Of its step.
         optimizer: Made from the parameters; None: there is none.
         strategies: ``ddp``, or values of `ShardingStrategy`.
-        rates: Adjusted to the model.
+        rates: Fitted to the model.
         link: Between the ranks.
         overlap: As `step_time` takes it.
-        alone_s: Seconds of a step without any wrapper, as measured: what is predicted of it may differ.
-        repeats: Steps, after two that warm up; the median counts.
+        alone_s: Measured seconds of a step without a wrapper, to correct the prediction.
+        repeats: Steps after two warm-up steps; the median counts.
     """
-    one = Layout(given, {"dp": 1}, device=bench.device.type, known=trace)
-    astray = alone_s - predicted(one, traffic_of(one, None), rates, overlap).total_s
+    one = ParallelLayout(source, {"dp": 1}, device=bench.device.type, known_trace=trace)
+    error_s = alone_s - predict_step(one, traffic_of(one, None), rates, overlap).total_s
     found = {}
     for strategy in strategies:
-        layout = Layout(given, {"dp": bench.ranks}, strategy, device=bench.device.type, known=trace)
-        said = predicted(layout, traffic_of(layout, link), rates, overlap).total_s + astray
-        step = _stepper(bench, given, optimizer, strategy)
+        layout = ParallelLayout(source, {"dp": bench.num_ranks}, strategy, device=bench.device.type, known_trace=trace)
+        expected = predict_step(layout, traffic_of(layout, link), rates, overlap).total_s + error_s
+        step = _stepper(bench, source, optimizer, strategy)
         taken = []
         for _ in range(repeats + 2):
             bench.wait()
@@ -69,14 +69,14 @@ def measured_wrappers(
             bench.synchronize()
             taken.append(time.perf_counter() - start)
         slowest = statistics.median(bench.slowest_of(taken[2:]))
-        found[strategy] = max(0.0, slowest - said) / max(1, len(list(layout.trace.model.parameters())))
+        found[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
     return found
 
 
 def _stepper(
-    bench: Bench, given: Given, optimizer: Callable[..., Optimizer] | None, strategy: str
+    bench: AxisBenchmark, source: ModelSource, optimizer: Callable[..., Optimizer] | None, strategy: str
 ) -> Callable[[], object]:
-    subject = given.real()
+    subject = source.real()
     model: nn.Module = subject.model.to(bench.device)
     args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
     wrapped: Any

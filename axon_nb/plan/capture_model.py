@@ -1,4 +1,4 @@
-"""A model's classes and sizes without its values, as it was before it was wrapped."""
+"""Captures a model's classes and shapes without its values, as it was before wrapping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel
 
-__all__ = ["capture", "captured_or_why"]
+__all__ = ["capture", "capture_or_reason"]
 
 _HOOKS = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
@@ -28,38 +28,38 @@ _HOOKS = (
     ("_load_state_dict_pre_hooks", ()),
     ("_load_state_dict_post_hooks", ()),
 )
-"""Where a module keeps its hooks, and what else it keeps by their numbers."""
-_MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"})
-"""Attributes that torch gives to modules which it has sharded (2.13); with them it would not do so again."""
+"""A module's hook dicts, and the dicts that share their ids."""
+_SHARDING_MARKS = frozenset({"_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"})
+"""Attributes that torch sets on modules it has sharded (2.13); with them it refuses to shard again."""
 _STATES = "__composable_api_state_key"
-"""How the names of attributes begin where torch keeps what `fully_shard` knows of a module (2.11 to 2.13)."""
-_WRAPPING = ("torch.distributed.", "torch.nn.parallel.", "axon_nb.")
-"""Modules whose hooks on a user's module belong to what has been wrapped around it."""
-_OF_RANKS = {
-    "Pipeline": "holds the stages of its own rank alone",
-    "Parallel3D": "holds the stages of its own rank alone",
-    "FullyShardedDataParallel": "of torch (FSDP1) has flattened its parameters",
+"""Prefix of the attributes in which torch keeps the state of `fully_shard` (2.11 to 2.13)."""
+_WRAPPER_PACKAGES = ("torch.distributed.", "torch.nn.parallel.", "axon_nb.")
+"""Packages whose hooks on a user's module belong to wrappers."""
+_CANNOT_CAPTURE = {
+    "Pipeline": "holds only its own rank's stages",
+    "Parallel3D": "holds only its own rank's stages",
+    "FullyShardedDataParallel": "(torch's FSDP1) has flattened its parameters",
 }
 
 
 def capture(model: nn.Module, name: str = "model") -> CapturedModel:
-    """What a plan needs of a model: classes, shapes and dtypes; no values are read, copied or sent.
+    """Capture what a plan needs of a model: classes, shapes and dtypes. No values are read, copied or sent.
 
-    What DDP, `axon_nb.parallel.FSDP`, `fully_shard` and `parallelize` have made of it is undone in what is captured.
+    The capture undoes what DDP, `axon_nb.parallel.FSDP`, `fully_shard` and `parallelize` did to the model.
 
-        captured = plan.capture(model)      # on a rank, before or after it is wrapped
+        captured = plan.capture(model)      # on a rank, before or after wrapping
         plan.memory(captured, 64, inputs=plan.TensorSpec(("batch", 1024)))
 
     Args:
-        model: Of any rank that has all of its layers.
-        name: What it is called in displays.
+        model: A rank's model that has all layers.
+        name: Its name in displays.
 
     Raises:
-        PlanError: it is no module, a part of a model, or holds what cannot be sent.
+        PlanError: it is not a module, is only a part of a model, or cannot be pickled.
     """
     found = _unwrapped(model)
     if not isinstance(found, nn.Module):
-        raise PlanError(f"{name} is a {type(found).__name__}: a model is a torch.nn.Module.")
+        raise PlanError(f"{name} must be a torch.nn.Module; it is a {type(found).__name__}.")
     file = io.BytesIO()
     try:
         _Skeleton(file).dump(found)
@@ -69,25 +69,25 @@ def capture(model: nn.Module, name: str = "model") -> CapturedModel:
         first = (str(error).splitlines() or [""])[0]
         raise PlanError(
             f"{name}, a {type(found).__name__}, cannot be captured ({type(error).__name__}: {first}): give a function "
-            "without arguments that makes such a model."
+            "without arguments that makes the model."
         ) from error
     return CapturedModel(name, cloudpickle.dumps(partial(pickle.loads, file.getvalue())))
 
 
-def captured_or_why(look: Callable[[], Any], name: str) -> CapturedModel | str:
-    """What a rank answers when it is asked for a model by name.
+def capture_or_reason(look: Callable[[], Any], name: str) -> CapturedModel | str:
+    """Capture a model by name on a rank.
 
     Args:
-        look: Gives what has that name here.
-        name: It.
+        look: Returns the object of that name.
+        name: Its name.
 
     Returns:
-        The model, or one sentence about what is in the way.
+        The captured model, or one sentence that says why there is none.
     """
     try:
         value = look()
     except (NameError, AttributeError, LookupError, TypeError) as error:
-        return f"there is no {name!r} ({error})"
+        return f"{name!r} does not exist ({error})"
     try:
         return capture(value, name)
     except PlanError as error:
@@ -95,62 +95,62 @@ def captured_or_why(look: Callable[[], Any], name: str) -> CapturedModel | str:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model within what was wrapped around it.
+    """Return the model inside its wrappers.
 
     Raises:
-        PlanError: a rank's part is all that there is.
+        PlanError: there is only one rank's part of it.
     """
     for kind in type(model).__mro__:
-        why = _OF_RANKS.get(kind.__name__)
-        if why is not None and kind.__module__.startswith(_WRAPPING):
-            raise PlanError(f"a {kind.__name__} {why}: capture the model before it is wrapped, plan.capture(model).")
+        why = _CANNOT_CAPTURE.get(kind.__name__)
+        if why is not None and kind.__module__.startswith(_WRAPPER_PACKAGES):
+            raise PlanError(f"A {kind.__name__} {why}: call plan.capture(model) before wrapping it.")
     inner = getattr(model, "_orig_mod", None)  # of torch.compile
-    if inner is None and type(model).__module__.startswith(_WRAPPING):
+    if inner is None and type(model).__module__.startswith(_WRAPPER_PACKAGES):
         inner = getattr(model, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 class _Skeleton(cloudpickle.Pickler):
-    """Pickles tensors as what makes empty ones, and modules as they were before they were wrapped."""
+    """Pickles tensors as their metadata, and modules as they were before wrapping."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is made again; as cloudpickle says, for all but tensors and modules."""
+        """Return how to rebuild a tensor or a module; anything else as cloudpickle does."""
         if isinstance(obj, torch.Tensor):
-            return _empty, _described(obj)
+            return _empty_tensor, _metadata(obj)
         if isinstance(obj, nn.Module) and type(obj).__reduce_ex__ is object.__reduce_ex__:
-            return _made, (_own_class(type(obj)),), _own_state(obj)
+            return _new_module, (_own_class(type(obj)),), _own_state(obj)
         return super().reducer_override(obj)
 
 
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, whether it is trained, whether it is a parameter; of a distributed tensor the whole."""
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, requires_grad and whether it is a parameter; of a DTensor, the full tensor's."""
     if is_lazy(tensor):
-        raise PlanError("the model has parameters without a shape yet: run it once on a sample, then capture it.")
+        raise PlanError("The model has uninitialized lazy parameters: run it once on a sample, then capture it.")
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype)
     if is_parameter:
         return nn.Parameter(made, requires_grad=requires_grad)
     return made.requires_grad_(requires_grad)
 
 
-def _made(kind: type[nn.Module]) -> nn.Module:
+def _new_module(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
 def _own_class(kind: type) -> type:
-    """`fully_shard` gives a module a class of torch's, derived from its own."""
+    """Return a module's own class; `fully_shard` gives it a subclass of torch's."""
     return next(base for base in kind.__mro__ if not base.__module__.startswith("torch.distributed."))
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, without what wrappers have put there."""
+    """Return a module's attributes without those of wrappers."""
     state = {
         key: value
         for key, value in dict(module.__getstate__()).items()
-        if key not in _MARKS and not key.startswith(_STATES)
+        if key not in _SHARDING_MARKS and not key.startswith(_STATES)
     }
     for name, companions in _HOOKS:
         hooks = state.get(name)
@@ -168,4 +168,4 @@ def _of_wrapper(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(owner).startswith(_WRAPPING)
+    return str(owner).startswith(_WRAPPER_PACKAGES)

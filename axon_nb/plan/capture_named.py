@@ -1,4 +1,4 @@
-"""A model that is given as it is, or by the name that it has on the ranks, to one that can be sent."""
+"""Turns a model, or its name on the ranks, into something that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from axon_nb.errors import NoCluster
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
-__all__ = ["by_name", "sendable"]
+__all__ = ["model_by_name", "sendable_model"]
 
 
-def sendable(model: Any, cluster: Any = None) -> Any:
-    """What stands for a model in another process.
+def sendable_model(model: Any, cluster: Any = None) -> Any:
+    """Return what stands for a model in another process.
 
     Args:
         model: In any form that a plan takes.
-        cluster: Whose ranks know it, where it is a name; None: the one that this notebook's cells run on.
+        cluster: The cluster on which it is a name; None: the one that this notebook's cells run on.
 
     Raises:
         PlanError: no rank has a model of that name.
-        NoCluster: there are no ranks to ask.
+        NoCluster: no ranks run.
     """
     if is_module(model):
         return import_module("axon_nb.plan.capture_model").capture(model)
-    return by_name(model, cluster)
+    return model_by_name(model, cluster)
 
 
-def by_name(model: Any, cluster: Any = None) -> Any:
-    """A model of the ranks, where a name is given; anything else as it is.
+def model_by_name(model: Any, cluster: Any = None) -> Any:
+    """Return the ranks' model if a name is given; anything else unchanged.
 
     Args:
-        model: As in `sendable`.
+        model: As in `sendable_model`.
         cluster: The same.
 
     Raises:
         PlanError: no rank has a model of that name.
-        NoCluster: there are no ranks to ask.
+        NoCluster: no ranks run.
     """
     return _from_ranks(model, cluster) if isinstance(model, str) else model
 
 
 def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if not _is_name(name):
-        raise PlanError(f"model={name!r}: a variable of the ranks, such as 'model' or 'trainer.model'.")
+        raise PlanError(f"model must be a variable on the ranks, such as 'model' or 'trainer.model'; got {name!r}.")
     if cluster is None:
         try:
             cluster = import_module("axon_nb").current_cluster()
         except NoCluster:
             raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
     if not hasattr(cluster, "run"):
-        raise PlanError(f"cluster={cluster!r}: it is a cluster, such as axon_nb.current_cluster() gives.")
-    module = "__import__('axon_nb.plan.capture_model', fromlist=['captured_or_why'])"
-    answers = cluster.run(f"{module}.captured_or_why(lambda: {name}, {name!r})", quiet=True).values
+        raise PlanError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
+    module = "__import__('axon_nb.plan.capture_model', fromlist=['capture_or_reason'])"
+    answers = cluster.run(f"{module}.capture_or_reason(lambda: {name}, {name!r})", quiet=True).values
     for answer in answers.values():
         if isinstance(answer, CapturedModel):
             return answer
     reasons = dict.fromkeys(str(answer) for answer in answers.values())
     raise PlanError(
-        f"model={name!r}: on the ranks {'; '.join(reasons)}. Name a torch.nn.Module that a cell has made there, or "
-        "give a function without arguments that makes the model."
+        f"model={name!r} cannot be used: on the ranks, {'; '.join(reason.rstrip('.') for reason in reasons)}. Name a "
+        "torch.nn.Module on the ranks, or give a function without arguments that makes the model."
     )
 
 
 def _is_name(text: str) -> bool:
-    """Whether it is a variable, with attributes and constant indices behind it: nothing that calls anything."""
+    """Return whether it is a variable, possibly with attributes and constant indices; nothing in it is called."""
     try:
         node = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""A model of which each rank has some stages, put together from what makes each of them."""
+"""Joins the pipeline stages of several ranks into one model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-__all__ = ["joined_stages"]
+__all__ = ["join_stages"]
 
 
-def joined_stages(stages: Sequence[bytes]) -> bytes:
-    """What makes the whole model, pickled: a function without arguments, as `CapturedModel` has it.
+def join_stages(stages: Sequence[bytes]) -> bytes:
+    """Return a pickled function without arguments that makes the whole model, as `CapturedModel` has it.
 
     Args:
-        stages: In order; of each a function without arguments, pickled, that makes a Sequential of its modules under
-            the names that they have in the whole.
+        stages: In order; each a pickled function without arguments that makes a Sequential of the stage's modules,
+            under their names in the whole model.
     """
-    return pickle.dumps(partial(_joined, tuple(stages)))
+    return pickle.dumps(partial(_make_joined, tuple(stages)))
 
 
-def _joined(stages: Sequence[bytes]) -> Any:
+def _make_joined(stages: Sequence[bytes]) -> Any:
     children: OrderedDict[str, Any] = OrderedDict()
     for stage in stages:
         children.update(pickle.loads(stage)().named_children())

@@ -1,4 +1,4 @@
-"""`plan.communication`: what ranks send each other in a training step."""
+"""`plan.communication`: the collectives and messages of a training step."""
 
 from __future__ import annotations
 
@@ -12,136 +12,142 @@ from torch.optim import Optimizer
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.units import make_units
 from axon_nb.plan import communication_data as data
-from axon_nb.plan.communication_data import Held
-from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
-from axon_nb.plan.communication_pipeline import pipeline
+from axon_nb.plan.communication_data import LocalTensor
+from axon_nb.plan.communication_layout import DATA_AXES, ParallelLayout, TrafficOptions
+from axon_nb.plan.communication_pipeline import pipeline_traffic
 from axon_nb.plan.communication_plan import CommunicationPlan, Traffic
-from axon_nb.plan.communication_tensor import tensor_parallel
+from axon_nb.plan.communication_tensor import tensor_parallel_traffic
 from axon_nb.plan.links import Link
-from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.links_presets import resolve_links
 
 __all__ = ["communication", "traffic_of"]
 
 
 def communication(
     model: Any,
-    world: int | None = None,
+    world_size: int | None = None,
     *,
     links: Link | str | Mapping[str, Link | str] | Any = None,
-    optimizer: Callable[..., Optimizer] | str | None = None,
-    **layout: Unpack[LayoutOptions],
+    optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    **layout: Unpack[TrafficOptions],
 ) -> CommunicationPlan:
-    """Calls and bytes of a training step, by axis and collective, and how long they take on given links.
+    """Predict the calls and bytes of a training step, by axis and collective, and their time on given links.
 
         plan.communication(GPTConfig(hidden=1024, blocks=24), 64, strategy="ddp", links="ib-ndr")
         plan.communication(make, mesh={"pp": 2, "dp": 4, "tp": 8}, inputs=make_batch,
                            links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"})
 
-    Nothing is run or allocated: the model takes a step on tensors without data. Counts are those of a step in which
-    gradients are averaged, from the second one on, with the wrappers of `axon_nb.parallel`.
+    Nothing is allocated: the model takes a step on tensors without data. Counts are those of a step that averages
+    gradients, from the second step on, with the wrappers of `axon_nb.parallel`.
 
     Args:
-        model: A function without arguments that makes it, a model of plain tensors, a `GPTConfig`, the name of one on
-            the ranks, or what `plan.capture` has made of one.
-        world: Number of ranks, all of them along ``dp``; None: as the mesh has.
-        links: Of all axes or by axis: a `Link`, the name of a preset such as ``"nvlink4"``, or what `calibrate` has
-            returned; None: no times.
-        optimizer: Made from parameters, or the name of one of torch's. With sequence parallelism DTensor sums gradients
-            of norms each time that the optimizer takes them: three times with Adam; None: once, as with SGD.
-        **layout: The fields of `LayoutOptions`: mesh, strategy, inputs, target, loss, batch, seq, mixed_precision,
-            wrap, bucket_size_mb, broadcast_buffers, tp_plan, sequence, parallel_loss, schedule, microbatches,
-            num_stages, at, device.
+        model: A function without arguments that makes the model, a module, a `GPTConfig`, the name of a model on the
+            ranks, or the result of `plan.capture`.
+        world_size: Number of ranks; None: the mesh says.
+        links: One for all axes, or one per axis: a `Link`, the name of a preset such as ``"nvlink4"``, or the result of
+            `calibrate`. None: no times.
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`. With sequence parallelism,
+            DTensor all-reduces the gradients of norms each time that the optimizer reads them: three times with AdamW,
+            once with SGD or None.
+        **layout: The fields of `LayoutOptions`, and those of `TrafficOptions`: bucket_size_mb, broadcast_buffers,
+            sequence, parallel_loss, num_stages, at.
 
     Raises:
-        UsageError: the model cannot be built or laid out so; the message says what can.
+        UsageError: the model cannot be built or laid out so; the message says what works.
     """
-    return traffic_of(Layout.of(model, world, layout, optimizer), links)
+    return traffic_of(ParallelLayout.from_options(model, world_size, layout, optimizer), links)
 
 
-def traffic_of(layout: Layout, links: Any) -> CommunicationPlan:
-    """What a layout sends, with times on links."""
-    found = links_of(links, layout.mesh)
+def traffic_of(layout: ParallelLayout, links: Any) -> CommunicationPlan:
+    """Return what a layout sends, with times on links."""
+    found = resolve_links(links, layout.mesh)
     rows = [row.timed(found.get(row.axis)) for row in _rows(layout)]
     return CommunicationPlan(layout.title, layout.mesh, tuple(rows), found, tuple(_notes(layout)))
 
 
-def _notes(layout: Layout) -> Iterator[str]:
-    if not layout.trace.called:
-        yield "without inputs=: gradients are taken to be ready in the reverse order of parameters"
+def _notes(layout: ParallelLayout) -> Iterator[str]:
+    if not layout.trace.has_inputs:
+        yield "inputs= is missing: gradients are assumed to become ready in reverse parameter order"
     if layout.size("tp") > 1 and not layout.styles:
-        yield "tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut"
+        yield "tp shards no layer of this model, so all tp ranks do the same work; give tp_plan="
     if layout.size(*DATA_AXES) > 1:
-        yield "a step in which gradients are averaged; steps that only accumulate send less"
+        yield "this is a step that averages gradients; accumulation steps send less"
     if layout.stages is not None:
-        yield "pipelines receive as much as they send; the time is counted where it is sent"
+        yield "pipeline ranks receive as much as they send; time is counted at the sender"
 
 
-def _rows(layout: Layout) -> Iterator[Traffic]:
+def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     stages, tp = layout.stages, layout.size("tp")
-    among = stages.among if stages is not None else None
+    rank_of_child = stages.rank_of_child if stages is not None else None
     if layout.styles:
         rows = tuple(
-            tensor_parallel(
+            tensor_parallel_traffic(
                 layout.trace,
                 layout.styles,
-                ranks=tp,
+                num_ranks=tp,
                 sequence=layout.sequence,
                 parallel_loss=layout.parallel_loss,
-                parts=stages.microbatches if stages is not None else 1,
-                among=among,
+                parts=stages.num_microbatches if stages is not None else 1,
+                rank_of_child=rank_of_child,
             )
         )
         yield from rows
-        if layout.recompute:
-            yield from _again(rows)
+        if layout.activation_checkpointing:
+            yield from _recomputed(rows)
     if layout.size(*DATA_AXES) > 1:
-        for place, here in enumerate(layout.parameters_at):
+        for pp_rank, here in enumerate(layout.parameters_by_pp_rank):
             for row in _data_rows(layout, here):
-                yield replace(row, place=place)
+                yield replace(row, pp_rank=pp_rank)
     if stages is not None:
-        shares = dict.fromkeys(_in_parts(layout), tp) if layout.sequence else {}
-        yield from pipeline(layout.trace, stages, shares=shares)
+        shares = dict.fromkeys(_sequence_sharded(layout), tp) if layout.sequence else {}
+        yield from pipeline_traffic(layout.trace, stages, shares=shares)
 
 
-def _again(rows: Sequence[Traffic]) -> Iterator[Traffic]:
-    """What forward sends once more, when backward computes it again."""
+def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
+    """What forward sends, sent again when backward recomputes it."""
     for row in rows:
         if row.phase == "forward":
-            yield replace(row, phase="backward", purpose=f"{row.purpose}, computed again")
+            yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed")
 
 
-def _in_parts(layout: Layout) -> list[str]:
-    """Children whose output each rank of ``tp`` has its own positions of."""
+def _sequence_sharded(layout: ParallelLayout) -> list[str]:
+    """Children whose output is sharded over ``tp`` along the sequence."""
     return [name for name, _ in layout.trace.model.named_children()][:-1]
 
 
-def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
-    axis, ranks = layout.data_axis, layout.size(layout.data_axis)
+def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
+    axis, num_ranks = layout.data_axis, layout.size(layout.data_axis)
     if layout.strategy in ("ddp", "optimizer_state"):
         trace = layout.trace
         buffers = [
-            Held(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
+            LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
         ] * layout.broadcast_buffers
         known = {held.name: held for held in parameters if held.has_grad}
-        order = trace.ready if trace.called else list(known)[::-1]
+        order = trace.ready if trace.has_inputs else list(known)[::-1]
         ready = [known[name] for name in order if name in known]
         limit = layout.bucket_size_mb * 1024 * 1024
         if layout.strategy == "ddp":
-            yield from data.ddp(ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit)
+            yield from data.ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=limit)
         else:
             yield from data.zero1(
-                parameters, ready, buffers, axis=axis, ranks=ranks, bucket_bytes=limit, waits=layout.device == "cpu"
+                parameters,
+                ready,
+                buffers,
+                axis=axis,
+                num_ranks=num_ranks,
+                bucket_bytes=limit,
+                waits=layout.device == "cpu",
             )
         return
-    units = data.units_of(_inner(layout), parameters, _runs_backward(layout))
+    units = data.group_into_units(_unit_names(layout), parameters, _needs_backward(layout))
     strategy = ShardingStrategy(layout.strategy)
-    shard, replicate = (axis, ranks), None
+    shard, replicate = (axis, num_ranks), None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         shard, replicate = ("shard", layout.size("shard")), ("replicate", layout.size("replicate"))
     elif strategy is ShardingStrategy.NO_SHARD:
-        shard, replicate = (axis, 1), (axis, ranks)
+        shard, replicate = (axis, 1), (axis, num_ranks)
     if layout.stages is not None and strategy is ShardingStrategy.FULL_SHARD:
-        strategy = ShardingStrategy.SHARD_GRAD_OP  # a pipeline's stages keep parameters until the step's end
+        strategy = ShardingStrategy.SHARD_GRAD_OP  # pipeline stages keep parameters unsharded until the end of the step
     dtype = layout.mixed_precision
     reduce_dtype = None if dtype is None else torch.float32
     yield from data.fsdp(
@@ -149,8 +155,8 @@ def _data_rows(layout: Layout, parameters: Sequence[Held]) -> Iterator[Traffic]:
     )
 
 
-def _inner(layout: Layout) -> list[str]:
-    """Names of the modules that are units of their own."""
+def _unit_names(layout: ParallelLayout) -> list[str]:
+    """Names of the modules that are FSDP units of their own."""
     model = layout.trace.model
 
     def named() -> list[str]:
@@ -162,17 +168,17 @@ def _inner(layout: Layout) -> list[str]:
         return [name for name, module in model.named_modules() if id(module) in chosen]
 
     found: list[str] = (
-        named() if layout.wrap is not None else layout.trace.once(("units", layout.stages is None), named)
+        named() if layout.wrap is not None else layout.trace.cached(("units", layout.stages is None), named)
     )
     return found
 
 
-def _runs_backward(layout: Layout) -> set[str] | None:
+def _needs_backward(layout: ParallelLayout) -> set[str] | None:
     trace = layout.trace
-    if not trace.called:
+    if not trace.has_inputs:
         return None
-    found: set[str] = trace.once(
-        "units that run backward",
+    found: set[str] = trace.cached(
+        "units that need backward",
         lambda: {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)},
     )
     return found

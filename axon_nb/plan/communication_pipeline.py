@@ -1,4 +1,4 @@
-"""What a pipeline sends in a step, and which of a model's children each of its ranks holds."""
+"""What a pipeline sends in a step, and which children of the model each pipeline rank holds."""
 
 from __future__ import annotations
 
@@ -12,119 +12,127 @@ from axon_nb.parallel.pipeline.split import balanced, costs_of, sections
 from axon_nb.plan.communication_plan import Traffic
 from axon_nb.plan.step_time_trace import ModelTrace
 
-__all__ = ["Stages", "boundaries", "pipeline", "stages_for"]
+__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
 
 _FACTS = 4
-"""Numbers that each rank tells the others before a step, of 8 bytes."""
+"""Number of 8-byte integers that ranks exchange before a step."""
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How a model is cut into stages, and where they are."""
+class StageAssignment:
+    """How a model is split into stages, and which rank has which."""
 
     schedule: PipelineSchedule
-    ranks: int
-    microbatches: int
+    num_ranks: int
+    num_microbatches: int
     children: tuple[tuple[str, ...], ...]
-    """Names of the model's children, by stage."""
+    """Names of the model's children, per stage."""
 
     @property
-    def count(self) -> int:
+    def num_stages(self) -> int:
         """Number of stages."""
         return len(self.children)
 
-    def held(self, rank: int) -> list[int]:
-        """Stages of a rank."""
-        return stages_of(self.schedule, rank, num_ranks=self.ranks, num_stages=self.count)
+    def on_rank(self, rank: int) -> list[int]:
+        """StageAssignment of a rank."""
+        return stages_of(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
 
     @cached_property
-    def owner(self) -> dict[int, int]:
-        """Rank of each stage."""
-        return {stage: rank for rank in range(self.ranks) for stage in self.held(rank)}
+    def rank_of_stage(self) -> dict[int, int]:
+        """The rank of each stage."""
+        return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
 
     @cached_property
-    def among(self) -> dict[str, int]:
-        """Rank of each child."""
-        owner = self.owner
-        return {name: owner[stage] for stage, names in enumerate(self.children) for name in names}
+    def rank_of_child(self) -> dict[str, int]:
+        """The rank of each child of the model."""
+        ranks = self.rank_of_stage
+        return {name: ranks[stage] for stage, names in enumerate(self.children) for name in names}
 
 
-def stages_for(
+def assign_stages(
     trace: ModelTrace,
     *,
-    ranks: int,
+    num_ranks: int,
     schedule: PipelineSchedule | str,
-    microbatches: int | None,
+    num_microbatches: int | None,
     num_stages: int | None,
     at: Sequence[str] | None,
-) -> Stages:
-    """Cut a Sequential as `Pipeline.split` does.
+) -> StageAssignment:
+    """Split a Sequential as `Pipeline.split` does.
 
     Args:
-        trace: Of the model.
-        ranks: Of the pipeline.
+        trace: The model's trace.
+        num_ranks: Pipeline ranks.
         schedule: Its name.
-        microbatches: Of a batch; None: as many as stages.
-        num_stages: None: one a rank, or two where the schedule has several.
-        at: Children that begin a new stage; None: stages have about as many parameters.
+        num_microbatches: None: one per stage.
+        num_stages: None: one per rank, or two where the schedule has several.
+        at: Children that start a stage; None: stages of about equal parameter counts.
 
     Raises:
-        UsageError: the model is no Sequential, or the numbers do not fit the schedule.
+        UsageError: the model is not a Sequential, or the numbers do not fit the schedule.
     """
     chosen = PipelineSchedule.of(schedule)
-    count = default_num_stages(chosen, ranks) if num_stages is None else num_stages
+    count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
     at = [at] if isinstance(at, str) else at
-    names = _cut(trace, at) if at is not None else trace.once(("stages", count), lambda: _balanced(trace, count))
-    given = len(names) if microbatches is None else microbatches
-    check_counts(chosen, num_ranks=ranks, num_stages=len(names), num_microbatches=given)
-    return Stages(chosen, ranks, given, names)
+    names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
+    microbatches = len(names) if num_microbatches is None else num_microbatches
+    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
+    return StageAssignment(chosen, num_ranks, microbatches, names)
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
-    costs: dict[str, float] = trace.once("costs of children", lambda: costs_of(trace.model, "params"))
-    return _cut(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
+    costs: dict[str, float] = trace.cached("costs of children", lambda: costs_of(trace.model, "params"))
+    return _split_at(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
 
 
-def _cut(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name, _ in part.named_children()) for part in sections(trace.model, at))
 
 
-def boundaries(trace: ModelTrace, stages: Stages) -> list[tuple[int, int]]:
-    """Bytes of one microbatch that go over each boundary between stages: (forward, backward).
+def boundaries(trace: ModelTrace, stages: StageAssignment) -> list[tuple[int, int]]:
+    """Return the bytes of one microbatch that cross each stage boundary: (forward, backward).
 
     Raises:
-        UsageError: the batch cannot be cut into microbatches.
+        UsageError: the batch is not divisible into microbatches.
     """
     found = []
     for names in stages.children[:-1]:
         facts = trace.outputs[names[-1]]
         rows = facts[0].shape[0] if facts and facts[0].shape else 0
-        if not rows or rows % stages.microbatches:
+        if not rows or rows % stages.num_microbatches:
             raise UsageError(
-                f"a batch of {rows} samples in {stages.microbatches} microbatches: {rows} is no multiple of "
-                f"{stages.microbatches}; give another batch or microbatches=."
+                f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
+                "one of them."
             )
-        forward = sum(fact.nbytes for fact in facts) // stages.microbatches
-        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.microbatches
+        forward = sum(fact.nbytes for fact in facts) // stages.num_microbatches
+        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.num_microbatches
         found.append((forward, backward))
     return found
 
 
-def pipeline(trace: ModelTrace, stages: Stages, *, shares: Mapping[str, int] | None = None) -> Iterator[Traffic]:
-    """What each rank of the pipeline sends and receives; messages between two stages of one rank do not travel.
+def pipeline_traffic(
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+) -> Iterator[Traffic]:
+    """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
 
     Args:
-        trace: Of the model with a rank's batch.
-        stages: How it is cut.
-        shares: Children whose output each rank of ``tp`` has one of so many parts of.
+        trace: The model's trace with one rank's batch.
+        stages: How it is split.
+        shares: Children whose output is sharded over this many ``tp`` ranks.
     """
-    owner, count, ranks = stages.owner, stages.microbatches, stages.ranks
-    for place in range(ranks):
+    ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
+    for pp_rank in range(num_ranks):
         yield Traffic(
-            "pp", ranks, "all_gather", "forward", "agreement on the batch", ((ranks * _FACTS * 8, 1),), place=place
+            "pp",
+            num_ranks,
+            "all_gather",
+            "forward",
+            "batch check",
+            ((num_ranks * _FACTS * 8, 1),),
+            pp_rank=pp_rank,
         )
     for stage, sizes in enumerate(boundaries(trace, stages)):
-        first, second = owner[stage], owner[stage + 1]
+        first, second = ranks[stage], ranks[stage + 1]
         if first == second:
             continue
         parts = (shares or {}).get(stages.children[stage][-1], 1)
@@ -133,5 +141,5 @@ def pipeline(trace: ModelTrace, stages: Stages, *, shares: Mapping[str, int] | N
             if size:
                 what = f"{'activations' if phase == 'forward' else 'gradients'} between stages {stage} and {stage + 1}"
                 messages = ((size, count),)
-                yield Traffic("pp", ranks, "send", phase, what, messages, phase, source)
-                yield Traffic("pp", ranks, "recv", phase, what, messages, phase, target)
+                yield Traffic("pp", num_ranks, "send", phase, what, messages, phase, source)
+                yield Traffic("pp", num_ranks, "recv", phase, what, messages, phase, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CommunicationPlan", "Traffic", "grouped"]
 
-_HEAD = ("axis", "ranks", "collective", "when", "what for", "calls", "bytes", "sent by a rank", "time, ms")
+_HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
 _MIB = 1024.0 * 1024.0
 
 
@@ -27,23 +27,24 @@ class Traffic:
     """Calls of one kind that a rank makes in a step."""
 
     axis: str
-    """The mesh axis over which they go."""
-    ranks: int
+    """The mesh axis."""
+    num_ranks: int
     """Ranks along it."""
     operation: str
     """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or ``barrier``."""
     phase: str
     """``forward``, ``backward`` or ``optimizer``."""
     purpose: str
-    """What for, in words."""
+    """What the calls are for, as text."""
     messages: tuple[tuple[int, int], ...]
-    """(bytes, calls): the whole tensor, which is what an all_gather ends with and a reduce_scatter starts from."""
-    behind: str = ""
-    """The phase whose computation goes on meanwhile; empty: nothing does."""
-    place: int = 0
-    """The rank along ``pp`` that makes them; 0 without a pipeline."""
+    """(bytes, calls). Bytes are those of the whole tensor: an all_gather's output, a reduce_scatter's input."""
+    overlaps_with: str = ""
+    """The phase whose computation overlaps with the calls; empty: none."""
+    pp_rank: int = 0
+    """The rank along ``pp`` that makes the calls; 0 without a pipeline."""
     seconds: float | None = None
-    """How long they take one after the other; None: there is no link. Of what is received: 0, for it is in `send`."""
+    """Seconds if the calls run one after the other; None: no link is known. Receives take 0 s: `send` has their
+    time."""
 
     @property
     def calls(self) -> int:
@@ -57,42 +58,39 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the rank sends, if collectives go in a ring."""
+        """Bytes that the rank sends if collectives use the ring algorithm."""
         if self.operation == "recv":
             return 0
-        _, volume = rounds_and_volume(self.operation, self.ranks)
+        _, volume = rounds_and_volume(self.operation, self.num_ranks)
         return round(volume * self.bytes)
 
     def timed(self, link: Link | None) -> Traffic:
-        """The same, with the time that it takes on a link."""
+        """The same, with its time on a link."""
         if link is None:
             return self
         seconds = 0.0
         if self.operation != "recv":
-            seconds = sum(count * link.seconds(self.operation, size, self.ranks) for size, count in self.messages)
-        return Traffic(
-            self.axis, self.ranks, self.operation, self.phase, self.purpose, self.messages, self.behind, self.place,
-            seconds,
-        )  # fmt: skip
+            seconds = sum(count * link.seconds(self.operation, size, self.num_ranks) for size, count in self.messages)
+        return replace(self, seconds=seconds)
 
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """What the ranks of a world send each other in a training step; made by `axon_nb.plan.communication`."""
+    """Communication of a training step; made by `axon_nb.plan.communication`."""
 
     title: str
-    """Model and layout, in words."""
+    """Model and layout, as text."""
     mesh: Mapping[str, int]
-    """Ranks along each axis."""
+    """Ranks per axis."""
     rows: tuple[Traffic, ...]
-    """By rank along ``pp``; ranks that differ along other axes only do the same."""
+    """By rank along ``pp``; ranks that differ only along other axes do the same."""
     links: Mapping[str, Link]
-    """By axis; empty: no times were asked for."""
+    """By axis; empty: times were not requested."""
     notes: tuple[str, ...] = ()
-    """What the numbers rest on."""
+    """Assumptions behind the numbers."""
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def pp_ranks(self) -> tuple[int, ...]:
         """Ranks along ``pp``."""
         return tuple(range(self.mesh.get("pp", 1)))
 
@@ -102,57 +100,57 @@ class CommunicationPlan:
         axis: str | None = None,
         operation: str | None = None,
         phase: str | None = None,
-        place: int | None = None,
+        pp_rank: int | None = None,
     ) -> tuple[Traffic, ...]:
-        """Some of the rows.
+        """Filter the rows.
 
         Args:
-            axis: Of this axis alone.
-            operation: Of this operation alone.
-            phase: Of this phase alone.
-            place: Of this rank along ``pp`` alone.
+            axis: Only this axis.
+            operation: Only this operation.
+            phase: Only this phase.
+            pp_rank: Only this rank along ``pp``.
         """
         wanted = {"axis": axis, "operation": operation, "phase": phase}
-        asked = {name: value for name, value in wanted.items() if value is not None}
-        rows = self.rows if place is None else self._by_place.get(place, ())
-        return tuple(row for row in rows if all(getattr(row, name) == value for name, value in asked.items()))
+        filters = {name: value for name, value in wanted.items() if value is not None}
+        rows = self.rows if pp_rank is None else self._by_pp_rank.get(pp_rank, ())
+        return tuple(row for row in rows if all(getattr(row, name) == value for name, value in filters.items()))
 
     @cached_property
-    def _by_place(self) -> dict[int, list[Traffic]]:
+    def _by_pp_rank(self) -> dict[int, list[Traffic]]:
         found: dict[int, list[Traffic]] = {}
         for row in self.rows:
-            found.setdefault(row.place, []).append(row)
+            found.setdefault(row.pp_rank, []).append(row)
         return found
 
-    def calls(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
-        """Calls of one rank in a step."""
-        return sum(row.calls for row in self.select(axis=axis, operation=operation, place=place))
+    def calls(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
+        """Number of calls of one rank in a step."""
+        return sum(row.calls for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
 
-    def bytes(self, axis: str | None = None, operation: str | None = None, *, place: int = 0) -> int:
-        """Bytes of one rank's calls in a step, whole tensors."""
-        return sum(row.bytes for row in self.select(axis=axis, operation=operation, place=place))
+    def bytes(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
+        """Bytes of one rank's calls in a step, counting whole tensors."""
+        return sum(row.bytes for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
 
-    def seconds(self, axis: str | None = None, *, place: int = 0) -> float:
-        """Time of one rank's calls, one after the other."""
-        return sum(row.seconds or 0.0 for row in self.select(axis=axis, place=place))
+    def seconds(self, axis: str | None = None, *, pp_rank: int = 0) -> float:
+        """Seconds of one rank's calls, one after the other."""
+        return sum(row.seconds or 0.0 for row in self.select(axis=axis, pp_rank=pp_rank))
 
-    def by_operation(self, *, place: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
-        """(calls, bytes) by axis and operation, of one rank."""
+    def by_operation(self, *, pp_rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
+        """(calls, bytes) of one rank, by axis and operation."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for row in self.select(place=place):
+        for row in self.select(pp_rank=pp_rank):
             calls, size = found.get((row.axis, row.operation), (0, 0))
             found[row.axis, row.operation] = calls + row.calls, size + row.bytes
         return found
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a kind of call: place, axis, ranks, operation, phase, purpose, calls, mib, sent_mib, ms."""
+        """One row per kind of call: pp_rank, axis, num_ranks, operation, phase, purpose, calls, mib, sent_mib, ms."""
         import pandas as pd
 
         return pd.DataFrame(
             {
-                "place": [row.place for row in self.rows],
+                "pp_rank": [row.pp_rank for row in self.rows],
                 "axis": [row.axis for row in self.rows],
-                "ranks": [row.ranks for row in self.rows],
+                "num_ranks": [row.num_ranks for row in self.rows],
                 "operation": [row.operation for row in self.rows],
                 "phase": [row.phase for row in self.rows],
                 "purpose": [row.purpose for row in self.rows],
@@ -164,14 +162,16 @@ class CommunicationPlan:
         )
 
     def figure(self) -> Any:
-        """A plotly figure: what a rank sends by axis and phase, or milliseconds where links are known."""
+        """A plotly figure: bytes that a rank sends by axis and phase, or milliseconds if links are known."""
         timed = bool(self.links)
-        sent = unit_for(sum(row.sent_bytes for row in self.select(place=place)) for place in self.places)
+        sent = unit_for(sum(row.sent_bytes for row in self.select(pp_rank=pp_rank)) for pp_rank in self.pp_ranks)
         value: Callable[[Traffic], float] = (
             (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: sent.of(row.sent_bytes))
         )
-        busiest = max(self.places, key=lambda place: sum(value(row) for row in self.select(place=place)), default=0)
-        rows = [row for row in self.select(place=busiest) if row.operation != "recv"]
+        busiest = max(
+            self.pp_ranks, key=lambda pp_rank: sum(value(row) for row in self.select(pp_rank=pp_rank)), default=0
+        )
+        rows = [row for row in self.select(pp_rank=busiest) if row.operation != "recv"]
         bars = [
             {
                 "type": "bar",
@@ -183,30 +183,30 @@ class CommunicationPlan:
             }
             for operation in dict.fromkeys(row.operation for row in rows)
         ]
-        unit = "ms" if timed else f"{sent.name} that a rank sends"
+        unit = "ms" if timed else f"{sent.name} sent per rank"
         return plotly_figure(
             bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
         )
 
     def _summary(self) -> str:
         parts = []
-        for place in self.places:
-            rows = self.select(place=place)
+        for pp_rank in self.pp_ranks:
+            rows = self.select(pp_rank=pp_rank)
             sent = format_bytes(sum(row.sent_bytes for row in rows))
-            who = f"rank {place} of pp" if len(self.places) > 1 else "a rank"
-            time = f" in {format_ms(self.seconds(place=place))} ms" if self.links else ""
+            who = f"pp rank {pp_rank}" if len(self.pp_ranks) > 1 else "each rank"
+            time = f" in {format_ms(self.seconds(pp_rank=pp_rank))} ms" if self.links else ""
             parts.append(f"{who} makes {sum(row.calls for row in rows)} calls and sends {sent}{time}")
         shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
-        return f"{self.title}, a step: {'; '.join(shown)}"
+        return f"{self.title}. Per step, {'; '.join(shown)}"
 
     def _table(self) -> list[tuple[str, ...]]:
         return [
             (
                 row.axis,
-                str(row.ranks),
+                str(row.num_ranks),
                 row.operation,
                 row.phase,
-                row.purpose + (f" (rank {row.place} of pp)" if len(self.places) > 1 else ""),
+                row.purpose + (f" (pp rank {row.pp_rank})" if len(self.pp_ranks) > 1 else ""),
                 str(row.calls),
                 format_bytes(row.bytes),
                 format_bytes(row.sent_bytes),
@@ -223,12 +223,15 @@ class CommunicationPlan:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEAD, self._table(), self._remarks())
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {
+            "text/plain": str(self),
+            "text/html": html_table(self._summary(), _HEAD, self._table(), self._remarks()),
+        }
 
 
 def grouped(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Sizes of messages as (bytes, how many), in the order in which they come first."""
+    """Group message sizes as (bytes, count), in order of first occurrence."""
     found: dict[int, int] = {}
     for size in sizes:
         found[size] = found.get(size, 0) + 1

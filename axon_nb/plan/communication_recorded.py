@@ -1,4 +1,4 @@
-"""What a real step has sent, counted in the way of a plan."""
+"""Recorded communication of a real step, counted as plans count it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from axon_nb.records.span import Span
 
-__all__ = ["OPERATIONS", "counted", "recorded_communication"]
+__all__ = ["OPERATIONS", "count_calls", "recorded_communication"]
 
-# torch's names of operations, which differ between versions, and whether a span tells the bytes of one rank's part.
+# torch's operation names, which differ between versions, and whether a span's bytes are those of one rank's shard.
 OPERATIONS = {
     "_allgather_base": ("all_gather", False),
     "_reduce_scatter_base": ("reduce_scatter", True),
@@ -35,40 +35,40 @@ OPERATIONS = {
 
 
 def recorded_communication(spans: Iterable[Span], mesh: Any) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes by axis and operation, to be compared with `CommunicationPlan.by_operation`.
+    """Count calls and bytes by axis and operation, to compare with `CommunicationPlan.by_operation`.
 
         before = trace.ring.position
         step()
         recorded_communication(trace.ring.since(before)[0], mesh)
 
-    In `%%distributed` cells every operation of every group is recorded.
+    `%%distributed` cells record every operation of every group.
 
     Args:
-        spans: Of this rank, of one step.
-        mesh: Whose axes they went over, with names; others than those of its groups are left out.
+        spans: This rank's spans of one step.
+        mesh: A mesh with named axes; spans of other groups are ignored.
 
     Returns:
         (calls, bytes) by axis and operation; bytes of whole tensors.
     """
     axes = {mesh.get_group(axis).group_name: (axis, mesh[axis].size()) for axis in mesh.mesh_dim_names or ()}
-    return counted(((span.group, span.name, span.bytes) for span in spans if span.kind != "wait"), axes)
+    return count_calls(((span.group, span.name, span.bytes) for span in spans if span.kind != "wait"), axes)
 
 
-def counted(
+def count_calls(
     calls: Iterable[tuple[str, str, int]], axes: Mapping[str, tuple[str, int]]
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """The same, from (group, torch's name, bytes of the first argument).
+    """Count the same from (group, torch's operation name, bytes of the first argument).
 
     Args:
-        calls: In any order; those that are no communication are left out.
-        axes: Axis and size by the group's name.
+        calls: In any order; calls that do not communicate are ignored.
+        axes: Axis and size by group name.
     """
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for group, name, size in calls:
         if group not in axes or name not in OPERATIONS:
             continue
-        axis, ranks = axes[group]
-        operation, is_part = OPERATIONS[name]
+        axis, num_ranks = axes[group]
+        operation, is_shard = OPERATIONS[name]
         before, total = found.get((axis, operation), (0, 0))
-        found[axis, operation] = before + 1, total + size * (ranks if is_part else 1)
+        found[axis, operation] = before + 1, total + size * (num_ranks if is_shard else 1)
     return found

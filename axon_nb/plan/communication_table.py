@@ -1,4 +1,4 @@
-"""Rows of text as a table, for terminals and for notebooks."""
+"""Tables as text and HTML, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEFT = " style='text-align:left'"
 
 
 def format_ms(seconds: float) -> str:
-    """Seconds in milliseconds: ``0``, ``<0.0001``, ``0.0123``, ``12.34``, ``12,345``."""
+    """Format seconds as milliseconds: ``0``, ``<0.0001``, ``0.0123``, ``12.34``, ``12,345``."""
     milliseconds = 1e3 * seconds
     if 0 < milliseconds < 0.00005:
         return "<0.0001"
@@ -21,14 +21,14 @@ def format_ms(seconds: float) -> str:
 
 
 def format_flops(per_s: float) -> str:
-    """Floating point operations a second: ``1.5 MFLOP/s``, ``12.3 GFLOP/s``, ``515 TFLOP/s``."""
+    """Format FLOP/s: ``1.5 MFLOP/s``, ``12.3 GFLOP/s``, ``515 TFLOP/s``."""
     unit, size = next(((name, size) for name, size in (("T", 1e12), ("G", 1e9)) if per_s >= size), ("M", 1e6))
     value = per_s / size
     return f"{value:,.0f} {unit}FLOP/s" if value >= 999.5 else f"{value:.3g} {unit}FLOP/s"
 
 
 def text_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """A line that sums up, the table in columns, and notes below; columns of numbers are flush right."""
+    """Format a summary line, a table whose numeric columns are right-aligned, and notes."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     numbers = _numeric(head, rows)
@@ -41,11 +41,11 @@ def text_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]],
 
 
 def html_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """The same as HTML, in the colours of the page that it is in."""
+    """Format the same as HTML in the page's own colours."""
     numbers = _numeric(head, rows)
 
     def row(cells: Sequence[str], tag: str) -> str:
-        # Jupyter's style sheets put the text of all cells flush right.
+        # Jupyter's style sheets right-align all cells.
         styles = ("" if right else _LEFT for right in numbers)
         shown = (f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
         return f"<tr>{''.join(shown)}</tr>"
@@ -59,11 +59,11 @@ def html_table(summary: str, head: Sequence[str], rows: Sequence[Sequence[str]],
 
 
 def _numeric(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Which columns hold numbers, or nothing."""
+    """Return which columns hold only numbers or empty cells."""
     return [bool(rows) and all(_is_number(cells[place]) for cells in rows) for place in range(len(head))]
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell is empty or begins with a number, a unit or what is in brackets behind it."""
+    """Return whether a cell is empty or a number, with or without a unit."""
     word = cell.partition(" ")[0].rstrip("%").lstrip("-<").replace(",", "")
     return not cell or word.replace(".", "", 1).replace("e+", "").replace("e-", "").isdigit()

@@ -1,4 +1,4 @@
-"""Several calculations at once: in copies of this process, which has loaded and made all that they need."""
+"""Runs functions in parallel in forked copies of this process, which has already imported and built what they need."""
 
 from __future__ import annotations
 
@@ -13,64 +13,63 @@ from typing import Generic, NoReturn, TypeVar, cast
 
 from axon_nb.host.parentage import end_with_parent
 
-__all__ = ["together"]
+__all__ = ["fork_map"]
 
 T = TypeVar("T")
-_MOST = 4
-"""Copies at once, as each has memory of its own."""
-_inside = [False]
-"""Whether this process is among those of a `together` that runs: within, calculations come one after the other."""
+_MAX_FORKS = 4
+"""Processes at once, because each has memory of its own."""
+_is_nested = [False]
+"""Whether a `fork_map` is running; nested calls run one after the other."""
 
 
-def together(calls: Sequence[Callable[[], T]], *, tell: Callable[[int], None] | None = None) -> list[T]:
-    """What each function returns, in order; as many at a time as there are cores for this process.
+def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None] | None = None) -> list[T]:
+    """Call functions in forked processes, one per core at a time, and return their results in order.
 
-    Each runs in a forked copy, whose changes to anything are lost. None runs here, not even a single one: after a
-    backward in this process, builds of torch with CUDA refuse one in any copy made later (pytorch wiki, "Autograd and
-    Fork").
+    Changes that a function makes are lost. Even a single one is forked: after a backward in this process, CUDA builds
+    of torch refuse a backward in any later fork (pytorch wiki, "Autograd and Fork").
 
     Args:
-        calls: Their results can be pickled. No threads of this process are needed by them.
-        tell: Told here how many are done.
+        calls: Their results must be picklable; they must not need other threads of this process.
+        progress: Called here with the number of results so far.
 
     Raises:
-        Exception: what one of them has raised.
+        Exception: what one of them raised.
     """
-    free = min(_cores(), _MOST)
-    if free < 2 or _inside[0] or not hasattr(os, "fork"):
-        return [_told(call(), number, tell) for number, call in enumerate(calls)]
-    _inside[0] = len(calls) > 1  # a single one may use the cores itself
+    free = min(_cores(), _MAX_FORKS)
+    if free < 2 or _is_nested[0] or not hasattr(os, "fork"):
+        return [_reported(call(), number, progress) for number, call in enumerate(calls)]
+    _is_nested[0] = len(calls) > 1  # a single function may use the cores itself
     try:
         found: list[T] = []
         for first in range(0, len(calls), free):
             for result in _at_once(calls[first : first + free]):
-                found.append(_told(result, len(found), tell))
+                found.append(_reported(result, len(found), progress))
         return found
     finally:
-        _inside[0] = False
+        _is_nested[0] = False
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _told(result: T, number: int, tell: Callable[[int], None] | None) -> T:
-    if tell is not None:
-        tell(number + 1)
+def _reported(result: T, number: int, progress: Callable[[int], None] | None) -> T:
+    if progress is not None:
+        progress(number + 1)
     return result
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(_Copy(call)) for call in calls]
-        return [copy.result() for copy in copies]
+        forks = [stack.enter_context(_Fork(call)) for call in calls]
+        return [fork.result() for fork in forks]
 
 
-class _Copy(Generic[T]):
-    """A forked process that calculates one thing.
+class _Fork(Generic[T]):
+    """A forked process that calls one function.
 
     Args:
-        call: What it calls.
+        call: The function.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -83,7 +82,7 @@ class _Copy(Generic[T]):
         theirs.close()
 
     def result(self) -> T:
-        """What the function has returned there; where that process has ended without an answer, it is called here."""
+        """Return the function's result; if the process died without one, call the function here."""
         try:
             kind, value = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
@@ -92,13 +91,13 @@ class _Copy(Generic[T]):
             raise value
         return cast("T", value)
 
-    def __enter__(self) -> _Copy[T]:
+    def __enter__(self) -> _Fork[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pipe.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._number, signal.SIGKILL)  # it has answered, or nobody waits for its answer
+            os.kill(self._number, signal.SIGKILL)  # it has answered, or its answer is no longer wanted
         os.waitpid(self._number, 0)
 
 

@@ -1,9 +1,9 @@
-"""What carries messages between ranks, and how long a collective takes on it.
+"""Links between ranks, and how long collectives take on them.
 
 A message of S bytes takes alpha + S beta: a latency and the time of its bytes (Hockney, The communication challenge for
-MPP, 1994). A collective among n ranks is some rounds of such messages. Rounds and volume of each algorithm are those of
-Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (2005), and for the ring
-all_reduce, which no algorithm undercuts in bytes, Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
+MPP, 1994). A collective among n ranks is a number of rounds of such messages. Rounds and volume of each algorithm are
+those of Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH (2005). The ring
+all_reduce is bandwidth-optimal: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axon_nb.records.quantity import format_bytes
 __all__ = ["ALGORITHMS", "OPERATIONS", "Cost", "Link", "rounds_and_volume"]
 
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter", "send")
-"""What a link has times for; the receiving of what is sent is in `send`."""
+"""Operations that a link has times for; `send` includes its receive."""
 
 ALGORITHMS = ("auto", "ring", "tree")
 
@@ -30,15 +30,15 @@ class Cost:
     """Latency and inverse bandwidth of one round of messages."""
 
     latency_s: float
-    """Seconds of a round, however small its messages (alpha)."""
-    byte_s: float
-    """Seconds of a byte that a rank sends (beta)."""
+    """Seconds per round, whatever its size (alpha)."""
+    s_per_byte: float
+    """Seconds per byte that a rank sends (beta)."""
 
 
 def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -> tuple[float, float]:
-    """How many rounds of messages a collective takes, and which multiple of its payload a rank sends in all.
+    """Return a collective's number of message rounds, and the bytes that a rank sends as a multiple of the payload.
 
-    The payload S is the whole tensor: what is reduced, what an all_gather ends with, what a reduce_scatter starts from.
+    The payload S is the whole tensor: the reduced one, an all_gather's output, a reduce_scatter's input.
 
     ============== ================================== ===========================
     operation      ring                               tree
@@ -52,9 +52,9 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
     barrier        log n rounds, nothing              the same
     ============== ================================== ===========================
 
-    Log is to base 2, rounded up. The tree of all_reduce is a pair of trees that halve the payload between them and
-    stream it (Sanders, Speck and Träff, 2009, as NCCL has it); of all_gather and reduce_scatter, recursive doubling and
-    halving; of broadcast, a binomial tree. The ring of broadcast is a scatter and an all_gather (van de Geijn).
+    Log is to base 2, rounded up. all_reduce's tree is a pair of trees that share and stream the payload (Sanders, Speck
+    and Träff, 2009, as in NCCL); all_gather and reduce_scatter use recursive doubling and halving; broadcast uses a
+    binomial tree. broadcast's ring is a scatter and an all_gather (van de Geijn).
     Barrier: dissemination (Hensgen, Finkel and Manber, 1988).
 
     Args:
@@ -67,7 +67,8 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
     """
     if operation not in OPERATIONS or algorithm not in ("ring", "tree"):
         raise UsageError(
-            f"{operation!r} by {algorithm!r}: operations are {', '.join(OPERATIONS)}; algorithms ring and tree."
+            f"operation must be one of {', '.join(OPERATIONS)} and algorithm ring or tree; got {operation!r} and "
+            f"{algorithm!r}."
         )
     if num_ranks < 2:
         return 0.0, 0.0
@@ -88,40 +89,41 @@ def rounds_and_volume(operation: str, num_ranks: int, algorithm: str = "ring") -
 
 @dataclass(frozen=True)
 class Link:
-    """A link between ranks, of one mesh axis: latency and bandwidth, for all operations or measured for each."""
+    """The link between ranks along one mesh axis: one latency and bandwidth, or measured costs per operation."""
 
     name: str
     latency_s: float
-    """Seconds of one message, however small, between neighbours."""
-    bandwidth: float
-    """Bytes a second that a rank sends, in one direction."""
+    """Seconds per message between neighbours, whatever its size."""
+    bandwidth_bytes_per_s: float
+    """Bytes per second that a rank sends, in one direction."""
     source: str = ""
-    """Where the numbers are from."""
+    """Where the numbers come from."""
     call_s: float = 0.0
-    """Seconds of a call besides its messages, such as that of a kernel's launch."""
+    """Seconds per call on top of its messages, such as a kernel launch."""
     algorithm: str = "auto"
-    """``ring``, ``tree``, or ``auto``: the shorter one."""
+    """``ring``, ``tree``, or ``auto``: the faster one."""
     measured: Mapping[str, Cost] = field(default_factory=dict)
-    """What `calibrate` has found, by operation; each counts by the ring's rounds and volume. Others: as above."""
+    """Costs that `calibrate` measured, by operation, applied to the ring's rounds and volume. Other operations use the
+    fields above."""
 
     def __post_init__(self) -> None:
-        numbers = self.latency_s, self.bandwidth, self.call_s
+        numbers = self.latency_s, self.bandwidth_bytes_per_s, self.call_s
         known = all(isinstance(value, Real) for value in numbers)
-        if not known or not (self.bandwidth > 0 and self.latency_s >= 0 and self.call_s >= 0):
+        if not known or not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0 and self.call_s >= 0):
             raise UsageError(
-                f"link {self.name!r}: latency {self.latency_s!r} s, {self.call_s!r} s a call, {self.bandwidth!r} bytes "
-                "a second: times are 0 or more, and the bandwidth is above 0."
+                f"Link {self.name!r}: latency_s and call_s must be 0 or more and bandwidth_bytes_per_s above 0; got "
+                f"{self.latency_s!r}, {self.call_s!r} and {self.bandwidth_bytes_per_s!r}."
             )
         if self.algorithm not in ALGORITHMS:
-            raise UsageError(f"link {self.name!r}: algorithm={self.algorithm!r} is none of {', '.join(ALGORITHMS)}.")
+            raise UsageError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {self.algorithm!r}.")
 
     def seconds(self, operation: str, num_bytes: float, num_ranks: int) -> float:
-        """How long a call takes.
+        """Return how many seconds a call takes.
 
         Args:
             operation: One of `OPERATIONS`.
-            num_bytes: The payload S of `rounds_and_volume`: of an all_gather what it ends with.
-            num_ranks: Of the group.
+            num_bytes: The payload S of `rounds_and_volume`; for an all_gather, its output.
+            num_ranks: Size of the group.
 
         Raises:
             UsageError: there is no such operation.
@@ -131,30 +133,38 @@ class Link:
         cost = self.measured.get(operation)
         if cost is not None:
             rounds, volume = rounds_and_volume(operation, num_ranks)
-            return self.call_s + rounds * cost.latency_s + volume * num_bytes * cost.byte_s
+            return self.call_s + rounds * cost.latency_s + volume * num_bytes * cost.s_per_byte
         names = ("ring", "tree") if self.algorithm == "auto" else (self.algorithm,)
-        ways = [rounds_and_volume(operation, num_ranks, name) for name in names]
+        costs = [rounds_and_volume(operation, num_ranks, name) for name in names]
         return self.call_s + min(
-            rounds * self.latency_s + volume * num_bytes / self.bandwidth for rounds, volume in ways
+            rounds * self.latency_s + volume * num_bytes / self.bandwidth_bytes_per_s for rounds, volume in costs
         )
 
     def scaled(self, efficiency: float) -> Link:
-        """The same at a share of its bandwidth, 0 to 1: presets have what the hardware could do at best.
+        """Return the same link at a fraction of its bandwidth, 0 to 1; presets have the hardware's peak.
 
         Raises:
-            UsageError: that is no share.
+            UsageError: it is not a fraction.
         """
         given: Any = efficiency
         if not isinstance(given, Real) or not 0 < float(given) <= 1:
-            raise UsageError(f"efficiency={efficiency!r}: a share of the bandwidth, above 0 and up to 1, such as 0.8.")
-        costs = {name: replace(cost, byte_s=cost.byte_s / efficiency) for name, cost in self.measured.items()}
+            raise UsageError(
+                f"efficiency must be a fraction of the bandwidth above 0 and up to 1, such as 0.8; got {efficiency!r}."
+            )
+        costs = {name: replace(cost, s_per_byte=cost.s_per_byte / efficiency) for name, cost in self.measured.items()}
         source = f"{self.source}; at {efficiency:.0%} of its bandwidth"
-        return replace(self, bandwidth=self.bandwidth * efficiency, source=source, measured=costs)
+        return replace(
+            self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * efficiency, source=source, measured=costs
+        )
 
     def __str__(self) -> str:
-        speed = f"{format_bytes(round(self.bandwidth))}/s" if math.isfinite(self.bandwidth) else "any bandwidth"
+        speed = (
+            f"{format_bytes(round(self.bandwidth_bytes_per_s))}/s"
+            if math.isfinite(self.bandwidth_bytes_per_s)
+            else "unlimited bandwidth"
+        )
         return (
             f"{self.name}: {1e6 * self.latency_s:.3g} us, {speed}"
-            + (f", {1e6 * self.call_s:.3g} us a call" if self.call_s else "")
+            + (f", {1e6 * self.call_s:.3g} us per call" if self.call_s else "")
             + (f" ({self.source})" if self.source else "")
         )

@@ -1,8 +1,8 @@
-"""Links by name: what generations of NVLink, PCI Express, InfiniBand and Ethernet carry, with sources.
+"""Links by name: generations of NVLink, PCI Express, InfiniBand and Ethernet, with sources.
 
-Bandwidths are what a GPU (NVLink, PCI Express) or a port (the others) sends in one direction at best, as vendors and
-standards give them; `Link.scaled` takes a share of it. Latencies are those that NCCL itself reckons with: for a ring by
-its Simple protocol 8.4 us a call, and a round of 3.4 us over NVLink, 5.7 over PCI Express, 14 over a network
+Bandwidths are peaks of a GPU (NVLink, PCI Express) or a port (the others) in one direction, as vendors and standards
+give them; use `Link.scaled` for a fraction. Latencies are those of NCCL's own model: for a ring with the Simple
+protocol, 8.4 us per call and per round 3.4 us over NVLink, 5.7 us over PCI Express, 14 us over a network
 (nccl/src/graph/tuning.cc, ncclTunerConstantsDefaults).
 """
 
@@ -14,17 +14,17 @@ from typing import Any
 from axon_nb.errors import UsageError
 from axon_nb.plan.links import Link
 
-__all__ = ["PRESETS", "as_link", "links_of"]
+__all__ = ["PRESETS", "resolve_link", "resolve_links"]
 
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
 _GB = 1e9
 _KERNEL_TCP_S = 30e-6
-"""Of a small message between two hosts over the kernel's TCP: an assumption; `calibrate` measures it."""
+"""A small message between two hosts over kernel TCP: an assumption; `calibrate` measures it."""
 
 
 def _nvlink(name: str, gb_both_ways: float, gpu: str) -> Link:
-    source = f"NVIDIA {gpu} datasheet: {gb_both_ways:g} GB/s a GPU, both directions together"
+    source = f"NVIDIA {gpu} datasheet: {gb_both_ways:g} GB/s per GPU, both directions together"
     return Link(name, _NVLINK_S, gb_both_ways / 2 * _GB, source, _NCCL_CALL_S)
 
 
@@ -34,12 +34,12 @@ def _pci(name: str, generation: int, gb: float) -> Link:
 
 
 def _infiniband(name: str, gigabits: float) -> Link:
-    source = f"InfiniBand Trade Association roadmap: 4 lanes, {gigabits:g} Gb/s a port"
+    source = f"InfiniBand Trade Association roadmap: 4 lanes, {gigabits:g} Gb/s per port"
     return Link(name, _NET_S, gigabits / 8 * _GB, source, _NCCL_CALL_S)
 
 
 def _ethernet(name: str, gigabits: float, standard: str) -> Link:
-    source = f"IEEE {standard}: {gigabits:g} Gb/s a port; latency assumed for TCP of the kernel"
+    source = f"IEEE {standard}: {gigabits:g} Gb/s per port; latency assumed for kernel TCP"
     return Link(name, _KERNEL_TCP_S, gigabits / 8 * _GB, source)
 
 
@@ -64,42 +64,44 @@ PRESETS: Mapping[str, Link] = {
         _ethernet("ethernet-400g", 400, "802.3bs"),
     )
 }
-"""By name."""
+"""The presets, by name."""
 
 
-def as_link(given: Link | str) -> Link:
-    """The link itself, or the preset of this name.
+def resolve_link(given: Link | str) -> Link:
+    """Return the link itself, or the preset of this name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such preset.
     """
     if isinstance(given, Link):
         return given
     name = str(given).lower().replace("_", "-")
     if name not in PRESETS:
-        raise UsageError(f"link {given!r}: presets are {', '.join(PRESETS)}; or give Link(name, latency_s, bandwidth).")
+        raise UsageError(f"A link must be a `Link` or one of {', '.join(PRESETS)}; got {given!r}.")
     return PRESETS[name]
 
 
-def links_of(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
-    """The link of each axis.
+def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
+    """Return the link of each axis.
 
     Args:
-        given: A link or a preset's name for all axes; a mapping of axes to these, where ``all`` stands for those that
-            are not there; what `calibrate` has returned; None: no times are wanted.
+        given: A link or a preset's name for all axes; a mapping from axes to these, where ``all`` covers the axes not
+            listed; the result of `calibrate`; None: no times are wanted.
         axes: Size by axis.
 
     Raises:
-        UsageError: an axis of 2 or more ranks has none, or a name is unknown.
+        UsageError: an axis of 2 or more ranks has no link, or a name is unknown.
     """
     given = getattr(given, "links", given)
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        return dict.fromkeys(axes, as_link(given))
+        return dict.fromkeys(axes, resolve_link(given))
     if "all" in given:
         given = dict.fromkeys(axes, given["all"]) | dict(given)
-    lost = [axis for axis, size in axes.items() if size > 1 and axis not in given]
-    if lost:
-        raise UsageError(f"links has {', '.join(given) or 'nothing'}, and none for the axis {lost[0]!r}: add it.")
-    return {axis: as_link(given[axis]) for axis in axes if axis in given}
+    missing = [axis for axis, size in axes.items() if size > 1 and axis not in given]
+    if missing:
+        raise UsageError(
+            f"links has no entry for the axis {missing[0]!r}: add it (it has {', '.join(given) or 'none'})."
+        )
+    return {axis: resolve_link(given[axis]) for axis in axes if axis in given}

@@ -8,48 +8,36 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import cloudpickle
 
-from axon_nb.plan.asked_numbers import check_watchers
-from axon_nb.plan.capture_named import sendable
+from axon_nb.plan.asked_numbers import check_callbacks
+from axon_nb.plan.capture_named import sendable_model
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest, some_ranks
-from axon_nb.plan.mesh_axes import one_of, resolved_mesh
+from axon_nb.plan.memory_request import MemoryRequest, parse_ranks
+from axon_nb.plan.mesh_axes import LayoutOptions, check_choice, check_options, choice_value, resolve_mesh
 from axon_nb.plan.models import dtype_name
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
 __all__ = ["memory"]
 
-_KEPT = 64
+_CACHE_SIZE = 64
 _cache: OrderedDict[str, MemoryPlan] = OrderedDict()
 _METHODS = ("simulate", "closed_form")
+_NAMED = ("world_size", "optimizer", "optimizer_options", "dtype", "cpu_offload", "activation_checkpointing")
 
 
 def memory(
     model: Any,
-    world: int | None = None,
+    world_size: int | None = None,
     *,
-    mesh: Any = None,
-    strategy: Any = "full_shard",
-    inputs: Any = None,
-    target: Any = None,
-    loss: Any = None,
-    optimizer: Any = "adam",
+    optimizer: Any = "AdamW",
     optimizer_options: Mapping[str, Any] | None = None,
     dtype: Any = None,
-    mixed_precision: Any = None,
-    offload: Any = "none",
-    batch: int = 1,
-    seq: int | None = None,
-    checkpointing: Any = None,
-    wrap: Any = None,
-    tp_plan: Any = "auto",
-    microbatches: int | None = None,
-    schedule: Any = "1F1B",
-    device: str = "cuda",
+    cpu_offload: Any = "none",
+    activation_checkpointing: Any = None,
     ranks: str | int | Sequence[int] = "worst",
     fragmentation: float | None = None,
     method: str = "simulate",
@@ -58,94 +46,78 @@ def memory(
     cancel: threading.Event | None = None,
     refresh: bool = False,
     cluster: Any = None,
+    **layout: Unpack[LayoutOptions],
 ) -> MemoryPlan:
-    """What a training step of a model takes of each rank's memory, without the ranks and without the memory.
+    """Predict how much memory a training step takes on each rank, without the ranks and without the memory.
 
-    By default one rank of the world runs a step on tensors without data, in a process of its own, and each storage is
-    counted while it lives. Ctrl-C and `cancel` end it. Of models with many equal blocks two short versions run, and
-    the rest is extrapolated. The same question is answered from memory.
+    By default a separate process runs one rank's step on tensors without data and tracks every storage. Ctrl-C and
+    `cancel` stop it. Models with many equal blocks run at two small depths; the rest is extrapolated. Answers are
+    cached.
 
-        plan.memory(GPTConfig(hidden=4096, heads=32, blocks=34, context=2048), world=64, mixed_precision="bfloat16")
-        plan.memory("model", world=64, inputs=plan.TensorSpec(("batch", 1024)), batch=8)  # the ranks' variable `model`
+        plan.memory(GPTConfig(hidden=4096, heads=32, blocks=34, context=2048), 64, mixed_precision="bfloat16")
+        plan.memory("model", 64, inputs=plan.TensorSpec(("batch", 1024)), batch=8)  # the ranks' variable `model`
 
     Args:
-        model: A function without arguments that makes it; `axon_nb.parallel.models.GPTConfig`; a module, of which
-            only classes and sizes are taken; the name of one on the ranks, as it was before it was wrapped; or what
-            `plan.capture` has made of one.
-        world: Number of ranks; None: as the mesh has.
-        mesh: Size of each axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp`` cuts layers, ``pp``
-            stages. tp alone: with nothing wrapped around. On ranks a `DeviceMesh` with such axes will do. None: one
-            axis, dp.
-        strategy: One of `ShardingStrategy` or its value, or ``ddp``.
-        inputs: What the model is called with: a `TensorSpec`, a tuple of them, or a function that makes tensors. Not
-            needed with GPTConfig, nor a `GPT`.
-        target: What the loss is given besides the output, in the same forms.
-        loss: From output and target, or from the output alone, to a scalar; None: the output's mean.
-        optimizer: Its name in `torch.optim`, its class, or what makes one from parameters.
+        model: A function without arguments that makes the model; an `axon_nb.parallel.models.GPTConfig`; a module, of
+            which only classes and shapes are used; the name of one on the ranks, planned as it was before wrapping; or
+            the result of `plan.capture`.
+        world_size: Number of ranks; None: the mesh says.
+        optimizer: Its name in `torch.optim`, its class, or a function that makes one from parameters.
         optimizer_options: Its keyword arguments.
-        dtype: Of parameters, such as ``"bfloat16"``; None: as the model has them.
-        mixed_precision: dtype of parameters in forward and backward (FSDP), or of autocast (ddp, optimizer_state).
-        offload: A `CPUOffload`, or its value.
-        batch: Samples of a rank's batch.
-        seq: Tokens of a sample; None: the context of a GPTConfig.
-        checkpointing: Blocks that are computed again in backward: their class or its name, a function that is asked
-            about each module, or True: the model's equal blocks.
-        wrap: FSDP's units, as in `axon_nb.parallel.FSDP`; a class may be given by its name.
-        tp_plan: With an axis tp: what `axon_nb.parallel.parallelize` takes.
-        microbatches: With an axis pp: parts of a rank's batch; None: one a stage.
-        schedule: With an axis pp: a `PipelineSchedule`, or its name.
-        device: What ranks compute on, ``cuda`` or ``cpu``: it decides which optimizers work on many tensors at once,
-            and whether the host's memory is another one.
-        ranks: ``worst``, ``all``, or numbers.
-        fragmentation: Allowance, as a share of all else; None: 0.05 on cuda, 0 on cpu.
-        method: ``simulate``, or ``closed_form``: model states only, at once, in this process.
+        dtype: Of parameters, such as ``"bfloat16"``; None: as the model makes them.
+        cpu_offload: A `CPUOffload`, or its value.
+        activation_checkpointing: Blocks to recompute in backward: their class or its name, a function of a module that
+            returns a bool, or True for the model's equal blocks.
+        ranks: ``worst``, ``all``, or rank numbers.
+        fragmentation: Allowance for fragmentation, as a fraction of everything else; None: 0.05 on cuda, 0 on cpu.
+        method: ``simulate``, or ``closed_form``: model states only, immediately, in this process.
         extrapolate: False: simulate every block.
-        progress: Called with the share done, 0 to 1, and what is done next.
-        cancel: When it is set, the plan is called off.
-        refresh: Simulate again, even when the answer is known.
-        cluster: Whose ranks have the model of that name; None: the one that this notebook's cells run on.
+        progress: Called with the fraction done, 0 to 1, and the next step.
+        cancel: Set it to cancel the plan.
+        refresh: Simulate even if the answer is cached.
+        cluster: The cluster on which `model` is a name; None: the one that this notebook's cells run on.
+        **layout: The fields of `LayoutOptions`: mesh, strategy, inputs, target, loss, batch, seq, mixed_precision,
+            wrap, tp_plan, schedule, num_microbatches, device. A mesh with the axis tp alone wraps nothing around the
+            model. `device` decides whether optimizers use their foreach kernels and whether offloaded tensors leave the
+            device.
 
     Raises:
-        PlanError: the model cannot be built or run on tensors without data, ranks cannot be arranged so, or an option
-            has no meaning; the message says what can.
-        SimulatorError: the simulator's process failed.
-        Cancelled: `cancel` was set.
+        PlanError: the model cannot be built or run on tensors without data, or an option is invalid; the message says
+            what works.
+        SimulatorError: the simulator process failed.
+        PlanCancelledError: `cancel` was set.
         NoCluster: the model is a name, and no ranks run.
     """
-    one_of("method", method, _METHODS)
-    check_watchers(progress, cancel)
-    chosen = _value(strategy).lower()
-    axes = resolved_mesh(world, mesh, chosen)
+    check_choice("method", method, _METHODS)
+    check_callbacks(progress, cancel)
+    check_options(layout, tuple(LayoutOptions.__annotations__), named=_NAMED)
+    given: dict[str, Any] = {**layout}
+    strategy = choice_value(given.pop("strategy", "full_shard")).lower()
+    mesh = resolve_mesh(world_size, given.pop("mesh", None), strategy)
+    mixed = given.pop("mixed_precision", None)
+    device = given.setdefault("device", "cuda")
     request = MemoryRequest(
-        sendable(model, cluster),
-        axes,
-        chosen,
-        inputs=inputs,
-        target=target,
-        loss=loss,
+        sendable_model(model, cluster),
+        mesh,
+        strategy,
         optimizer=optimizer,
         optimizer_options=optimizer_options,
         dtype=None if dtype is None else dtype_name(dtype, "dtype"),
-        mixed_precision=None if mixed_precision is None else dtype_name(mixed_precision, "mixed_precision"),
-        offload=_value(offload),
-        batch=batch,
-        seq=seq,
-        checkpointing=checkpointing,
-        wrap=wrap,
-        tp_plan=tp_plan,
-        microbatches=microbatches,
-        schedule=_value(schedule),
-        device=device,
-        ranks=some_ranks(ranks),
+        mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
+        cpu_offload=choice_value(cpu_offload),
+        activation_checkpointing=activation_checkpointing,
+        schedule=choice_value(given.pop("schedule", "1F1B")),
+        ranks=parse_ranks(ranks),
         fragmentation=(0.05 if device == "cuda" else 0.0) if fragmentation is None else fragmentation,
         extrapolate=extrapolate,
         simulate=method == "simulate",
+        **given,
     ).check()
     start = time.monotonic()
     if not request.simulate:
-        from axon_nb.plan.memory_states import by_formula
+        from axon_nb.plan.memory_states import closed_form_plan
 
-        return replace(by_formula(request), seconds=time.monotonic() - start)
+        return replace(closed_form_plan(request), seconds=time.monotonic() - start)
     return _simulated(request, start, progress, cancel, refresh)
 
 
@@ -161,10 +133,10 @@ def _simulated(
     if not refresh and key in _cache:
         _cache.move_to_end(key)
         return _cache[key]
-    made: MemoryPlan = run_apart("axon_nb.plan.simulate:simulate", task, progress=progress, cancel=cancel)
+    made: MemoryPlan = run_in_process("axon_nb.plan.simulate:simulate", task, progress=progress, cancel=cancel)
     made = replace(made, seconds=time.monotonic() - start)
     _cache[key] = made
-    while len(_cache) > _KEPT:
+    while len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     return made
 
@@ -174,12 +146,7 @@ def _pickled(request: MemoryRequest) -> bytes:
         task: bytes = cloudpickle.dumps(request)
     except Exception as error:
         raise PlanError(
-            f"the model, its inputs or its loss cannot be sent to another process ({error}): give functions that make "
-            "what they need, rather than use what is open here."
+            f"The model, its inputs or its loss cannot be sent to another process ({error}): give functions that make "
+            "what they need instead of capturing open objects."
         ) from error
     return task
-
-
-def _value(given: Any) -> str:
-    """A choice by its name: enumerations of `axon_nb.parallel` have it as their value."""
-    return str(getattr(given, "value", given))

@@ -1,6 +1,6 @@
-"""What a plan of memory says: bytes of each rank, by what they are for, between steps and at the peak.
+"""A memory plan: bytes on each rank, by purpose, between steps and at the peak.
 
-As text, HTML and a figure each number is in the unit in which the largest is read best.
+Its text, HTML and figure use the unit that suits the largest number.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.asked_numbers import real_number
+from axon_nb.plan.asked_numbers import check_number
 from axon_nb.plan.communication_table import html_table, text_table
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.schedule_picture import plotly_figure
@@ -22,8 +22,8 @@ __all__ = ["GIB", "MODEL_STATES_ONLY", "PARTS", "MemoryParts", "MemoryPlan", "Mo
 
 GIB = 1024**3
 MODEL_STATES_ONLY = "model states only"
-"""The method of a plan by formula: it has no activations and no buffers."""
-_MOST_RANKS = 16
+"""The `method` of a closed-form plan, which has no activations and no buffers."""
+_MAX_RANKS = 16
 _LABELS = {
     "optimizer": "optimizer states",
     "unsharded": "unsharded buffers",
@@ -34,27 +34,27 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Bytes on one rank at one moment."""
+    """Bytes on one rank at one moment, by purpose."""
 
     parameters: int = 0
-    """What the rank holds of them between steps."""
+    """The rank's shards between steps."""
     gradients: int = 0
     optimizer: int = 0
-    """The optimizer's states, as large as parameters."""
+    """Optimizer states of the parameters' shapes."""
     activations: int = 0
-    """Inputs, what forward keeps for backward, the gradients of these, and what an operation needs for a moment."""
+    """Inputs, tensors that forward saves for backward, their gradients, and temporaries."""
     unsharded: int = 0
-    """Whole parameters of FSDP, while a unit computes, and their gradients until they are reduced."""
+    """FSDP's unsharded parameters while a unit computes, and their gradients until they are reduced."""
     communication: int = 0
-    """Buffers of collectives: of all-gather and reduce-scatter, DDP's buckets, what stages receive."""
+    """Buffers of collectives: all-gather, reduce-scatter, DDP buckets, and tensors received by pipeline stages."""
     other: int = 0
-    """The model's buffers, counts of steps, and what the optimizer's step needs for a moment."""
+    """The model's buffers, step counters, and temporaries of the optimizer's step."""
     fragmentation: int = 0
-    """An allowance for what an allocator cannot use: no prediction."""
+    """Allowance for memory that the allocator cannot use; not a prediction."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return sum(getattr(self, part) for part in PARTS)
 
     @property
@@ -63,7 +63,7 @@ class MemoryParts:
         return self.parameters + self.gradients + self.optimizer
 
     def with_allowance(self, share: float) -> MemoryParts:
-        """The same with an allowance for fragmentation, a share of all else."""
+        """The same with a fragmentation allowance, a fraction of everything else."""
         bare = replace(self, fragmentation=0)
         return replace(bare, fragmentation=round(share * bare.total))
 
@@ -78,15 +78,15 @@ PARTS = tuple(item.name for item in fields(MemoryParts))
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
-    """Bytes on one rank that belong to one module, those within it not counted."""
+    """Bytes on one rank that belong to one module, without its submodules."""
 
     name: str
-    """In the model as it was given; empty: the model itself."""
+    """Its name in the model as given; empty: the model itself."""
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """What its forward has made and is held at the rank's peak."""
+    """Made by its forward and still alive at the rank's peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +95,23 @@ class RankMemory:
 
     rank: int
     coordinates: Mapping[str, int]
-    """Where it is, by axis of the mesh."""
+    """Coordinates, by mesh axis."""
     persistent: MemoryParts
-    """After the optimizer's step, gradients still there."""
+    """After the optimizer's step, before gradients are freed."""
     peak: MemoryParts
-    """At the step's highest moment; in plans by formula the same."""
+    """At the step's peak; in closed-form plans the same as `persistent`."""
     phase: str = ""
-    """When that is: forward, backward or optimizer; empty in plans by formula."""
+    """Phase of the peak: forward, backward or optimizer; empty in closed-form plans."""
     module: str = ""
-    """The module that computes then, as far as it is known."""
+    """The module that runs at the peak, if known."""
     host_bytes: int = 0
-    """What offloading keeps in the host's memory; on CPU ranks it is in the parts as well."""
+    """Bytes that offloading keeps in host memory; on CPU ranks the parts include them."""
     modules: tuple[ModuleMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a training step takes of each rank's memory; all sizes in bytes, shown in GiB (1024³ bytes)."""
+    """Memory of a training step on each rank; sizes in bytes, displayed in GiB (1024³ bytes)."""
 
     model: str
     """Its class."""
@@ -121,22 +121,22 @@ class MemoryPlan:
     strategy: str
     device: str
     method: str
-    """``simulated``, with the depths that it was extrapolated from, or ``model states only``."""
+    """``simulated``, with the depths if extrapolated, or ``model states only``."""
     ranks: tuple[RankMemory, ...]
-    """Those asked for."""
+    """The ranks that were requested."""
     model_states: tuple[MemoryParts, ...] = ()
-    """By formula, for the same ranks: parameters, gradients and optimizer states alone."""
+    """Closed-form parameters, gradients and optimizer states of the same ranks."""
     notes: tuple[str, ...] = ()
-    """What the numbers rest on."""
+    """Assumptions behind the numbers."""
     seconds: float = 0.0
-    """How long the plan took."""
+    """Seconds that planning took."""
     simulator_bytes: int = 0
-    """The highest resident memory of the simulator's process; 0 in plans by formula."""
+    """Peak resident bytes of the simulator process; 0 in closed-form plans."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else was asked with, in words."""
+    """Other options, as text."""
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         count = 1
         for size in self.mesh.values():
@@ -145,30 +145,30 @@ class MemoryPlan:
 
     @property
     def worst(self) -> RankMemory:
-        """The rank with the highest peak, among those asked for."""
+        """The requested rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.peak.total)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest peak of any rank asked for."""
+        """The highest peak of the requested ranks, in bytes."""
         return self.worst.peak.total
 
-    def fits(self, gib: float) -> bool:
-        """Whether the highest peak is at most so many GiB.
+    def fits(self, memory_gib: float) -> bool:
+        """Return whether the highest peak is at most `memory_gib` GiB.
 
         Raises:
-            PlanError: the plan is by formula, so it has no peak; or `gib` is no number.
+            PlanError: this is a closed-form plan, which has no peak; or `memory_gib` is not a number.
         """
         if self.method == MODEL_STATES_ONLY:
-            raise PlanError("model states only: activations are not in it; memory(…, method='simulate') has the peak.")
-        return self.peak_bytes <= real_number("gib", gib, rule="how many GiB there are, such as 80") * GIB
+            raise PlanError("This plan has model states only: use memory(…, method='simulate') for the peak.")
+        return self.peak_bytes <= check_number("memory_gib", memory_gib, rule="a number of GiB, such as 80") * GIB
 
     def to_frame(self, by: str = "rank") -> pd.DataFrame:
-        """A table, sizes in GiB.
+        """Return a table, sizes in GiB.
 
         Args:
-            by: ``rank``: a row for each rank and moment (persistent, peak); ``module``: a row for each module of the
-                rank with the highest peak.
+            by: ``rank``: one row per rank and moment (persistent, peak); ``module``: one row per module of the rank
+                with the highest peak.
 
         Raises:
             PlanError: `by` is neither.
@@ -188,11 +188,11 @@ class MemoryPlan:
                 for moment, parts in (("persistent", rank.persistent), ("peak", rank.peak))
             ]
         else:
-            raise PlanError(f"by={by!r}: it is rank or module.")
+            raise PlanError(f"by must be 'rank' or 'module'; got {by!r}.")
         return pd.DataFrame(rows)
 
     def figure(self) -> Any:
-        """Stacked bars of the parts, persistent and at the peak, in GiB: a plotly figure."""
+        """A plotly figure: stacked bars of the parts, persistent and at the peak, in GiB."""
         return _figure(self)
 
     def __str__(self) -> str:
@@ -201,8 +201,8 @@ class MemoryPlan:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return _html(self)
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": _html(self)}
 
 
 def _gib(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -210,18 +210,18 @@ def _gib(sizes: Mapping[str, int]) -> dict[str, float]:
 
 
 def _text(plan: MemoryPlan) -> str:
-    """The worst rank's table, and what the numbers rest on."""
+    """The worst rank's table, and the assumptions."""
     return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def _html(plan: MemoryPlan) -> str:
-    """The same as a table."""
+    """The same as HTML."""
     return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), plan.notes)
 
 
 def _figure(plan: MemoryPlan) -> Any:
-    """Stacked bars, two a rank: persistent and peak; of at most 16 ranks, those with the highest peaks."""
-    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MOST_RANKS]
+    """Stacked bars, persistent and peak, of up to 16 ranks: those with the highest peaks."""
+    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MAX_RANKS]
     ranks.sort(key=lambda rank: rank.rank)
     moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
     axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
@@ -242,7 +242,7 @@ def _figure(plan: MemoryPlan) -> Any:
 
 
 def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows: what the rank holds, between steps and at its peak."""
+    """Head and rows: the rank's memory between steps and at its peak."""
     unit = unit_for((rank.persistent.total, rank.peak.total))
     parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
     shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
@@ -260,8 +260,8 @@ def _label(part: str) -> str:
 def _title(plan: MemoryPlan) -> str:
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     return (
-        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world} "
-        f"rank{'s' if plan.world > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
+        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world_size} "
+        f"rank{'s' if plan.world_size > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Model states of ranks by formula, and the plan that is made of nothing else."""
+"""Closed-form model states of ranks, and the plan made of them alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from axon_nb.plan.memory_request import OFFLOADED, MemoryRequest
 if TYPE_CHECKING:
     from axon_nb.parallel.optimizer_state import OptimizerKind
 
-__all__ = ["StatesOfRanks", "by_formula"]
+__all__ = ["ModelStates", "closed_form_plan"]
 
-_NOTE = "Model states only, by formula: no activations, no buffers, so a training step takes more than this."
+_NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
 
 
-class StatesOfRanks:
-    """Parameters, gradients and optimizer states of each rank, by formula.
+class ModelStates:
+    """Closed-form parameters, gradients and optimizer states of each rank.
 
     Args:
-        request: What is asked.
-        shapes: By the place along the axis pp: shape, dtype and whether it is trained, of each parameter of a rank
-            before it is sharded over samples.
+        request: The request.
+        shapes: By coordinate along pp: shape, dtype and requires_grad of each parameter of a rank before it is sharded
+            over data ranks.
         optimizer: Whose states.
     """
 
@@ -33,40 +33,40 @@ class StatesOfRanks:
         self._request = request
         self._shapes = shapes
         self._optimizer = optimizer
-        dealt = request.strategy == "optimizer_state" and request.size("pp") == 1
-        self._owned = self._dealt() if dealt else None
-        self._found: dict[tuple[int, int], MemoryParts] = {}
+        is_partitioned = request.strategy == "optimizer_state" and request.size("pp") == 1
+        self._owned = self._partition() if is_partitioned else None
+        self._known: dict[tuple[int, int], MemoryParts] = {}
 
-    def asked(self) -> Sequence[int]:
-        """The ranks that the request asks for; for the worst one, those of which it is one."""
+    def requested_ranks(self) -> Sequence[int]:
+        """The requested ranks; for ``worst``, the candidates for it."""
         given = self._request.ranks
         if given == "worst":
             return self._worst()
-        return range(self._request.world) if given == "all" else [int(rank) for rank in given]
+        return range(self._request.world_size) if given == "all" else [int(rank) for rank in given]
 
     def of(self, rank: int) -> MemoryParts:
-        """The states of one rank, wherever they are kept."""
+        """The states of one rank, on the device or on the host."""
         place = self._request.coordinates(rank)
         key = place.get("pp", 0), place.get("shard", place.get("dp", 0))
-        if key not in self._found:
-            self._found[key] = self._computed(*key)
-        return self._found[key]
+        if key not in self._known:
+            self._known[key] = self._compute(*key)
+        return self._known[key]
 
     def on_device(self, rank: int) -> MemoryParts:
-        """The states of one rank, without those in another memory than the device's."""
-        away = OFFLOADED[self._request.offload] if self._request.device == "cuda" else ()
-        return replace(self.of(rank), **dict.fromkeys(away, 0))
+        """The states of one rank that are on its device."""
+        on_host = OFFLOADED[self._request.cpu_offload] if self._request.device == "cuda" else ()
+        return replace(self.of(rank), **dict.fromkeys(on_host, 0))
 
     def host_bytes(self, rank: int) -> int:
-        """What offloading keeps in the host's memory."""
-        return sum(getattr(self.of(rank), part) for part in OFFLOADED[self._request.offload])
+        """Bytes that offloading keeps in host memory."""
+        return sum(getattr(self.of(rank), part) for part in OFFLOADED[self._request.cpu_offload])
 
-    def _dealt(self) -> list[set[int]]:
+    def _partition(self) -> list[set[int]]:
         from axon_nb.parallel.memory import deal_out
 
         return deal_out([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.size("dp"))
 
-    def _computed(self, stage: int, sharer: int) -> MemoryParts:
+    def _compute(self, stage: int, sharer: int) -> MemoryParts:
         from axon_nb.parallel.memory import model_states
         from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
@@ -78,7 +78,7 @@ class StatesOfRanks:
             shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
             rank=sharer,
             optimizer=self._optimizer,
-            offload=CPUOffload(request.offload),
+            offload=CPUOffload(request.cpu_offload),
             owned=None if self._owned is None else self._owned[sharer],
             device_type=request.device,
         )
@@ -87,31 +87,31 @@ class StatesOfRanks:
     def _worst(self) -> list[int]:
         size = self._request.size
         if self._owned is None or size("pp") > 1:
-            # The first of those that share a copy: no other has more.
-            return [stage * (self._request.world // size("pp")) for stage in range(size("pp"))]
+            # The first rank of each shard group: no other has more.
+            return [stage * (self._request.world_size // size("pp")) for stage in range(size("pp"))]
         loads = [sum(math.prod(self._shapes[0][number][0]) for number in owned) for owned in self._owned]
         return [loads.index(max(loads)) * size("tp")]
 
 
-def by_formula(request: MemoryRequest) -> MemoryPlan:
-    """A plan of model states alone, made in this process, without running anything.
+def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
+    """Return a plan of model states alone; computed in this process, without running the model.
 
     Raises:
-        PlanError: layers or stages are cut, which has no formula; the model cannot be made without data.
+        PlanError: the mesh has tp or pp, for which there is no formula, or the model cannot be built without data.
     """
     if request.size("tp", "pp") > 1:
-        raise PlanError("closed_form with tp or pp: which layers are cut is known once it is tried; method='simulate'.")
+        raise PlanError("method='closed_form' does not work with tp or pp: use method='simulate'.")
     import torch
 
-    from axon_nb.plan.simulate_model import question_of, tried_optimizer
+    from axon_nb.plan.simulate_model import checked_optimizer, training_setup
 
     with torch.device("meta"):
-        model = question_of(request).model()
+        model = training_setup(request).model()
     shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters()]
-    states = StatesOfRanks(request, {0: shapes}, tried_optimizer(request))
+    states = ModelStates(request, {0: shapes}, checked_optimizer(request))
     ranks = tuple(
         RankMemory(rank, request.coordinates(rank), parts, parts, host_bytes=states.host_bytes(rank))
-        for rank in states.asked()
+        for rank in states.requested_ranks()
         for parts in (states.on_device(rank),)
     )
     return MemoryPlan(

@@ -1,61 +1,134 @@
-"""The ranks of a plan along the axes of a mesh, from what a user gives."""
+"""How a model is laid out over ranks: the options that all planners share, and the mesh."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from axon_nb.plan.asked_numbers import whole_number
+from axon_nb.plan.asked_numbers import check_int
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["AXES", "OF_ONE_AXIS", "STRATEGIES", "one_of", "resolved_mesh"]
+if TYPE_CHECKING:
+    import torch
+
+    from axon_nb.parallel.pipeline.schedule import PipelineSchedule
+    from axon_nb.parallel.strategies import ShardingStrategy
+    from axon_nb.parallel.units import Wrap
+
+__all__ = [
+    "AXES",
+    "SINGLE_AXIS_STRATEGIES",
+    "STRATEGIES",
+    "LayoutOptions",
+    "check_choice",
+    "check_options",
+    "choice_value",
+    "resolve_mesh",
+]
 
 AXES = ("pp", "replicate", "dp", "shard", "tp")
-"""In this order, the last one varying fastest."""
+"""In this order; the last one varies fastest."""
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
-"""Those of `ShardingStrategy`, and torch's DistributedDataParallel."""
-OF_ONE_AXIS = tuple(name for name in STRATEGIES if name != "hybrid_shard")
-"""Those that deal samples out over one axis, dp."""
-_HYBRID = {"replicate", "shard"}
+"""Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
+SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")
+"""Strategies whose only data axis is dp."""
+_HYBRID_AXES = {"replicate", "shard"}
 
 
-def one_of(name: str, given: Any, choices: Sequence[str]) -> str:
-    """One of some names.
+class LayoutOptions(TypedDict, total=False):
+    """Keyword arguments of `memory`, `communication` and `step_time`: how a model is laid out over ranks."""
+
+    mesh: Mapping[str, int] | Any
+    """Size of each axis: ``dp``; ``replicate`` and ``shard`` for hybrid_shard; ``tp`` shards layers; ``pp`` splits the
+    model into stages. A `DeviceMesh` with these axes works too. None: all ranks along ``dp``."""
+    strategy: ShardingStrategy | str
+    """A `ShardingStrategy`, its value, or ``ddp``; default full_shard. With ``pp``, as in `Parallel3D`."""
+    inputs: Any
+    """The model's inputs for one rank's batch: a `TensorSpec`, a tensor, a tuple of them, or a function that makes
+    them. Not needed for a GPTConfig or a `GPT`."""
+    target: Any
+    """What the loss takes besides the output, in the same forms."""
+    loss: Callable[..., torch.Tensor] | None
+    """Function of output and target, or of the output alone, to a scalar. None: the mean (`memory`) or the sum of the
+    output."""
+    batch: int
+    """Samples in one rank's batch; default 1."""
+    seq: int | None
+    """Tokens in a sample; None: the context of a GPTConfig."""
+    mixed_precision: torch.dtype | str | None
+    """dtype of parameters in forward and backward, as in `FSDP`; with ddp and optimizer_state, of autocast."""
+    wrap: Wrap | str
+    """Which modules are FSDP units, as in `FSDP`; a class may be given by name."""
+    tp_plan: Any
+    """As `plan` of `parallelize`; default ``auto``."""
+    schedule: PipelineSchedule | str
+    """Pipeline schedule, as in `Pipeline`; default 1F1B."""
+    num_microbatches: int | None
+    """As in `Pipeline`; None: one per stage."""
+    device: str
+    """``cuda`` (default) or ``cpu``."""
+
+
+def check_options(given: Mapping[str, Any], allowed: Sequence[str], *, named: Sequence[str] = ()) -> None:
+    """Check the names of keyword arguments.
+
+    Args:
+        given: The keyword arguments.
+        allowed: Names that they may have.
+        named: Other arguments of the function, to suggest.
 
     Raises:
-        PlanError: it is none of them.
+        PlanError: one is unknown.
+    """
+    for name in sorted(given.keys() - set(allowed)):
+        close = difflib.get_close_matches(name, [*allowed, *named], n=1)
+        hint = f"did you mean {close[0]}=?" if close else f"options are {', '.join(allowed)}."
+        raise PlanError(f"{name}= is not an option; {hint}")
+
+
+def choice_value(given: Any) -> str:
+    """Return the value of an enumeration member, or a plain string."""
+    return str(getattr(given, "value", given))
+
+
+def check_choice(name: str, given: Any, choices: Sequence[str]) -> str:
+    """Check that an argument is one of some strings.
+
+    Raises:
+        PlanError: it is not.
     """
     if given not in choices:
-        raise PlanError(f"{name}={given!r}: it is one of {', '.join(choices)}.")
+        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {given!r}.")
     return str(given)
 
 
-def resolved_mesh(world: Any, mesh: Any, strategy: str) -> dict[str, int]:
-    """The axes of a plan, and their sizes.
+def resolve_mesh(world_size: Any, mesh: Any, strategy: str) -> dict[str, int]:
+    """Return the size of each mesh axis.
 
     Args:
-        world: Number of ranks; None: as the mesh has.
-        mesh: Size of each axis, or a `DeviceMesh` with named axes; None: one axis dp, over all ranks.
-        strategy: What is sharded, one of `STRATEGIES`.
+        world_size: Number of ranks; None: the mesh says.
+        mesh: Size of each axis, or a `DeviceMesh` with named axes; None: one axis dp with all ranks.
+        strategy: One of `STRATEGIES`.
 
     Raises:
-        PlanError: the sizes do not fit together, or an axis is unknown or missing.
+        PlanError: the sizes do not match, or an axis is unknown or missing.
     """
-    one_of("strategy", strategy, STRATEGIES)
-    if world is not None:
-        world = whole_number("world", world, what="ranks")
+    check_choice("strategy", strategy, STRATEGIES)
+    if world_size is not None:
+        world_size = check_int("world_size", world_size, what="ranks")
     if mesh is None or (isinstance(mesh, Mapping) and not mesh):
-        if world is None:
-            raise PlanError("how many ranks? Give world=8, or mesh={'dp': 4, 'tp': 2}.")
+        if world_size is None:
+            raise PlanError("The number of ranks is missing: give world_size=8, or mesh={'dp': 4, 'tp': 2}.")
         if strategy == "hybrid_shard":
-            raise PlanError("hybrid_shard needs to know a node's ranks: mesh={'replicate': 2, 'shard': 8}.")
-        return {"dp": world}
-    axes = {axis: whole_number(str(axis), size, what="ranks") for axis, size in _sizes(mesh).items()}
+            raise PlanError("hybrid_shard needs both of its axes: mesh={'replicate': 2, 'shard': 8}.")
+        return {"dp": world_size}
+    axes = {axis: check_int(str(axis), size, what="ranks") for axis, size in _sizes(mesh).items()}
     product = math.prod(axes.values())
-    if world not in (None, product):
+    if world_size not in (None, product):
         shown = " x ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise PlanError(f"{shown} makes {product} ranks, and world={world}: leave one of the two away.")
+        raise PlanError(f"{shown} is {product} ranks, but world_size={world_size}: leave one of the two out.")
     _check_strategy(axes, strategy)
     return dict(sorted(axes.items(), key=lambda item: AXES.index(item[0])))
 
@@ -64,18 +137,18 @@ def _sizes(mesh: Any) -> Mapping[str, Any]:
     names = getattr(mesh, "mesh_dim_names", None)
     sizes = dict(zip(names, mesh.shape, strict=True)) if names else mesh
     if not isinstance(sizes, Mapping):
-        raise PlanError(f"mesh={mesh!r}: it is the number of ranks by axis, such as {{'dp': 4, 'tp': 2}}.")
+        raise PlanError(f"mesh must give the number of ranks per axis, such as {{'dp': 4, 'tp': 2}}; got {mesh!r}.")
     for axis in sizes:
         if axis not in AXES:
-            raise PlanError(f"axis {axis!r}: a mesh has {', '.join(AXES)}.")
+            raise PlanError(f"{axis!r} is not a mesh axis; axes are {', '.join(AXES)}.")
     return sizes
 
 
 def _check_strategy(axes: Mapping[str, int], strategy: str) -> None:
     if strategy != "hybrid_shard":
-        if _HYBRID & axes.keys():
-            raise PlanError(f"{strategy} on {axes}: its axis is dp; replicate and shard are those of hybrid_shard.")
-    elif not axes.keys() >= _HYBRID or "dp" in axes:
-        raise PlanError(f"hybrid_shard on {axes}: its axes are replicate and shard, {{'replicate': 2, 'shard': 8}}.")
+        if _HYBRID_AXES & axes.keys():
+            raise PlanError(f"{strategy} on {axes}: use the axis dp; replicate and shard belong to hybrid_shard.")
+    elif not axes.keys() >= _HYBRID_AXES or "dp" in axes:
+        raise PlanError(f"hybrid_shard on {axes}: use the axes replicate and shard, {{'replicate': 2, 'shard': 8}}.")
     elif "pp" in axes:
-        raise PlanError("hybrid_shard with pp: a pipeline's stages are sharded over one axis, dp.")
+        raise PlanError("hybrid_shard does not work with pp: pipeline stages are sharded over one axis, dp.")

@@ -1,8 +1,8 @@
-"""Rates by name: what generations of GPUs compute and move, with sources.
+"""Compute rates of GPUs by name, with sources.
 
-Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). Of them a training step
-of a large transformer reaches about half: 163 of an A100's 312 TFLOP/s, 52 %, over whole steps on 3072 GPUs (Narayanan
-et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 5.1).
+Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). A training step of a
+large transformer reaches about half of them: 163 of an A100's 312 TFLOP/s, 52 %, over whole steps on 3072 GPUs
+(Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 5.1).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from axon_nb.errors import UsageError
 from axon_nb.plan.step_time_work import Rates
 
-__all__ = ["GPUS", "as_rates"]
+__all__ = ["GPUS", "resolve_rates"]
 
-_REACHED = 0.52
+_UTILIZATION = 0.52
 _TERA = 1e12
 
 
 def _gpu(name: str, tera_flops: float, tera_bytes: float, what: str) -> tuple[str, Rates]:
-    source = f"{_REACHED:.0%} of the {tera_flops:g} TFLOP/s and {tera_bytes:g} TB/s of NVIDIA's datasheet, {what}"
-    return name, Rates(_REACHED * tera_flops * _TERA, _REACHED * tera_bytes * _TERA, 0.0, source)
+    source = f"{_UTILIZATION:.0%} of the {tera_flops:g} TFLOP/s and {tera_bytes:g} TB/s of NVIDIA's datasheet, {what}"
+    return name, Rates(_UTILIZATION * tera_flops * _TERA, _UTILIZATION * tera_bytes * _TERA, 0.0, source)
 
 
 GPUS: Mapping[str, Rates] = dict(
@@ -36,11 +36,11 @@ GPUS: Mapping[str, Rates] = dict(
         _gpu("b200-tf32", 1125.0, 8.0, "B200, TF32"),
     )
 )
-"""By name: a rank's rates, launches of kernels aside."""
+"""One rank's rates, by GPU name; without kernel launches."""
 
 
-def as_rates(given: Rates | float | str) -> Rates:
-    """The rates themselves, those of a GPU by its name, or of a number of floating point operations a second.
+def resolve_rates(given: Rates | float | str) -> Rates:
+    """Return rates from themselves, a GPU's name, or a number of FLOP/s.
 
     Raises:
         UsageError: it is none of these.
@@ -53,6 +53,6 @@ def as_rates(given: Rates | float | str) -> Rates:
     if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
         return Rates(float(found))
     raise UsageError(
-        f"rates={given!r}: floating point operations a second, such as 400e12; `Rates(…)`; what `plan.calibrate()` has "
-        f"returned; or a GPU: {', '.join(GPUS)}."
+        "rates must be FLOP/s such as 400e12, a `Rates(…)`, the result of `plan.calibrate()`, or one of "
+        f"{', '.join(GPUS)}; got {given!r}."
     )

@@ -1,4 +1,4 @@
-"""A pipeline schedule before it runs: its timeline, its bubble, and how many microbatches are live."""
+"""`plan.schedule`: a pipeline schedule's timeline, bubble and live microbatches, before it runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.memory import peaks_of
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
 from axon_nb.parallel.pipeline.torch_hooks import actions
+from axon_nb.plan.asked_numbers import check_int
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
 from axon_nb.records.pipeline_play import Order, play_orders
 
@@ -20,45 +21,45 @@ __all__ = ["schedule"]
 
 def schedule(
     name: PipelineSchedule | str,
-    stages: int,
-    microbatches: int,
+    num_stages: int,
+    num_microbatches: int,
     times: StageTimes | Sequence[Any] | None = None,
     *,
-    ranks: int | None = None,
+    num_ranks: int | None = None,
     latency_s: float | Sequence[float] = 0.0,
 ) -> SchedulePlan:
-    """How a pipeline's step would run.
+    """Simulate one step of a pipeline schedule.
 
         schedule("1F1B", 4, 8, (0.01, 0.02))
         schedule("ZBVZeroBubble", 8, 16, [(0.01, 0.02)] * 7 + [(0.03, 0.06)], latency_s=0.0005)
 
-    Each rank computes in torch's order, each action as soon as what it needs has come. Messages travel beside
-    computation, any number at a time; sending takes a rank no time.
+    Each rank runs its actions in torch's order, each as soon as its inputs have arrived. Any number of messages travel
+    while ranks compute; sending takes a rank no time.
 
     Args:
         name: One of `PipelineSchedule`, or its name.
-        stages: Of all ranks.
-        microbatches: Parts of a batch.
-        times: Seconds of one microbatch in a stage: (forward, backward), (forward, backward, the weights' part of it)
-            or a `StageTimes`, for all stages; or a sequence or array of these, one a stage. None: 10 ms and 20 ms.
-            Where a schedule puts gradients of weights off and their part is not said, it is half of the backward.
-        ranks: None: one stage a rank, or two where the schedule has several.
-        latency_s: Seconds that a message takes from one stage to the next, and as much back; or one number a boundary
-            between stages, so `stages` - 1. Stages on one rank send none.
+        num_stages: Stages on all ranks.
+        num_microbatches: Microbatches per step.
+        times: Seconds that one microbatch takes in a stage: (forward, backward), (forward, backward, the weights' part
+            of backward) or a `StageTimes` for all stages; or a sequence or array of these, one per stage. None: 10 ms
+            and 20 ms. If a schedule defers weight gradients and their part is not given, it is half of backward.
+        num_ranks: None: one stage per rank, or two where the schedule has several.
+        latency_s: Seconds that a message takes from one stage to the next, in both directions; or one value per stage
+            boundary, `num_stages` - 1 in all. Stages on the same rank exchange no messages.
 
     Raises:
-        UsageError: the schedule cannot run with these numbers, or a time is none.
+        UsageError: the schedule cannot run with these numbers, or a time is invalid.
     """
     chosen = PipelineSchedule.of(name)
-    numbers: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "ranks": 1 if ranks is None else ranks}
-    for what, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise UsageError(f"{what}={number!r}: it is a whole number from 1.")
-    count = _default_ranks(chosen, stages) if ranks is None else ranks
-    check_counts(chosen, num_ranks=count, num_stages=stages, num_microbatches=microbatches)
-    each = _stage_times(times, stages)
-    delays = _latencies(latency_s, stages - 1)
-    orders, per_stage, per_rank = _known(chosen, count, stages, microbatches)
+    check_int("num_stages", num_stages)
+    check_int("num_microbatches", num_microbatches)
+    if num_ranks is not None:
+        check_int("num_ranks", num_ranks)
+    ranks = _default_num_ranks(chosen, num_stages) if num_ranks is None else num_ranks
+    check_counts(chosen, num_ranks=ranks, num_stages=num_stages, num_microbatches=num_microbatches)
+    each = _stage_times(times, num_stages)
+    delays = _latencies(latency_s, num_stages - 1)
+    orders, per_stage, per_rank = _orders_and_peaks(chosen, ranks, num_stages, num_microbatches)
     weights = [stage.backward_s / 2 if stage.weight_s is None else stage.weight_s for stage in each]
     lengths = {
         "F": [stage.forward_s for stage in each],
@@ -66,12 +67,12 @@ def schedule(
         "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
         "W": weights,
     }
-    found = play_orders(orders, lengths, num_stages=stages, num_microbatches=microbatches, latency_s=delays)
+    found = play_orders(orders, lengths, num_stages=num_stages, num_microbatches=num_microbatches, latency_s=delays)
     return SchedulePlan(
         schedule=chosen,
-        num_ranks=count,
-        num_stages=stages,
-        num_microbatches=microbatches,
+        num_ranks=ranks,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
         times=each,
         latency_s=delays,
         peak_per_stage=per_stage,
@@ -81,80 +82,83 @@ def schedule(
     )
 
 
-def _default_ranks(chosen: PipelineSchedule, stages: int) -> int:
+def _default_num_ranks(chosen: PipelineSchedule, num_stages: int) -> int:
     if not chosen.has_many_stages:
-        return stages
-    if stages % 2:
+        return num_stages
+    if num_stages % 2:
         raise UsageError(
-            f"stages={stages} with {chosen.value}, which has two a rank unless ranks= says otherwise: take an even "
-            "number, or give ranks."
+            f"num_stages must be even with {chosen.value}, which has two stages per rank by default; got {num_stages}. "
+            "Or give num_ranks=."
         )
-    return stages // 2
+    return num_stages // 2
 
 
 @functools.lru_cache(maxsize=64)
-def _known(
-    chosen: PipelineSchedule, ranks: int, stages: int, microbatches: int
+def _orders_and_peaks(
+    chosen: PipelineSchedule, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> tuple[tuple[Order, ...], tuple[int, ...], tuple[int, ...]]:
     """What does not depend on times: orders, and peaks by stage and by rank."""
-    counts = {"num_ranks": ranks, "num_stages": stages, "num_microbatches": microbatches}
+    counts = {"num_ranks": num_ranks, "num_stages": num_stages, "num_microbatches": num_microbatches}
     orders = tuple(tuple(order) for order in actions(chosen, **counts))
-    return orders, *peaks_of(orders, num_stages=stages)
+    return orders, *peaks_of(orders, num_stages=num_stages)
 
 
-def _stage_times(given: Any, stages: int) -> tuple[StageTimes, ...]:
-    given = _listed(given)
+def _stage_times(given: Any, num_stages: int) -> tuple[StageTimes, ...]:
+    given = _to_list(given)
     if given is None:
         given = StageTimes(0.01, 0.02)
     if isinstance(given, StageTimes) or (isinstance(given, Sequence) and given and isinstance(given[0], Real)):
-        return (_one(given),) * stages
+        return (_stage_time(given),) * num_stages
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UsageError(
-            f"times={given!r}: (forward, backward) in seconds for all stages, or a sequence with one such pair a stage."
+            "times must be (forward, backward) in seconds for all stages, or a sequence with one such pair per stage; "
+            f"got {given!r}."
         )
-    if len(given) != stages:
-        raise UsageError(f"times has {len(given)} entries for {stages} stages: one for all of them, or one a stage.")
-    return tuple(map(_one, given))
+    if len(given) != num_stages:
+        raise UsageError(
+            f"times must have one entry for all stages, or one for each of {num_stages}; got {len(given)}."
+        )
+    return tuple(map(_stage_time, given))
 
 
-def _one(given: Any) -> StageTimes:
+def _stage_time(given: Any) -> StageTimes:
     if isinstance(given, StageTimes):
         times = given
     else:
         numbers = isinstance(given, Sequence) and all(isinstance(value, Real) for value in given)
         if not numbers or len(given) not in (2, 3):
             raise UsageError(
-                f"times: {given!r} is no time of a stage; it is (forward, backward) in seconds, or "
-                "(forward, backward, the part of the backward for weights)."
+                "A stage's time must be (forward, backward) or (forward, backward, the weights' part of backward) in "
+                f"seconds; got {given!r}."
             )
         times = StageTimes(*map(float, given))
     parts: tuple[Any, ...] = times.forward_s, times.backward_s, times.weight_s or 0.0
     known = all(isinstance(value, Real) and 0 <= float(value) < math.inf for value in parts)
     if not known or parts[2] > parts[1]:
         raise UsageError(
-            f"times: forward {parts[0]!r} s, backward {parts[1]!r} s, of it for weights {parts[2]!r} s; each is 0 or "
-            "more, and the part for weights no more than the backward."
+            "A stage's times must be 0 or more, and the weights' part at most the backward; got forward "
+            f"{parts[0]!r} s, backward {parts[1]!r} s, weights {parts[2]!r} s."
         )
     return times
 
 
-def _listed(given: Any) -> Any:
-    """Arrays and tensors of numbers as lists; anything else as it is."""
-    listed = getattr(given, "tolist", None)
-    return listed() if callable(listed) else given
+def _to_list(given: Any) -> Any:
+    """Turn arrays and tensors into lists; return anything else unchanged."""
+    tolist = getattr(given, "tolist", None)
+    return tolist() if callable(tolist) else given
 
 
-def _latencies(given: Any, boundaries: int) -> tuple[float, ...]:
-    given = _listed(given)
+def _latencies(given: Any, num_boundaries: int) -> tuple[float, ...]:
+    given = _to_list(given)
     if not isinstance(given, Real | Iterable) or isinstance(given, str):
-        raise UsageError(f"latency_s={given!r}: seconds of a message, 0 or more; one number, or one a boundary.")
-    values = (given,) * boundaries if isinstance(given, Real) else tuple(given)
-    if len(values) != boundaries:
+        raise UsageError(f"latency_s must be seconds, 0 or more: one number, or one per boundary; got {given!r}.")
+    values = (given,) * num_boundaries if isinstance(given, Real) else tuple(given)
+    if len(values) != num_boundaries:
         raise UsageError(
-            f"latency_s has {len(values)} entries, and {boundaries + 1} stages have {boundaries} boundaries: one "
-            "number for all of them, or one each."
+            f"latency_s must be one number, or one for each of the {num_boundaries} boundaries between "
+            f"{num_boundaries + 1} stages; got {len(values)}."
         )
     bad = [value for value in values if not isinstance(value, Real) or not math.isfinite(value) or value < 0]
     if bad:
-        raise UsageError(f"latency_s: {bad[0]!r} is no latency; it is seconds, 0 or more.")
+        raise UsageError(f"latency_s must be seconds, 0 or more; got {bad[0]!r}.")
     return tuple(float(value) for value in values)

@@ -1,4 +1,4 @@
-"""Published formulas of pipeline bubbles, each with its source."""
+"""Published formulas for pipeline bubbles, with their sources."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SOURCES = {
 
 
 class Formula(NamedTuple):
-    """A published bubble."""
+    """A published bubble formula and its value."""
 
     fraction: float
-    """Share of the step in which a rank is idle, 0 to 1."""
+    """Fraction of the step in which a rank is idle, 0 to 1."""
     text: str
     """The formula: P ranks, v stages each, M microbatches; F, I and W: forward, backward for inputs, for weights."""
     source: str
@@ -37,34 +37,34 @@ def bubble_formula(
     times: Sequence[tuple[float, float, float | None]],
     latency_s: Sequence[float],
 ) -> Formula | None:
-    """The bubble that the literature gives; None where it gives none for these numbers.
+    """Return the published bubble; None if there is no formula for these numbers.
 
-    The formulas are for stages that take equally long, messages that take no time, and, with several stages a rank, a
-    multiple of P microbatches. That of zero bubble schedules is for F = I = W.
+    The formulas assume equal stages and free messages and, with several stages per rank, a multiple of P microbatches.
+    Those of zero-bubble schedules assume F = I = W.
 
     Args:
         schedule: The schedule.
         num_ranks: P.
         num_stages: v P.
         num_microbatches: M.
-        times: (forward, backward, its part for weights) of each stage, in seconds.
-        latency_s: Of each boundary, in seconds.
+        times: (forward, backward, the weights' part of backward) per stage, in seconds.
+        latency_s: Per boundary, in seconds.
     """
     forward, backward, weight = times[0]
     if schedule not in _SOURCES or any(latency_s) or len(set(times)) > 1 or not forward + backward:
         return None
     if schedule.has_many_stages and num_microbatches % num_ranks:
         return None
-    a_rank = num_stages // num_ranks
+    per_rank = num_stages // num_ranks
     source = _SOURCES[schedule]
     if schedule is not PipelineSchedule.INTERLEAVED_ZERO_BUBBLE:
-        text = "(P - 1) / (M + P - 1)" if a_rank == 1 else "(P - 1) / (v M + P - 1)"
-        return Formula((num_ranks - 1) / (a_rank * num_microbatches + num_ranks - 1), text, source)
+        text = "(P - 1) / (M + P - 1)" if per_rank == 1 else "(P - 1) / (v M + P - 1)"
+        return Formula((num_ranks - 1) / (per_rank * num_microbatches + num_ranks - 1), text, source)
     weight = backward / 2 if weight is None else weight
     inputs = backward - weight
     if not (abs(inputs - weight) <= 1e-9 * backward and abs(forward - weight) <= 1e-9 * backward):
         return None
     idle = (num_ranks - 1) * (forward + inputs - weight)
-    busy = a_rank * num_microbatches * (forward + backward)
+    busy = per_rank * num_microbatches * (forward + backward)
     text = "(P - 1) (F + I - W) / (v M (F + I + W) + (P - 1) (F + I - W))"
     return Formula(idle / (busy + idle), text, source)

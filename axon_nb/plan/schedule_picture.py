@@ -1,4 +1,4 @@
-"""A pipeline's timeline as a picture: a figure of plotly's, and a small SVG that needs nothing."""
+"""A pipeline timeline as a plotly figure, and as a small SVG without dependencies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from axon_nb.records.span import Span
 __all__ = ["figure_of", "plotly_figure", "svg_of"]
 
 _TEXT, _LINES = "#7a7a7a", "rgba(128, 128, 128, 0.3)"
-"""Of figures: readable on light pages and on dark ones."""
+"""Text and grid colours that work on light and dark pages."""
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eeca3b", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _WIDTH, _LANE, _LEFT = 900, 22, 56
-_MOST = 6000
-"""More actions are not drawn in the SVG: it would slow the page down."""
+_MAX_ACTIONS = 6000
+"""Timelines with more actions get no SVG, which would slow down the page."""
 
 
 def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
-    """A figure of plotly's, on the page's own background.
+    """Return a plotly figure with a transparent background.
 
     Args:
-        traces: As plotly takes them, in plain dicts.
-        layout: The same.
+        traces: plotly traces, as dicts.
+        layout: A plotly layout, as a dict.
     """
-    # By name: what runs without a notebook does not depend on plotly, and ranks never load it.
+    # Imported by name: code that runs without a notebook must not depend on plotly, and ranks never load it.
     figures = import_module("plotly.graph_objects")
     figure = figures.Figure({"data": list(traces), "layout": layout})
     clear = "rgba(0, 0, 0, 0)"
@@ -37,7 +37,7 @@ def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
 
 
 def figure_of(spans: Iterable[Span], *, title: str) -> Any:
-    """A line a rank, milliseconds along it, a bar an action."""
+    """Return a timeline figure: one line per rank, one bar per action, in milliseconds."""
     by_action: dict[str, list[Span]] = {}
     for span in spans:
         by_action.setdefault(span.name, []).append(span)
@@ -66,9 +66,9 @@ def figure_of(spans: Iterable[Span], *, title: str) -> Any:
 
 
 def svg_of(spans: Sequence[Span]) -> str:
-    """The same, small; nothing when there are too many actions to draw."""
+    """Return the same as an SVG; empty if there are too many actions."""
     length = max((span.end_ns for span in spans), default=0)
-    if not length or len(spans) > _MOST:
+    if not length or len(spans) > _MAX_ACTIONS:
         return ""
     scale = (_WIDTH - _LEFT) / length
     lanes = max(span.rank for span in spans) + 1
@@ -85,8 +85,8 @@ def svg_of(spans: Sequence[Span]) -> str:
             f"height='{_LANE - 4}' fill='{_COLOURS.get(span.name, '#888')}'><title>{what}, {when}</title></rect>"
         )
     used = [action for action in _COLOURS if any(span.name == action for span in spans)]
-    for place, action in enumerate(used):
-        left, top = _LEFT + 170 * place, lanes * _LANE + 6
+    for index, action in enumerate(used):
+        left, top = _LEFT + 170 * index, lanes * _LANE + 6
         parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLOURS[action]}'/>")
         parts.append(f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>")
     label = f"timeline of {lanes} ranks over {length / 1e6:.4g} ms"

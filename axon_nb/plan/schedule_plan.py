@@ -32,12 +32,12 @@ class StageTimes:
     backward_s: float
     """Seconds of the whole backward."""
     weight_s: float | None = None
-    """Of these, the part for weights; None: half. Matters where a schedule puts it off."""
+    """The weights' part of backward; None: half. Matters only if the schedule defers it."""
 
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """A pipeline's step as it would run; made by `axon_nb.plan.schedule`."""
+    """A simulated pipeline step; made by `axon_nb.plan.schedule`."""
 
     schedule: PipelineSchedule
     num_ranks: int
@@ -46,15 +46,15 @@ class SchedulePlan:
     times: tuple[StageTimes, ...]
     """Of each stage."""
     latency_s: tuple[float, ...]
-    """Seconds of a message over each boundary between stages."""
+    """Seconds that a message takes over each stage boundary."""
     peak_per_stage: tuple[int, ...]
-    """Most live microbatches of each stage: from the beginning of a forward to the end of the backward."""
+    """Peak number of live microbatches per stage: from the start of forward to the end of backward."""
     peak_per_rank: tuple[int, ...]
-    """Most live microbatches over the stages of each rank together."""
+    """Peak number of live microbatches per rank, over all its stages."""
     orders: tuple[Order, ...] = field(repr=False)
-    """What each rank computes: (F, B, I or W; stage; microbatch)."""
+    """Each rank's actions: (F, B, I or W; stage; microbatch)."""
     moments: tuple[tuple[tuple[float, float], ...], ...] = field(repr=False)
-    """Begin and end of each of these, in seconds from the step's beginning."""
+    """Start and end of each action, in seconds from the start of the step."""
 
     @cached_property
     def step_s(self) -> float:
@@ -68,22 +68,22 @@ class SchedulePlan:
 
     @property
     def bubble_per_rank(self) -> tuple[float, ...]:
-        """The share of the step, 0 to 1, in which each rank is idle."""
+        """Fraction of the step, 0 to 1, in which each rank is idle."""
         return tuple(1.0 - busy / self.step_s if self.step_s else 0.0 for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time, 0 to 1, in which they are idle."""
+        """Fraction of the ranks' time, 0 to 1, in which they are idle."""
         return sum(self.bubble_per_rank) / self.num_ranks
 
     @property
     def peak_live(self) -> int:
-        """Most live microbatches, of the rank that keeps most."""
+        """Peak number of live microbatches on the rank with the most."""
         return max(self.peak_per_rank)
 
     @property
     def formula(self) -> Formula | None:
-        """The published bubble for stages that are alike and messages that take no time; None: there is none."""
+        """The published bubble for equal stages and free messages; None: there is none."""
         return bubble_formula(
             self.schedule,
             num_ranks=self.num_ranks,
@@ -95,21 +95,21 @@ class SchedulePlan:
 
     @cached_property
     def timeline(self) -> tuple[Span, ...]:
-        """Every action as a span, rank by rank, from 0 ns on: as a real step records them."""
+        """Every action as a span, rank by rank, starting at 0 ns, as real steps record them."""
         return tuple(spans_of(self.orders, self.moments))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending.
+        """Return a rank's stages in ascending order.
 
         Raises:
             UsageError: there is no such rank.
         """
         if rank not in range(self.num_ranks):
-            raise UsageError(f"rank {rank!r}: there are {self.num_ranks} ranks, 0 to {self.num_ranks - 1}.")
+            raise UsageError(f"rank must be 0 to {self.num_ranks - 1}; got {rank!r}.")
         return tuple(sorted({stage for _, stage, _ in self.orders[rank]}))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row an action: rank, stage, microbatch, action (F, B, I, W), start_ms, end_ms."""
+        """One row per action: rank, stage, microbatch, action (F, B, I, W), start_ms, end_ms."""
         import pandas as pd
 
         rows = [
@@ -120,19 +120,19 @@ class SchedulePlan:
         return pd.DataFrame(rows, columns=["rank", "stage", "microbatch", "action", "start_ms", "end_ms"])
 
     def figure(self) -> Any:
-        """The timeline as a plotly figure: a line a rank, milliseconds along it."""
-        return figure_of(self.timeline, title=self._said())
+        """A plotly figure of the timeline: one line per rank, in milliseconds."""
+        return figure_of(self.timeline, title=self._headline())
 
-    def _said(self) -> str:
+    def _headline(self) -> str:
         return (
             f"{self.schedule.value}, {self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} "
-            f"microbatches: a step of {format_ms(self.step_s)} ms, {self.bubble:.1%} of it idle"
+            f"microbatches: {format_ms(self.step_s)} ms per step, {self.bubble:.1%} idle"
         )
 
     def _summary(self) -> str:
-        said = self._said()
+        headline = self._headline()
         formula = self.formula
-        return f"{said} (by formula {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else said
+        return f"{headline} (formula {formula.fraction:.1%}: {formula.text}, {formula.source})" if formula else headline
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -152,9 +152,10 @@ class SchedulePlan:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return svg_of(self.timeline) + html_table(self._summary(), _HEAD, self._rows())
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        page = svg_of(self.timeline) + html_table(self._summary(), _HEAD, self._rows())
+        return {"text/plain": str(self), "text/html": page}
 
     def summary(self) -> Mapping[str, float]:
-        """The numbers that schedules are compared by: step_ms, bubble (0 to 1), peak_live."""
+        """Return the numbers to compare schedules by: step_ms, bubble (0 to 1), peak_live."""
         return {"step_ms": 1e3 * self.step_s, "bubble": self.bubble, "peak_live": self.peak_live}

@@ -1,4 +1,4 @@
-"""`plan.search`: which layouts of a world fit, and which of them is the fastest."""
+"""`plan.search`: which layouts fit, and which is the fastest."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.plan.asked_numbers import check_callable, check_watchers, real_number, whole_number
-from axon_nb.plan.capture_named import by_name
+from axon_nb.plan.asked_numbers import check_callable, check_callbacks, check_int, check_number
+from axon_nb.plan.capture_named import model_by_name
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import Layout, dtype_of, optimizer_of
+from axon_nb.plan.communication_layout import ParallelLayout
 from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
-from axon_nb.plan.links_presets import links_of
-from axon_nb.plan.mesh_axes import OF_ONE_AXIS, one_of
-from axon_nb.plan.rates_presets import as_rates
+from axon_nb.plan.links_presets import resolve_links
+from axon_nb.plan.mesh_axes import SINGLE_AXIS_STRATEGIES, check_choice
+from axon_nb.plan.rates_presets import resolve_rates
 from axon_nb.plan.schedule_plan import SchedulePlan
-from axon_nb.plan.search_layouts import Mesh, meshes
-from axon_nb.plan.search_memory import MemoryEstimate, estimated_memory
+from axon_nb.plan.search_layouts import CandidateMesh, candidate_meshes
+from axon_nb.plan.search_memory import MemoryEstimator, estimate_memory
 from axon_nb.plan.search_plan import Candidate, SearchPlan
 from axon_nb.plan.search_simulate import Simulations
-from axon_nb.plan.search_traces import Traces
-from axon_nb.plan.step_time_call import predicted
-from axon_nb.plan.step_time_compute import pipelined
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.search_traces import TraceInterpolator
+from axon_nb.plan.step_time_call import predict_step
+from axon_nb.plan.step_time_compute import pipeline_schedule
+from axon_nb.plan.step_time_model import ModelSource, resolve_dtype, resolve_optimizer
 from axon_nb.plan.step_time_trace import ModelTrace
 from axon_nb.plan.step_time_work import Rates
 from axon_nb.records.quantity import format_bytes
@@ -38,17 +38,17 @@ __all__ = ["search"]
 
 _GIB = 1024.0**3
 _NODE = 8
-"""GPUs that NVLink joins, as far as defaults are concerned."""
+"""GPUs per NVLink domain, for defaults."""
 
 
 def search(
     model: Any,
-    gpus: int,
-    memory: float,
+    num_gpus: int,
+    memory_gib: float,
     *,
     rates: Rates | float | str | Any = None,
     links: Link | str | Mapping[str, Link | str] | Any = None,
-    batch: int | None = None,
+    global_batch: int | None = None,
     seq: int | None = None,
     inputs: Any = None,
     target: Any = None,
@@ -57,107 +57,112 @@ def search(
     mixed_precision: torch.dtype | str | None = None,
     strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
     schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
-    largest_tp: int = _NODE,
+    max_tp: int = _NODE,
     overlap: float = 1.0,
     simulate: int = 0,
     progress: Callable[[float, str], None] | None = None,
     cancel: threading.Event | None = None,
-    estimate: MemoryEstimate = estimated_memory,
+    estimate: MemoryEstimator = estimate_memory,
 ) -> SearchPlan:
-    """Layouts (dp, tp, pp, strategy, microbatches, recomputing) of some GPUs, those that fit and the fastest first.
+    """Rank the layouts of some GPUs: those that fit come first, the fastest at the top.
 
         plan.search(GPTConfig(hidden=4096, heads=32, blocks=32, context=2048, vocab=50304), 64, 80)
-        plan.search(make, 16, 40, batch=256, inputs=TensorSpec(("batch", 3, 224, 224)), rates="a100",
+        plan.search(make, 16, 40, global_batch=256, inputs=TensorSpec(("batch", 3, 224, 224)), rates="a100",
                     links={"tp": "nvlink3", "all": "ib-hdr"}, mixed_precision="bfloat16", simulate=1)
 
-    The model takes two or three steps on tensors without data; all else is arithmetic.
+    A layout is (dp, tp, pp, strategy, number of microbatches, activation checkpointing). The model takes two or three
+    steps on tensors without data; the rest is arithmetic.
 
     Args:
-        model: As in `communication`; a pipeline is looked at where the model is a Sequential, and ``tp`` as
-            `parallelize` cuts it by itself.
-        gpus: Number of ranks; all are used.
-        memory: GiB that each has.
-        rates: As in `step_time`; None: those of an H100, in TF32 without `mixed_precision`.
-        links: As in `communication`, of the axes ``dp``, ``tp`` and ``pp``; None: NVLink 4 along ``tp`` and among up to
-            8 GPUs, InfiniBand NDR else.
-        batch: Samples of a step over all ranks, which the data axis divides; None: two a GPU.
-        seq: Tokens of a sample.
-        inputs: What the model is called with, described so that ``"batch"`` stands for a rank's samples:
-            ``TensorSpec(("batch", 1024))``; not needed with a GPTConfig.
+        model: As in `communication`. Pipelines need a Sequential; ``tp`` shards the model as `parallelize` does
+            automatically.
+        num_gpus: Number of ranks; all are used.
+        memory_gib: GiB of memory per GPU.
+        rates: As in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
+        links: As in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: NVLink 4 along ``tp`` and among up
+            to 8 GPUs, InfiniBand NDR otherwise.
+        global_batch: Samples per step over all ranks, divisible by dp; None: two per GPU.
+        seq: Tokens in a sample.
+        inputs: The model's inputs, where ``"batch"`` stands for one rank's samples: ``TensorSpec(("batch", 1024))``.
+            Not needed with a GPTConfig.
         target: The same, for the loss.
-        loss: From output and target, or from the output alone.
-        optimizer: Made from parameters, or the name of one of torch's.
-        mixed_precision: dtype of forward and backward, as in `FSDP`; of ``ddp`` that of autocast.
-        strategies: Of the data axis, or one of them; a pipeline's stages are sharded by shard_grad_op.
+        loss: Function of output and target, or of the output alone.
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`.
+        mixed_precision: dtype of forward and backward, as in `FSDP`; with ``ddp``, of autocast.
+        strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
         schedule: Of pipelines.
-        largest_tp: Ranks along ``tp`` at most, such as those of a node.
+        max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
         overlap: As in `step_time`.
-        simulate: So many of the best are simulated by `memory`, until those at the top are known to fit: some seconds
-            each, in a process of its own. 0: all memory is estimated.
-        progress: Called with the share done, 0 to 1, and what is done next, while layouts are simulated.
-        cancel: Ends the simulation when it is set.
-        estimate: Bytes by part that the fullest rank of a layout needs.
+        simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; some
+            seconds each, in a separate process. 0: all memory is estimated.
+        progress: Called with the fraction done, 0 to 1, and the next step, during simulations.
+        cancel: Set it to cancel the simulations.
+        estimate: Returns bytes by part of the rank of a layout that needs most.
 
     Raises:
-        UsageError: the numbers make no sense, or the model cannot be traced.
-        SimulatorError: the simulator's process failed.
-        Cancelled: `cancel` was set.
+        UsageError: a number is invalid, or the model cannot be traced.
+        SimulatorError: the simulator process failed.
+        PlanCancelledError: `cancel` was set.
     """
-    _check(gpus, memory, batch, overlap, seq=seq, largest_tp=largest_tp, simulate=simulate)
-    check_callable("loss", loss, "of the output, and of the target where there is one, to a number")
-    check_watchers(progress, cancel)
-    samples = 2 * gpus if batch is None else batch
-    kinds, dtype = _strategies(strategies), dtype_of(mixed_precision)
-    model = by_name(model)
-    given = Given(model, inputs, target, loss, seq=seq)
-    make = optimizer_of(optimizer)
-    chosen = as_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
-    wires = ({"all": "nvlink4" if gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
-    ask = _Ask(given, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory * _GIB)
-    traces = Traces(given, make, dtype)
+    _check(num_gpus, memory_gib, global_batch, overlap, seq=seq, max_tp=max_tp, simulate=simulate)
+    check_callable("loss", loss, "of the output (and the target, if there is one) to a scalar")
+    check_callbacks(progress, cancel)
+    samples = 2 * num_gpus if global_batch is None else global_batch
+    kinds, dtype = _strategies(strategies), resolve_dtype(mixed_precision)
+    model = model_by_name(model)
+    source = ModelSource(model, inputs, target, loss, seq=seq)
+    make = resolve_optimizer(optimizer)
+    chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
+    wires = ({"all": "nvlink4" if num_gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
+    evaluator = _Evaluator(
+        source, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
+    )
+    traces = TraceInterpolator(source, make, dtype)
     found: list[Candidate] = []
-    for mesh in meshes(int(gpus), int(samples), largest_tp=largest_tp):
+    for mesh in candidate_meshes(int(num_gpus), int(samples), max_tp=max_tp):
         if mesh.reason:
             found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
         else:
-            found += ask.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
-    each = f"{memory:g} GiB" if memory >= 1 else format_bytes(round(memory * _GIB))
+            found += evaluator.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+    each = f"{memory_gib:g} GiB" if memory_gib >= 1 else format_bytes(round(memory_gib * _GIB))
     plan = SearchPlan(
-        f"{gpus} GPUs of {each}, {samples} samples a step",
-        tuple(sorted(found, key=lambda one: one.rank_key)),
-        tuple(ask.notes(int(gpus))),
+        f"{num_gpus} GPUs of {each}, {samples} samples per step",
+        tuple(sorted(found, key=lambda one: one.sort_key)),
+        tuple(evaluator.notes(int(num_gpus))),
         int(samples),
     )
     if not simulate:
         return plan
     options = {"seq": seq, "inputs": inputs, "target": target, "loss": loss, "optimizer": optimizer}
-    options |= {"mixed_precision": mixed_precision, "schedule": ask.schedule.value}
-    return Simulations(model, options, memory * _GIB, progress, cancel).of_the_best(plan, simulate)
+    options |= {"mixed_precision": mixed_precision, "schedule": evaluator.schedule.value}
+    return Simulations(model, options, memory_gib * _GIB, progress, cancel).simulate_best(plan, simulate)
 
 
-def _check(gpus: Any, memory: Any, batch: Any, overlap: Any, **whole: Any) -> None:
-    whole_number("gpus", gpus, what="ranks")
-    real_number("memory", memory, rule="how many GiB a rank has, above 0, such as 80", least=1e-9)
-    if batch is not None:
-        whole_number("batch", batch, what="samples over all ranks")
-    real_number("overlap", overlap, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)
+def _check(num_gpus: Any, memory_gib: Any, global_batch: Any, overlap: Any, **whole: Any) -> None:
+    check_int("num_gpus", num_gpus, what="ranks")
+    check_number("memory_gib", memory_gib, rule="a number of GiB above 0, such as 80", least=1e-9)
+    if global_batch is not None:
+        check_int("global_batch", global_batch, what="samples over all ranks")
+    check_number("overlap", overlap, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)
     for name, given in whole.items():
         if given is not None or name != "seq":
-            whole_number(name, given, least=0 if name == "simulate" else 1)
+            check_int(name, given, least=0 if name == "simulate" else 1)
 
 
 def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
     names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not names:
-        raise UsageError(f"strategies={given!r}: one or more of {', '.join(OF_ONE_AXIS)}.")
-    return [one_of("strategies", str(getattr(name, "value", name)).lower(), OF_ONE_AXIS) for name in names]
+        raise UsageError(f"strategies must be one or more of {', '.join(SINGLE_AXIS_STRATEGIES)}; got {given!r}.")
+    return [
+        check_choice("strategies", str(getattr(name, "value", name)).lower(), SINGLE_AXIS_STRATEGIES) for name in names
+    ]
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """What all layouts have in common."""
+class _Evaluator:
+    """Evaluates layouts; holds what all of them share."""
 
-    given: Given
+    source: ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
     schedule: PipelineSchedule
@@ -166,73 +171,75 @@ class _Ask:
     links: Any
     overlap: float
     limit: float
-    """Bytes of a rank."""
+    """Bytes of memory per rank."""
 
-    def candidates(self, mesh: Mesh, batch: int, trace: ModelTrace, estimate: MemoryEstimate) -> Iterator[Candidate]:
-        """All layouts on one mesh, judged.
+    def candidates(
+        self, mesh: CandidateMesh, batch: int, trace: ModelTrace, estimate: MemoryEstimator
+    ) -> Iterator[Candidate]:
+        """Yield all layouts on one mesh, evaluated.
 
         Args:
-            mesh: Ranks by axis.
-            batch: Samples of a rank.
+            mesh: Ranks per axis.
+            batch: Samples per rank.
             trace: With that batch.
-            estimate: Bytes by part.
+            estimate: Returns bytes by part.
         """
-        said = set()
-        for count in mesh.microbatches:
+        reported = set()
+        for count in mesh.num_microbatches:
             plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count)
             try:
                 base = self._layout(mesh, batch, count, trace)
-                reason = "tp cuts nothing of this model" if mesh.tp > 1 and not base.styles else ""
+                reason = "tp shards no layer of this model" if mesh.tp > 1 and not base.styles else ""
             except UsageError as error:
                 reason = str(error)
             if not reason:
-                yield from self._judged(plain, base, estimate)
-            elif reason not in said:
-                said.add(reason)
+                yield from self._evaluated(plain, base, estimate)
+            elif reason not in reported:
+                reported.add(reason)
                 yield replace(plain, reason=reason)
 
-    def _layout(self, mesh: Mesh, batch: int, microbatches: int, trace: ModelTrace) -> Layout:
-        return Layout(
-            replace(self.given, batch=batch),
+    def _layout(self, mesh: CandidateMesh, batch: int, num_microbatches: int, trace: ModelTrace) -> ParallelLayout:
+        return ParallelLayout(
+            replace(self.source, batch=batch),
             mesh.axes,
-            self._of(mesh.pp, mesh.dp)[0],
+            self._strategies(mesh.pp, mesh.dp)[0],
             mixed_precision=self.dtype,
             schedule=self.schedule,
-            microbatches=microbatches if mesh.pp > 1 else None,
+            num_microbatches=num_microbatches if mesh.pp > 1 else None,
             optimizer=self.optimizer,
-            known=trace,
+            known_trace=trace,
         )
 
-    def _of(self, pp: int, dp: int) -> Sequence[str]:
-        """Strategies worth a look; one data rank shards nothing."""
+    def _strategies(self, pp: int, dp: int) -> Sequence[str]:
+        """Strategies to try; a single data rank shards nothing."""
         if pp > 1:
             return ("shard_grad_op",)
         return self.strategies if dp > 1 else ("full_shard",)
 
-    def _judged(self, plain: Candidate, base: Layout, estimate: MemoryEstimate) -> Iterator[Candidate]:
-        for recompute in (False, True):
+    def _evaluated(self, plain: Candidate, base: ParallelLayout, estimate: MemoryEstimator) -> Iterator[Candidate]:
+        for activation_checkpointing in (False, True):
             plan: SchedulePlan | None = None
-            for strategy in self._of(plain.pp, plain.dp):
-                layout = replace(base, strategy=strategy, recompute=recompute)
+            for strategy in self._strategies(plain.pp, plain.dp):
+                layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
                 traffic = traffic_of(layout, self.links)
                 if layout.stages is not None and plan is None:
-                    plan = pipelined(layout, traffic, self.rates)
-                step = predicted(layout, traffic, self.rates, self.overlap, plan=plan)
-                one = replace(plain, strategy=strategy, recompute=recompute)
-                yield one.judged(estimate(layout), step.total_s, self.limit)
+                    plan = pipeline_schedule(layout, traffic, self.rates)
+                step = predict_step(layout, traffic, self.rates, self.overlap, plan=plan)
+                one = replace(plain, strategy=strategy, activation_checkpointing=activation_checkpointing)
+                yield one.with_result(estimate(layout), step.total_s, self.limit)
 
-    def notes(self, gpus: int) -> Iterator[str]:
-        """What the numbers rest on."""
-        computed = "as the model is made" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+    def notes(self, num_gpus: int) -> Iterator[str]:
+        """Yield the assumptions behind the numbers."""
+        computed = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
-        links = links_of(self.links, dict.fromkeys(("dp", "tp", "pp"), gpus))
+        links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
         axes: dict[str, list[str]] = {}
         for axis, link in links.items():
             axes.setdefault(str(link), []).append(axis)
         for text, names in axes.items():
             yield f"{', '.join(names)}: {text}"
-        yield f"pipelines run {self.schedule.value}, and their stages are sharded by shard_grad_op"
+        yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
         yield (
-            "memory is an estimate, with an allowance of 5 % for fragmentation; plan.memory simulates a layout, "
-            "simulate=1 the best ones"
+            "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
+            "plan.memory any"
         )

@@ -1,58 +1,60 @@
-"""Which ways there are to lay a number of GPUs out."""
+"""Enumerates meshes of a number of GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Mesh", "meshes"]
+__all__ = ["CandidateMesh", "candidate_meshes"]
 
-_TIMES = (1, 2, 4, 8)
-"""Microbatches of a pipeline, as multiples of its ranks."""
+_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class CandidateMesh:
     """Ranks along three axes."""
 
     dp: int
     tp: int
     pp: int
-    microbatches: tuple[int, ...] = (1,)
-    """Numbers of them to be tried."""
+    num_microbatches: tuple[int, ...] = (1,)
+    """Numbers of microbatches to try."""
     reason: str = ""
-    """Why the batch cannot be dealt out so; empty: it can."""
+    """Why the batch cannot be split so; empty: it can."""
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size by axis, the last one varying fastest."""
+        """Size by axis; the last one varies fastest."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
 
-def meshes(gpus: int, batch: int, *, largest_tp: int) -> Iterator[Mesh]:
-    """All meshes of so many ranks.
+def candidate_meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[CandidateMesh]:
+    """Yield all meshes of a number of GPUs.
 
     Args:
-        gpus: Ranks.
-        batch: Samples of a step, over all ranks.
-        largest_tp: Ranks along ``tp`` at most.
+        num_gpus: Ranks.
+        batch: Samples per step over all ranks.
+        max_tp: Largest number of ranks along ``tp``.
     """
-    for tp in _divisors(gpus, largest_tp):
-        for pp in _divisors(gpus // tp, gpus // tp):
-            yield _mesh(gpus // tp // pp, tp, pp, batch)
+    for tp in _divisors(num_gpus, max_tp):
+        for pp in _divisors(num_gpus // tp, num_gpus // tp):
+            yield _mesh(num_gpus // tp // pp, tp, pp, batch)
 
 
-def _mesh(dp: int, tp: int, pp: int, batch: int) -> Mesh:
+def _mesh(dp: int, tp: int, pp: int, batch: int) -> CandidateMesh:
     own, rest = divmod(batch, dp)
     if rest:
-        return Mesh(dp, tp, pp, reason=f"batch={batch} is no multiple of dp={dp}")
+        return CandidateMesh(dp, tp, pp, reason=f"global_batch={batch} is not divisible by dp={dp}")
     if pp == 1:
-        return Mesh(dp, tp, pp)
-    counts = tuple(times * pp for times in _TIMES if own % (times * pp) == 0)
+        return CandidateMesh(dp, tp, pp)
+    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if own % (times * pp) == 0)
     if not counts:
         samples = f"{own} sample{'s' if own > 1 else ''}"
-        return Mesh(dp, tp, pp, reason=f"a rank's batch of {samples} makes no multiple of pp={pp} microbatches")
-    return Mesh(dp, tp, pp, counts)
+        return CandidateMesh(
+            dp, tp, pp, reason=f"a rank's batch of {samples} cannot be split into a multiple of pp={pp} microbatches"
+        )
+    return CandidateMesh(dp, tp, pp, counts)
 
 
 def _divisors(number: int, largest: int) -> list[int]:

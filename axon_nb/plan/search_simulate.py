@@ -1,4 +1,4 @@
-"""The best layouts of a search, simulated: one process for all of them."""
+"""Simulates the best layouts of a search, all in one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import check_model, dtype_name
 from axon_nb.plan.search_memory import ALLOWANCE
 from axon_nb.plan.search_plan import Candidate, SearchPlan
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
-__all__ = ["Simulations", "simulated"]
+__all__ = ["Simulations", "simulate_all"]
 
 
 @dataclass(frozen=True)
@@ -29,41 +29,41 @@ class Simulations:
     options: Mapping[str, Any]
     """Fields of `MemoryRequest` that all layouts share."""
     limit: float
-    """Bytes of a rank."""
+    """Bytes of memory per rank."""
     progress: Callable[[float, str], None] | None = None
     cancel: threading.Event | None = None
 
-    def of_the_best(self, plan: SearchPlan, count: int) -> SearchPlan:
-        """The same search, in which the first ones have been simulated and still fit.
+    def simulate_best(self, plan: SearchPlan, count: int) -> SearchPlan:
+        """Return the search with its best layouts simulated and still fitting.
 
         Args:
-            plan: With memory that is estimated.
-            count: How many.
+            plan: With estimated memory.
+            count: How many of the best to simulate.
 
         Raises:
-            PlanError: the model cannot be sent to the simulator's process.
+            PlanError: the model cannot be sent to the simulator process.
             SimulatorError: that process failed.
-            Cancelled: it was called off.
+            PlanCancelledError: it was cancelled.
         """
         check_model(self.model)
         candidates, refused = list(plan.candidates), set[int]()
         while True:
-            candidates.sort(key=lambda one: one.rank_key)
+            candidates.sort(key=lambda one: one.sort_key)
             best = [one for one in candidates if one.fits and id(one) not in refused][:count]
             todo = [one for one in best if not one.simulated]
             if not todo:
                 return replace(plan, candidates=tuple(candidates))
-            for one, answer in zip(todo, self._answers(todo, plan.batch), strict=True):
+            for one, answer in zip(todo, self._answers(todo, plan.global_batch), strict=True):
                 if isinstance(answer, str):
                     refused.add(id(one))
                 else:
-                    candidates[next(n for n, other in enumerate(candidates) if other is one)] = self._judged(
+                    candidates[next(n for n, other in enumerate(candidates) if other is one)] = self._evaluated(
                         one, answer
                     )
 
-    def _judged(self, one: Candidate, answer: MemoryPlan) -> Candidate:
+    def _evaluated(self, one: Candidate, answer: MemoryPlan) -> Candidate:
         parts = {name: size for name, size in answer.worst.peak.as_dict().items() if size}
-        return replace(one, simulated=True).judged(parts, one.step_s, self.limit)
+        return replace(one, simulated=True).with_result(parts, one.step_s, self.limit)
 
     def _answers(self, todo: Sequence[Candidate], batch: int) -> list[MemoryPlan | str]:
         requests = [self._request(one, batch) for one in todo]
@@ -71,11 +71,11 @@ class Simulations:
             task = cloudpickle.dumps(requests)
         except Exception as error:
             raise PlanError(
-                f"simulate={len(todo)}: the model, its inputs or its loss cannot be sent to another process ({error}): "
-                "give functions that make what they need, or simulate=0."
+                f"The model, its inputs or its loss cannot be sent to another process ({error}): give functions that "
+                "make what they need, or use simulate=0."
             ) from error
-        found: list[MemoryPlan | str] = run_apart(
-            f"{__name__}:simulated", task, progress=self.progress, cancel=self.cancel
+        found: list[MemoryPlan | str] = run_in_process(
+            f"{__name__}:simulate_all", task, progress=self.progress, cancel=self.cancel
         )
         return found
 
@@ -91,23 +91,26 @@ class Simulations:
         )
 
 
-def simulated(requests: Sequence[MemoryRequest], report: Callable[[float, str], None]) -> list[MemoryPlan | str]:
-    """The plan of each, or why it cannot be simulated; called in the simulator's process.
+def simulate_all(requests: Sequence[MemoryRequest], report: Callable[[float, str], None]) -> list[MemoryPlan | str]:
+    """Simulate each request; runs in the simulator process.
 
     Args:
         requests: Not checked yet.
-        report: Told the share done and what is done next.
+        report: Called with the fraction done and the next step.
+
+    Returns:
+        For each request its plan, or why it cannot be simulated.
     """
     from axon_nb.plan.simulate import simulate
 
     found: list[MemoryPlan | str] = []
     for number, request in enumerate(requests):
 
-        def told(share: float, text: str, number: int = number) -> None:
+        def report_layout(share: float, text: str, number: int = number) -> None:
             report((number + share) / len(requests), f"layout {number + 1} of {len(requests)}: {text}")
 
         try:
-            found.append(simulate(request.check(), told))
+            found.append(simulate(request.check(), report_layout))
         except UsageError as error:
             found.append(str(error))
     return found

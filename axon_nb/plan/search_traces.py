@@ -1,4 +1,4 @@
-"""Traces of one model with batches of many sizes: two or three are made, and the others lie on a line with them."""
+"""Traces of one model at many batch sizes: two or three are made, the others are interpolated linearly."""
 
 from __future__ import annotations
 
@@ -10,105 +10,109 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import ModelTrace, TensorFacts, trace_model
 from axon_nb.plan.step_time_work import Work
 
-__all__ = ["Traces", "between"]
+__all__ = ["TraceInterpolator", "interpolate"]
 
 _Facts = dict[str, tuple[TensorFacts, ...]]
 _Key = TypeVar("_Key")
 
 
-class _Apart(Exception):
-    """Two traces are no two points of a line."""
+class _NotLinearError(Exception):
+    """The traces do not lie on a line."""
 
 
-class Traces:
-    """The trace of a step with each size of a batch.
+class TraceInterpolator:
+    """Traces of a step by batch size.
 
-    A batch of one sample is always traced by itself: a size of 1 can spare copies.
+    A batch of one sample is always traced itself: size 1 can avoid copies.
 
     Args:
-        given: The model; its batch is replaced.
-        optimizer: Its step does not depend on the batch, and is traced once.
-        dtype: In which forward and backward compute; None: as the model is made.
+        source: The model; its batch is replaced.
+        optimizer: Its step does not depend on the batch and is traced once.
+        dtype: Compute dtype of forward and backward; None: as the model makes it.
     """
 
-    def __init__(self, given: Given, optimizer: Callable[..., Optimizer] | None, dtype: torch.dtype | None) -> None:
-        self._given, self._optimizer, self._dtype = given, optimizer, dtype
+    def __init__(
+        self, source: ModelSource, optimizer: Callable[..., Optimizer] | None, dtype: torch.dtype | None
+    ) -> None:
+        self._source, self._optimizer, self._dtype = source, optimizer, dtype
         self._made: dict[int, ModelTrace] = {}
         self._ends: list[int] = []
 
     def at(self, batch: int) -> ModelTrace:
-        """With a batch of so many samples.
+        """Return the trace with a batch of this many samples.
 
         Raises:
-            UsageError: the model cannot be traced, or is called with the same whatever the batch is.
+            UsageError: the model cannot be traced, or its inputs do not depend on the batch.
         """
         if batch not in self._made:
-            found = self._between(batch) if batch > 1 and len(self._ends) == 2 else None
+            found = self._interpolated(batch) if batch > 1 and len(self._ends) == 2 else None
             self._made[batch] = found or self._traced(batch)
         return self._made[batch]
 
-    def _between(self, batch: int) -> ModelTrace | None:
+    def _interpolated(self, batch: int) -> ModelTrace | None:
         low, high = self._ends
-        return between(self._made[low], self._made[high], (batch - low, high - low))
+        return interpolate(self._made[low], self._made[high], (batch - low, high - low))
 
     def _traced(self, batch: int) -> ModelTrace:
         first = next(iter(self._made.values()), None)
         trace = trace_model(
-            replace(self._given, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
+            replace(self._source, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
         )
-        if not trace.called:
-            raise UsageError("how long a step takes depends on the batch: give inputs=, described by shapes.")
+        if not trace.has_inputs:
+            raise UsageError(
+                "inputs= is required, because the time of a step depends on the batch: TensorSpec(('batch', 1024))."
+            )
         if batch > 1 and len(self._ends) < 2:
             self._ends.append(batch)
         if first is None:
             return trace
         if trace.inputs.get("") == first.inputs.get(""):
             raise UsageError(
-                "inputs= has the same size whatever the batch is: describe it, such as TensorSpec(('batch', 1024)) or "
+                "inputs= must depend on the batch: describe it by shape, such as TensorSpec(('batch', 1024)) or "
                 "TensorSpec(('batch', 'seq'), 'int64')."
             )
         trace.grad_uses = first.grad_uses
         trace.work |= {phase: work for phase, work in first.work.items() if phase == "optimizer"}
         if trace.ready == first.ready:
-            trace.kept = first.kept
+            trace.cache = first.cache
             trace.model = first.model
         return trace
 
 
-def between(low: ModelTrace, high: ModelTrace, share: tuple[int, int]) -> ModelTrace | None:
-    """The trace on the line through two others of the same model; None: they are on none.
+def interpolate(low: ModelTrace, high: ModelTrace, share: tuple[int, int]) -> ModelTrace | None:
+    """Return the trace on the line through two others of the same model; None: they do not lie on one.
 
-    Sizes, bytes and operations are linear in the number of samples, as every sample is computed alike.
+    Sizes, bytes and FLOPs are linear in the number of samples, because every sample is computed alike.
 
     Args:
-        low: Of one batch.
-        high: Of another.
-        share: (m, n): it is m / n of the way from the one to the other, 0 / n being the one.
+        low: The trace of one batch.
+        high: The trace of another.
+        share: (m, n): m / n of the way from `low` to `high`.
     """
-    if low.ready != high.ready or low.kept is not high.kept:
+    if low.ready != high.ready or low.cache is not high.cache:
         return None
     try:
         return replace(
             low,
             inputs=_facts(low.inputs, high.inputs, share),
             outputs=_facts(low.outputs, high.outputs, share),
-            saved={key: _whole(a, b, share) for key, (a, b) in _pairs(low.saved, high.saved).items()},
+            saved={key: _interpolate_int(a, b, share) for key, (a, b) in _pairs(low.saved, high.saved).items()},
             work={
                 phase: {child: _work(a, b, share) for child, (a, b) in _pairs(one, other).items()}
                 for phase, (one, other) in _pairs(low.work, high.work).items()
             },
         )
-    except _Apart:
+    except _NotLinearError:
         return None
 
 
 def _pairs(low: Mapping[_Key, Any], high: Mapping[_Key, Any]) -> dict[_Key, tuple[Any, Any]]:
     if low.keys() != high.keys():
-        raise _Apart
+        raise _NotLinearError
     return {key: (value, high[key]) for key, value in low.items()}
 
 
@@ -116,7 +120,7 @@ def _facts(low: _Facts, high: _Facts, share: tuple[int, int]) -> _Facts:
     found = {}
     for name, (one, other) in _pairs(low, high).items():
         if len(one) != len(other):
-            raise _Apart
+            raise _NotLinearError
         found[name] = tuple(_fact(a, b, share) for a, b in zip(one, other, strict=True))
     return found
 
@@ -125,15 +129,15 @@ def _fact(low: TensorFacts, high: TensorFacts, share: tuple[int, int]) -> Tensor
     if low == high:
         return low
     if (low.dtype, low.requires_grad, len(low.shape)) != (high.dtype, high.requires_grad, len(high.shape)):
-        raise _Apart
-    shape = tuple(_whole(a, b, share) for a, b in zip(low.shape, high.shape, strict=True))
+        raise _NotLinearError
+    shape = tuple(_interpolate_int(a, b, share) for a, b in zip(low.shape, high.shape, strict=True))
     return TensorFacts(shape, low.dtype, low.requires_grad)
 
 
-def _whole(low: int, high: int, share: tuple[int, int]) -> int:
+def _interpolate_int(low: int, high: int, share: tuple[int, int]) -> int:
     value, rest = divmod(low * share[1] + (high - low) * share[0], share[1])
     if rest or value < 0:
-        raise _Apart
+        raise _NotLinearError
     return value
 
 

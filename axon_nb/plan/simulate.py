@@ -1,4 +1,4 @@
-"""A plan of memory by simulation: which ranks are run, and what they say. Runs in a process of its own."""
+"""Plans memory by simulation: runs the ranks that differ and collects their peaks. Runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from pathlib import Path
 
 import torch
 
-from axon_nb.plan.copies import together
+from axon_nb.plan.copies import fork_map
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.memory_states import StatesOfRanks
-from axon_nb.plan.simulate_depth import DEPTHS, Run, extrapolated, find_run, key_of, line
-from axon_nb.plan.simulate_hooks import fake_world, fakes
-from axon_nb.plan.simulate_model import Question, explained, question_of, tried_optimizer
+from axon_nb.plan.memory_states import ModelStates
+from axon_nb.plan.simulate_depth import (
+    DEPTHS,
+    BlockRun,
+    extrapolate_parts,
+    extrapolate_peak,
+    find_block_run,
+    moment_key,
+)
+from axon_nb.plan.simulate_hooks import fake_tensors, fake_world
+from axon_nb.plan.simulate_model import TrainingSetup, checked_optimizer, explain_failure, training_setup
 from axon_nb.plan.simulate_modules import module_rows
-from axon_nb.plan.simulate_pipeline import stages_on
+from axon_nb.plan.simulate_pipeline import stages_on_rank
 from axon_nb.plan.simulate_replay import Moment
-from axon_nb.plan.simulate_step import ran
-from axon_nb.plan.simulate_training import Meshes, Shape, cut_layers, shapes_of
+from axon_nb.plan.simulate_step import run_step
+from axon_nb.plan.simulate_training import RankMeshes, Shape, local_shapes, shard_layers
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["simulate"]
@@ -36,22 +43,22 @@ Report = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _ModelSummary:
     """What is known of the model before anything runs."""
 
     name: str
     num_parameters: int
     shapes: dict[int, list[Shape]]
-    """By the place along pp: of a rank's parameters, its layers cut, before they are sharded over samples."""
-    run: Run | None
-    """Blocks of which most can be left out."""
-    is_cut: bool
-    """Whether a rank holds less of its layers than there is, where there is an axis tp; without one they are whole."""
+    """By coordinate along pp: a rank's parameters with sharded layers, before data ranks shard them."""
+    run: BlockRun | None
+    """Equal blocks of which most can be left out."""
+    is_tensor_parallel: bool
+    """Whether tp shards any layer."""
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank holds."""
+class _RankUsage:
+    """Memory of one rank."""
 
     persistent: MemoryParts
     peak: Moment
@@ -61,119 +68,117 @@ class _Found:
 
 
 def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
-    """The plan of a request.
+    """Plan a request.
 
     Args:
-        request: Checked.
-        report: Told the share done and what is done next.
+        request: Already checked.
+        report: Called with the fraction done and the next step.
 
     Raises:
-        PlanError: the model cannot be made or run without data, or cannot be taken apart so.
+        PlanError: the model cannot be built, run or sharded without data.
     """
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # on the model's part: nobody reads them here
+    warnings.simplefilter("ignore")  # the model's: nobody reads them here
     logging.disable(logging.WARNING)
-    gc.disable()  # what is kept alive by cycles is looked for once, before the step
+    gc.disable()  # `run_step` collects cycles once, before the step
     gc.freeze()
-    report(0.05, "making the model")
-    question = question_of(request)
-    whole = _whole(question)
-    states = StatesOfRanks(request, whole.shapes, tried_optimizer(request))
-    asked = states.asked()
-    alike = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in asked}
-    firsts = {kind: rank for rank, kind in reversed(alike.items())}
-    short = "" if whole.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {whole.run.depth} blocks"
-    doing = f"a step of rank {format_ranks(firsts.values())}{short}"
+    report(0.05, "building the model")
+    setup = training_setup(request)
+    summary = _summarize(setup)
+    states = ModelStates(request, summary.shapes, checked_optimizer(request))
+    requested = states.requested_ranks()
+    kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
+    firsts = {kind: rank for rank, kind in reversed(kinds.items())}
+    short = "" if summary.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {summary.run.depth} blocks"
+    doing = f"simulating a step of rank {format_ranks(firsts.values())}{short}"
     report(0.1, doing)
-    found = together(
-        [partial(_found, question, whole, states, rank) for rank in firsts.values()],
-        tell=lambda done: report(0.1 + 0.85 * done / len(firsts), doing),
+    found = fork_map(
+        [partial(_simulate_rank, setup, summary, states, rank) for rank in firsts.values()],
+        progress=lambda done: report(0.1 + 0.85 * done / len(firsts), doing),
     )
-    classes = dict(zip(firsts, found, strict=True))
-    ranks = [_record(request, rank, classes[alike[rank]]) for rank in asked]
+    by_kind = dict(zip(firsts, found, strict=True))
+    ranks = [_record(request, rank, by_kind[kinds[rank]]) for rank in requested]
     if request.ranks == "worst":
         ranks = [max(ranks, key=lambda item: item.peak.total)]
     report(1.0, "done")
     return MemoryPlan(
-        whole.name,
-        whole.num_parameters,
+        summary.name,
+        summary.num_parameters,
         dict(request.mesh),
         request.strategy,
         request.device,
-        next(iter(classes.values())).how,
+        next(iter(by_kind.values())).how,
         tuple(ranks),
         tuple(states.on_device(item.rank) for item in ranks),
-        _notes(request, whole),
-        simulator_bytes=_highest_resident(),
+        _notes(request, summary),
+        simulator_bytes=_peak_resident_bytes(),
     )
 
 
-def _whole(question: Question) -> _Whole:
-    request = question.request
-    with fake_world(0, request.world):
-        meshes = Meshes.of(request)
-        with fakes():
-            model = question.model()
+def _summarize(setup: TrainingSetup) -> _ModelSummary:
+    request = setup.request
+    with fake_world(0, request.world_size):
+        meshes = RankMeshes.of(request)
+        with fake_tensors():
+            model = setup.model()
             short = request.extrapolate and meshes.stages is None
-            run = find_run(model, least=DEPTHS[1] + 1) if short else None
+            run = find_block_run(model, least=DEPTHS[1] + 1) if short else None
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
-                raise PlanError(
-                    f"{type(model).__name__} has no parameters that are trained: there is no step to plan for."
-                )
-            with explained("cut", "tp_plan= fits the model's layers"):
-                cut_layers(question, model, meshes)
+                raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
+            with explain_failure("sharded", "check that tp_plan= fits the model's layers"):
+                shard_layers(setup, model, meshes)
             if meshes.stages is None:
-                shapes = {0: shapes_of([model])}
+                shapes = {0: local_shapes([model])}
             else:
                 places = range(request.size("pp"))
-                shapes = {place: shapes_of(stages_on(request, model, place).values()) for place in places}
+                shapes = {place: local_shapes(stages_on_rank(request, model, place).values()) for place in places}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
-            return _Whole(type(model).__name__, num_parameters, shapes, run, held < num_parameters)
+            return _ModelSummary(type(model).__name__, num_parameters, shapes, run, held < num_parameters)
 
 
-def _found(question: Question, whole: _Whole, states: StatesOfRanks, rank: int) -> _Found:
-    if whole.run is not None:
-        found = _extrapolated(question, whole.run, states, rank)
+def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelStates, rank: int) -> _RankUsage:
+    if summary.run is not None:
+        found = _extrapolate_rank(setup, summary.run, states, rank)
         if found is not None:
             return found
-    one = ran(question, rank)
-    peak = max(one.step.highest(key_of(None, 0)).values(), key=lambda moment: moment.parts.total)
+    one = run_step(setup, rank)
+    peak = max(one.step.peaks(moment_key(None, 0)).values(), key=lambda moment: moment.parts.total)
     rows = module_rows(one.modules, peak.activations)
-    return _Found(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
+    return _RankUsage(one.step.between_steps().parts, peak, one.host_bytes, rows, "simulated")
 
 
-def _extrapolated(question: Question, run: Run, states: StatesOfRanks, rank: int) -> _Found | None:
-    """From two short versions of the model; None where they do not lie on a line with the whole."""
-    both = together([partial(ran, question, rank, run, depth) for depth in DEPTHS])
-    short, long = (one.step.highest(key_of(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
+def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, rank: int) -> _RankUsage | None:
+    """Extrapolate from two short versions of the model; None if they do not lie on a line with the full model."""
+    both = fork_map([partial(run_step, setup, rank, run, depth) for depth in DEPTHS])
+    short, long = (one.step.peaks(moment_key(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
     formula = states.on_device(rank)
-    # States that are dealt out whole do not grow evenly with the number of blocks; they are there all the time.
-    dealt = formula.optimizer if question.request.strategy == "optimizer_state" else None
-    peak = extrapolated(short, long, run, optimizer=dealt)
+    # ZeRO-1 assigns whole parameters to ranks, so its states are not linear in the number of blocks.
+    partitioned = formula.optimizer if setup.request.strategy == "optimizer_state" else None
+    peak = extrapolate_peak(short, long, run, optimizer=partitioned)
     first, second = (one.step.between_steps().parts for one in both)
-    parts = line(first, second, run.depth, optimizer=dealt)
+    parts = extrapolate_parts(first, second, run.depth, optimizer=partitioned)
     if peak is None or (parts.parameters, parts.gradients, parts.optimizer) != (
         formula.parameters,
         formula.gradients,
         formula.optimizer,
     ):
         return None
-    step = both[1].host_bytes - both[0].host_bytes
-    host = both[0].host_bytes + step * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
+    per_depth = both[1].host_bytes - both[0].host_bytes
+    host = both[0].host_bytes + per_depth * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
     rows = module_rows(both[1].modules, peak.activations, run, DEPTHS[1])
-    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run.depth} equal blocks, and extrapolated"
-    return _Found(parts, peak, host, rows, how)
+    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run.depth} equal blocks, extrapolated"
+    return _RankUsage(parts, peak, host, rows, how)
 
 
-def _highest_resident() -> int:
-    # Not `ru_maxrss` on Linux: it begins with that of the process which has started this one.
+def _peak_resident_bytes() -> int:
+    # Not `ru_maxrss` on Linux: it starts at the parent process's value.
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]) * 1024
 
 
-def _record(request: MemoryRequest, rank: int, found: _Found) -> RankMemory:
+def _record(request: MemoryRequest, rank: int, found: _RankUsage) -> RankMemory:
     share = request.fragmentation
     return RankMemory(
         rank,
@@ -187,16 +192,18 @@ def _record(request: MemoryRequest, rank: int, found: _Found) -> RankMemory:
     )
 
 
-def _notes(request: MemoryRequest, whole: _Whole) -> tuple[str, ...]:
+def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
     samples = f"{request.batch} sample{'s' if request.batch > 1 else ''}"
     notes = [
-        f"A step of {samples} a rank, on tensors without data; gradients are set to None between steps.",
-        "Not in it: the libraries' own memory, such as CUDA's context and NCCL's buffers.",
+        f"A step of {samples} per rank on tensors without data; gradients are set to None between steps.",
+        "Not included: memory of libraries, such as the CUDA context and NCCL's buffers.",
     ]
-    if request.size("tp") > 1 and not whole.is_cut:
-        notes.append("tp cuts nothing of this model: every rank along it does the same; tp_plan= says what is cut.")
+    if request.size("tp") > 1 and not summary.is_tensor_parallel:
+        notes.append("tp shards no layer of this model, so all tp ranks do the same work; give tp_plan=.")
     if request.device == "cuda":
-        notes.append("Operations are those of CPUs: kernels of a GPU may need workspaces besides.")
+        notes.append("Operations are those of CPUs; GPU kernels may need extra workspaces.")
     if request.fragmentation:
-        notes.append(f"The allowance for fragmentation is {request.fragmentation:.0%} of all else: no prediction.")
+        notes.append(
+            f"The fragmentation allowance is {request.fragmentation:.0%} of everything else; it is not a prediction."
+        )
     return tuple(notes)

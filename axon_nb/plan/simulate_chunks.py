@@ -1,4 +1,4 @@
-"""The parts of a parameter, of which FSDP takes two."""
+"""Lazy chunks of a parameter, because FSDP reads only two of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["only_needed_chunks"]
+__all__ = ["lazy_chunks"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 
 
 class _Chunks:
-    """What `torch.chunk` gives, followed by empty tensors up to `num_chunks`; each is made when it is asked for.
+    """The result of `torch.chunk`, padded with empty tensors to `num_chunks`; each chunk is made on access.
 
     Args:
-        tensor: What is cut.
-        num_chunks: How many.
-        dim: Along which dimension.
+        tensor: The tensor to split.
+        num_chunks: Number of chunks.
+        dim: Dimension to split along.
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
@@ -41,10 +41,10 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def only_needed_chunks() -> Iterator[None]:
-    """Within it FSDP makes of a parameter's chunks, which are as many as ranks, only those that it looks at.
+def lazy_chunks() -> Iterator[None]:
+    """Inside, FSDP makes only the chunks of a parameter that it reads.
 
-    Torch makes all of them, twice a parameter: on 1024 ranks that took nine tenths of a plan's time (2.11 to 2.13).
+    torch makes one per rank, twice per parameter: on 1024 ranks that took nine tenths of a plan's time (2.11 to 2.13).
     """
     module: Any = importlib.import_module(_MODULE)
     before = getattr(module, _NAME, None)

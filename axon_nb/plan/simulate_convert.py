@@ -1,4 +1,4 @@
-"""`model.to(dtype)` for models whose tensors have no data."""
+"""`model.to(dtype)` for models on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["converting"]
+__all__ = ["patched_apply"]
 
 
 @contextlib.contextmanager
-def converting() -> Iterator[None]:
-    """Within it `to`, `half` and the like put new parameters into modules.
+def patched_apply() -> Iterator[None]:
+    """Inside, `to`, `half` and the like replace a module's parameters.
 
-    `nn.Module._apply` swaps fake tensors for what they become, which fails as torch itself keeps weak references to
+    `nn.Module._apply` swaps fake tensors with their results, which fails because torch itself holds weak references to
     them ("Cannot swap t1 because it has weakref associated with it", torch 2.13).
     """
     before = nn.Module._apply
@@ -26,7 +26,7 @@ def converting() -> Iterator[None]:
     def of(given: Any, call: Callable[[Any], Any]) -> Any:
         if given is None:
             return None
-        if id(given) not in made:  # one that several modules share stays one
+        if id(given) not in made:  # a tensor shared by modules stays shared
             with torch.no_grad():
                 value = call(given)
             if isinstance(given, nn.Parameter) and value is not given:

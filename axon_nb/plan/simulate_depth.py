@@ -1,4 +1,4 @@
-"""Models of many equal blocks: finding them, leaving most of them out, and drawing the line from two depths on."""
+"""Models of many equal blocks: finds the blocks, shortens the model, and extrapolates from two depths."""
 
 from __future__ import annotations
 
@@ -10,39 +10,48 @@ from torch import nn
 from axon_nb.plan.memory_record import PARTS, MemoryParts
 from axon_nb.plan.simulate_replay import Key, Moment
 
-__all__ = ["DEPTHS", "ENDS", "Run", "extrapolated", "find_run", "key_of", "line", "shorten"]
+__all__ = [
+    "DEPTHS",
+    "ENDS",
+    "BlockRun",
+    "extrapolate_parts",
+    "extrapolate_peak",
+    "find_block_run",
+    "moment_key",
+    "shorten",
+]
 
 DEPTHS = (4, 5)
-"""Numbers of blocks of the two versions that run: FSDP holds up to three units at once, at either end."""
+"""Depths of the two versions that run: FSDP holds up to three units at once, at either end."""
 ENDS = 2
-"""Blocks at either end whose moments are told apart."""
+"""Number of blocks at either end whose moments are distinguished."""
 _ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks of a model that are equal but for their weights."""
+class BlockRun:
+    """Consecutive blocks of a model, equal except for their weights."""
 
     names: tuple[str, ...]
     """Their names in the model."""
 
     @property
     def depth(self) -> int:
-        """How many there are."""
+        """Number of blocks."""
         return len(self.names)
 
 
-def find_run(model: nn.Module, *, least: int) -> Run | None:
-    """The row of equal blocks that has most parameters; None: there is none of at least so many."""
-    best: tuple[int, Run] | None = None
+def find_block_run(model: nn.Module, *, least: int) -> BlockRun | None:
+    """Return the row of equal blocks with the most parameters; None if none has `least` blocks."""
+    best: tuple[int, BlockRun] | None = None
     for path, container in model.named_modules():
         if not isinstance(container, _ROWS):
             continue
         for names in _equal_rows(container):
             blocks = [container.get_submodule(name) for name in names]
             elements = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-            if len(names) >= least and elements and (best is None or elements > best[0]) and _apart(blocks):
-                best = elements, Run(tuple(f"{path}.{name}" if path else name for name in names))
+            if len(names) >= least and elements and (best is None or elements > best[0]) and _share_nothing(blocks):
+                best = elements, BlockRun(tuple(f"{path}.{name}" if path else name for name in names))
     return None if best is None else best[1]
 
 
@@ -64,29 +73,29 @@ def _signature(module: nn.Module) -> tuple[Any, ...]:
     return type(module), repr(module), shapes
 
 
-def _apart(blocks: list[nn.Module]) -> bool:
-    """Whether no two share a parameter."""
+def _share_nothing(blocks: list[nn.Module]) -> bool:
+    """Return whether no two blocks share a parameter."""
     ids = [{id(parameter) for parameter in block.parameters()} for block in blocks]
     return sum(map(len, ids)) == len(set().union(*ids))
 
 
-def shorten(model: nn.Module, run: Run, depth: int) -> None:
-    """Leave only the first `depth` blocks of a run."""
+def shorten(model: nn.Module, run: BlockRun, depth: int) -> None:
+    """Remove all but the first `depth` blocks of a row."""
     path = run.names[0].rpartition(".")[0]
     container = model.get_submodule(path)
     for name in reversed(run.names[depth:]):
         del container._modules[name.rpartition(".")[2]]
 
 
-def key_of(run: Run | None, depth: int) -> Any:
-    """Names moments of a step so that those of different depths can be told to be the same.
+def moment_key(run: BlockRun | None, depth: int) -> Any:
+    """Return a function that names moments so that moments of different depths correspond.
 
     Args:
-        run: The blocks; None: all moments of a phase have one name.
-        depth: How many of them are there.
+        run: The blocks; None: all moments of a phase share one name.
+        depth: Number of blocks present.
 
     Returns:
-        A function from phase and module, in the order of time, to a `Key`; it remembers where it is.
+        A stateful function from phase and module, called in time order, to a `Key`.
     """
     places = {} if run is None else {name: number for number, name in enumerate(run.names[:depth])}
     phase_now, block_now, seen = "", -1, False
@@ -115,30 +124,30 @@ def _block_of(module: str, places: dict[str, int]) -> int | None:
     return None
 
 
-def extrapolated(
-    short: dict[Key, Moment], long: dict[Key, Moment], run: Run, *, optimizer: int | None = None
+def extrapolate_peak(
+    short: dict[Key, Moment], long: dict[Key, Moment], run: BlockRun, *, optimizer: int | None = None
 ) -> Moment | None:
-    """The highest moment of the whole model, from those of two versions of it.
+    """Return the peak of the full model, extrapolated from two shorter versions.
 
-    What is held at a moment that has the same name in both is linear in the number of blocks; so is what is held at the
-    blocks between, from the first ones to the last ones, and the highest of them is at an end.
+    The bytes held at corresponding moments are linear in the number of blocks. Between the first and the last blocks
+    they are linear in the block too, so the highest moment is at an end.
 
     Args:
-        short: Of the version with fewer blocks.
-        long: Of the other.
-        run: The blocks of the whole.
-        optimizer: Bytes of the optimizer's states, where they are known; None: they are on the line as well.
+        short: Moments of the version with fewer blocks.
+        long: Moments of the other version.
+        run: The blocks of the full model.
+        optimizer: Bytes of the optimizer states, if known; None: extrapolate them as well.
 
     Returns:
-        None where the two versions have not the same moments.
+        The peak; None if the two versions have different moments.
     """
     if short.keys() - long.keys():
         return None
     moments = [
         Moment(
-            line(short[key].parts, long[key].parts, run.depth, optimizer=optimizer),
+            extrapolate_parts(short[key].parts, long[key].parts, run.depth, optimizer=optimizer),
             long[key].phase,
-            renamed(long[key].module, run, DEPTHS[1]),
+            full_model_name(long[key].module, run, DEPTHS[1]),
             long[key].activations,
         )
         for key in short
@@ -146,8 +155,10 @@ def extrapolated(
     return max(moments, key=lambda moment: moment.parts.total)
 
 
-def line(short: MemoryParts, long: MemoryParts, depth: int, *, optimizer: int | None = None) -> MemoryParts:
-    """The parts at `depth`, on the line through those at `DEPTHS`; the optimizer's as given, where they are."""
+def extrapolate_parts(
+    short: MemoryParts, long: MemoryParts, depth: int, *, optimizer: int | None = None
+) -> MemoryParts:
+    """Return the parts at `depth`, on the line through those at `DEPTHS`; `optimizer` overrides its part."""
     first, second = DEPTHS
     steps = (depth - first) / (second - first)
     values = {
@@ -156,8 +167,8 @@ def line(short: MemoryParts, long: MemoryParts, depth: int, *, optimizer: int | 
     return MemoryParts(**values | ({} if optimizer is None else {"optimizer": optimizer}))
 
 
-def renamed(module: str, run: Run, depth: int) -> str:
-    """A module of a version of `depth` blocks by its name in the whole model: the last blocks are the last ones."""
+def full_model_name(module: str, run: BlockRun, depth: int) -> str:
+    """Return the full model's name of a module in a version of `depth` blocks, which keeps the last blocks last."""
     for number in range(ENDS, depth):
         name = run.names[number]
         if module == name or module.startswith(f"{name}."):

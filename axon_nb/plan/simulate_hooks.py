@@ -1,7 +1,7 @@
-"""What is private of torch in the simulator: a group that sends nothing, fake tensors, who makes a buffer.
+"""The simulator's private torch hooks: a fake process group, fake tensors, and who allocates a buffer.
 
-Read from the sources of torch 2.13.0, and of torch.distributed 2.11.0 and 2.12.0. `missing()` names what a torch does
-not have; nothing is simulated then, and plans by formula remain.
+Written against torch 2.13.0, and torch.distributed 2.11.0 and 2.12.0. `missing_hooks()` names what a torch version
+lacks; then nothing is simulated, and closed-form plans still work.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.simulate_chunks import only_needed_chunks
-from axon_nb.plan.simulate_convert import converting
-from axon_nb.plan.simulate_init import without_values
+from axon_nb.plan.simulate_chunks import lazy_chunks
+from axon_nb.plan.simulate_convert import patched_apply
+from axon_nb.plan.simulate_init import skip_init
 
 __all__ = [
     "GLOO_COPIES",
@@ -33,16 +33,16 @@ __all__ = [
     "RESULT",
     "SAME",
     "WHOLE_GRADIENTS",
+    "fake_tensors",
     "fake_world",
-    "fakes",
     "mesh_of",
-    "missing",
+    "missing_hooks",
 ]
 
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
 _FSDP = _DISTRIBUTED / "fsdp" / "_fully_shard"
 NOWHERE = "nowhere"
-"""What is made without data in real runs, too: torch asks an operation for the shape of its result."""
+"""Real runs allocate these without data too: torch asks an operation for its result's shape."""
 _MAKERS: dict[tuple[Path, str], str] = {
     (_FSDP / "_fsdp_collectives.py", ""): "communication",
     (_FSDP / "_fsdp_param.py", ""): "unsharded",
@@ -55,10 +55,10 @@ _MAKERS: dict[tuple[Path, str], str] = {
     (_DISTRIBUTED / "pipelining" / "stage.py", "_make_tensor_from_meta"): "communication",
 }
 ORIGINS = {(str(path), name): role for (path, name), role in _MAKERS.items()}
-"""What a storage is, by the file, and where that says too little the function, that has it made."""
+"""A storage's role by the file, and where needed the function, that allocates it."""
 
 SAME = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
-"""Operations that give back the tensor they are given; on fake tensors torch makes another one (2.13)."""
+"""Operations that return their input; on fake tensors torch makes a new one (2.13)."""
 
 RESULT = -1
 GLOO_COPIES = {
@@ -71,43 +71,45 @@ GLOO_COPIES = {
     "_c10d_functional::all_gather_into_tensor": RESULT,
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
-"""What Gloo copies while a collective runs: an argument by its number, or the result; by its allocations (2.13)."""
+"""What Gloo copies during a collective: an argument by its index, or the result; from its allocations (2.13)."""
 
 WHOLE_GRADIENTS = frozenset({"fsdp::chunk_cat", "aten::_chunk_cat"})
-"""The operation that FSDP copies the gradients of a unit's whole parameters with: its first argument."""
+"""The operation with which FSDP copies a unit's unsharded gradients: its first argument."""
 
 NO_VALUES: tuple[type[Exception], ...] = tuple(
     getattr(fake_tensor, name)
     for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
     if hasattr(fake_tensor, name)
 )
-"""What fake tensors raise where a value would be needed."""
+"""What fake tensors raise when a value would be needed."""
 
-_FORGETFUL = tuple(f"torch.distributed.tensor.{name}" for name in ("_dispatch", "_redistribute", "_sharding_prop"))
+_UNCACHED_MODULES = tuple(
+    f"torch.distributed.tensor.{name}" for name in ("_dispatch", "_redistribute", "_sharding_prop")
+)
 _TRACING = "_are_we_tracing"
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 
 
-def missing() -> list[str]:
-    """Names of what this torch does not have."""
-    lost = [f"distributed/fsdp/_fully_shard/{name}.py" for name in ("_fsdp_collectives", "_fsdp_param")]
-    lost = [name for name in lost if not (_DISTRIBUTED.parent / name).exists()]
-    lost += [] if importlib.util.find_spec(_FAKE_GROUP) else [_FAKE_GROUP]
-    lost += [] if len(NO_VALUES) == 3 else ["torch._subclasses.fake_tensor exceptions"]
-    return lost + ([] if hasattr(torch.UntypedStorage, "_cdata") else ["UntypedStorage._cdata"])
+def missing_hooks() -> list[str]:
+    """Return the names of the private hooks that this torch lacks."""
+    missing = [f"distributed/fsdp/_fully_shard/{name}.py" for name in ("_fsdp_collectives", "_fsdp_param")]
+    missing = [name for name in missing if not (_DISTRIBUTED.parent / name).exists()]
+    missing += [] if importlib.util.find_spec(_FAKE_GROUP) else [_FAKE_GROUP]
+    missing += [] if len(NO_VALUES) == 3 else ["torch._subclasses.fake_tensor exceptions"]
+    return missing + ([] if hasattr(torch.UntypedStorage, "_cdata") else ["UntypedStorage._cdata"])
 
 
 @contextlib.contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Within it this process is one rank of a world whose other ranks do not exist: collectives do nothing.
+    """Inside, this process is one rank of a world without other ranks: collectives do nothing.
 
     Raises:
-        PlanError: this torch has not what it takes.
+        PlanError: this torch lacks a hook.
     """
-    if lost := missing():
+    if missing := missing_hooks():
         raise PlanError(
-            f"the simulator needs {', '.join(lost)}, which torch {torch.__version__} does not have: "
-            "method='closed_form' works without."
+            f"The simulator needs {', '.join(missing)}, which torch {torch.__version__} lacks: use "
+            "method='closed_form'."
         )
     store: Any = importlib.import_module(_FAKE_GROUP).FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
@@ -118,13 +120,13 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def mesh_of(axes: dict[str, int]) -> DeviceMesh:
-    """A mesh of the world's ranks; before there are fake tensors, for it holds the numbers of ranks."""
+    """Make a mesh of the world's ranks; outside `fake_tensors`, because it holds rank numbers."""
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @contextlib.contextmanager
-def fakes() -> Iterator[FakeTensorMode]:
-    """Within it tensors have no data; meshes, whose numbers are needed, have."""
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Inside, tensors have no data, except those of meshes, whose values are needed."""
     made = DeviceMesh.__init__
 
     def real(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -133,23 +135,25 @@ def fakes() -> Iterator[FakeTensorMode]:
 
     DeviceMesh.__init__ = real  # type: ignore[method-assign]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _lighter():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _skip_needless_work():
             yield mode
     finally:
         DeviceMesh.__init__ = made  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _lighter() -> Iterator[None]:
-    """Within it is left out what takes time and changes no size."""
-    with converting(), without_values(), only_needed_chunks(), _remembering():
+def _skip_needless_work() -> Iterator[None]:
+    """Inside, torch skips work that takes time and changes no size."""
+    with patched_apply(), skip_init(), lazy_chunks(), _dtensor_caches():
         yield
 
 
 @contextlib.contextmanager
-def _remembering() -> Iterator[None]:
-    """Within it DTensor remembers what it has found out about operations; else it does not where tensors are fakes."""
-    found = [vars(module) for name in _FORGETFUL if (module := sys.modules.get(name)) and _TRACING in vars(module)]
+def _dtensor_caches() -> Iterator[None]:
+    """Inside, DTensor uses its sharding caches, which it bypasses for fake tensors."""
+    found = [
+        vars(module) for name in _UNCACHED_MODULES if (module := sys.modules.get(name)) and _TRACING in vars(module)
+    ]
     kept = [names[_TRACING] for names in found]
     for names in found:
         names[_TRACING] = lambda: False

@@ -1,4 +1,4 @@
-"""Making models whose tensors have no data."""
+"""Skips weight initialization for models on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch.nn import init
 
-__all__ = ["without_values"]
+__all__ = ["skip_init"]
 
 
 @contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Within it the functions of `torch.nn.init` leave a tensor as it is.
+def skip_init() -> Iterator[None]:
+    """Inside, the functions of `torch.nn.init` return the tensor unchanged.
 
-    There are no values to set, and to fill a tensor without data takes as long as any operation on it; some, such as
-    `orthogonal_`, would make other tensors for it.
+    There are no values to set, yet filling a fake tensor takes as long as any operation on it; some functions, such as
+    `orthogonal_`, would allocate others.
     """
     fills = {name: value for name, value in vars(init).items() if name.endswith("_") and not name.startswith("_")}
-    vars(init).update(dict.fromkeys(fills, _left_alone))
+    vars(init).update(dict.fromkeys(fills, _unchanged))
     try:
         yield
     finally:
         vars(init).update(fills)
 
 
-def _left_alone(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor

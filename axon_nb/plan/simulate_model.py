@@ -1,4 +1,4 @@
-"""The model of a plan, its inputs, its loss and its optimizer, made from what was asked."""
+"""The model, inputs, loss and optimizer of a simulated step, made from a request."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.module_kinds import kinds_in
-from axon_nb.plan.simulate_depth import Run, find_run, shorten
+from axon_nb.plan.module_kinds import checked_module_filter
+from axon_nb.plan.simulate_depth import BlockRun, find_block_run, shorten
 from axon_nb.plan.simulate_hooks import NO_VALUES
-from axon_nb.plan.without_cards import WithoutCards
+from axon_nb.plan.step_time_model import resolve_optimizer
+from axon_nb.plan.without_cards import WithoutCuda
 
-__all__ = ["Question", "explained", "optimizer_of", "question_of", "tried_optimizer"]
+__all__ = ["TrainingSetup", "checked_optimizer", "explain_failure", "request_optimizer", "training_setup"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is run. The functions make new tensors at each call, without data where fake tensors are on."""
+class TrainingSetup:
+    """What to run. Its functions make new tensors at each call, without data inside `fake_tensors`."""
 
     request: MemoryRequest
     factory: Callable[[], Any]
@@ -42,66 +43,69 @@ class Question:
     target: Callable[[], Any]
     loss: Loss
 
-    def model(self, run: Run | None = None, depth: int = 0) -> nn.Module:
-        """A new model, in its dtype, with blocks that are computed again; of only `depth` blocks, where a run is given.
+    def model(self, run: BlockRun | None = None, depth: int = 0) -> nn.Module:
+        """Make a new model in its dtype, with activation checkpointing applied.
+
+        Args:
+            run: Keep only `depth` of these blocks; None: all.
+            depth: How many blocks to keep.
 
         Raises:
-            PlanError: it cannot be made.
+            PlanError: the model cannot be made.
         """
-        with explained("made", "the factory is called without arguments"), WithoutCards():
+        with explain_failure("built", "the function is called without arguments"), WithoutCuda():
             made = self.factory()
         if not isinstance(made, nn.Module):
-            raise PlanError(f"the factory made a {type(made).__name__}: it makes a torch.nn.Module.")
+            raise PlanError(f"model() must return a torch.nn.Module; it returned {type(made).__name__}.")
         if self.request.dtype is not None:
             made = made.to(getattr(torch, self.request.dtype))
-        if self.request.checkpointing is not None and self.request.checkpointing is not False:
-            checkpoint_blocks(made, self._again(made))
+        if self.request.activation_checkpointing is not None and self.request.activation_checkpointing is not False:
+            checkpoint_blocks(made, self._checkpointed_blocks(made))
         if run is not None:
             shorten(made, run, depth)
         return made
 
-    def _again(self, model: nn.Module) -> Any:
-        given = self.request.checkpointing
+    def _checkpointed_blocks(self, model: nn.Module) -> Any:
+        given = self.request.activation_checkpointing
         if given is not True:
-            return kinds_in(model, given, "checkpointing")
-        run = find_run(model, least=2)
+            return checked_module_filter(model, given, "activation_checkpointing")
+        run = find_block_run(model, least=2)
         if run is None:
-            raise PlanError("checkpointing=True: the model has no row of equal blocks; give their class.")
+            raise PlanError("activation_checkpointing=True needs a model with a row of equal blocks: give their class.")
         return type(model.get_submodule(run.names[0]))
 
 
-def question_of(request: MemoryRequest) -> Question:
-    """What is run for a request.
+def training_setup(request: MemoryRequest) -> TrainingSetup:
+    """Make the training setup of a request.
 
     Raises:
-        PlanError: the model's inputs are not given, or do not fit it.
+        PlanError: the model's inputs are missing, or do not fit it.
     """
     model = request.model
     named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq}
     if isinstance(model, GPTConfig):
-        return _gpt_question(request, model, named, functools.partial(GPT, model))
+        return _gpt_setup(request, model, named, functools.partial(GPT, model))
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
         if request.inputs is None:
-            with torch.device("meta"), WithoutCards():
+            with torch.device("meta"), WithoutCuda():
                 config = getattr(factory(), "config", None)
             if isinstance(config, GPTConfig):
-                return _gpt_question(request, config, named, factory)
+                return _gpt_setup(request, config, named, factory)
     elif is_dataclass(model) and isinstance(model, type):
-        raise PlanError(f"model={model.__name__} is a class of configs: give one of it, {model.__name__}(…).")
+        raise PlanError(f"model must be an instance of {model.__name__}, not the class: {model.__name__}(…).")
     elif is_dataclass(model):
         raise PlanError(
-            f"{type(model).__name__}: the one config that is known is axon_nb.parallel.models.GPTConfig; give a "
-            "function without arguments that makes the model, with inputs=."
+            f"model is a {type(model).__name__}, but the only config supported is axon_nb.parallel.models.GPTConfig: "
+            "pass a function without arguments that makes the model, and inputs=."
         )
     else:
         factory = model
     if request.inputs is None:
         raise PlanError(
-            "what is the model called with? inputs=TensorSpec(('batch', 1024)), a tuple of them, or a function that "
-            "makes tensors."
+            "inputs= is required: TensorSpec(('batch', 1024)), a tuple of them, or a function that makes tensors."
         )
-    return Question(
+    return TrainingSetup(
         request,
         factory,
         functools.partial(_arguments, request.inputs, named),
@@ -110,16 +114,16 @@ def question_of(request: MemoryRequest) -> Question:
     )
 
 
-def _gpt_question(
+def _gpt_setup(
     request: MemoryRequest, config: GPTConfig, named: dict[str, int | None], factory: Callable[[], Any]
-) -> Question:
+) -> TrainingSetup:
     seq = config.context if request.seq is None else request.seq
     if seq > config.context:
-        raise PlanError(f"seq={seq}: the model's context is {config.context} tokens; GPTConfig(context={seq}).")
+        raise PlanError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
     tokens = TensorSpec((request.batch, seq), "int64")
     given = request.inputs is not None
     target = request.target if given or request.target is not None else tokens
-    return Question(
+    return TrainingSetup(
         request,
         factory,
         functools.partial(_arguments, request.inputs if given else tokens, named),
@@ -135,7 +139,7 @@ def _arguments(given: Any, named: dict[str, int | None]) -> tuple[Any, ...]:
 
 def _tensors(given: Any, named: dict[str, int | None]) -> Any:
     if callable(given):
-        with explained("given inputs", "inputs= and target= are functions without arguments"), WithoutCards():
+        with explain_failure("given inputs", "functions for inputs= and target= take no arguments"), WithoutCuda():
             given = given()
         return _tensors(given, named)
 
@@ -143,9 +147,9 @@ def _tensors(given: Any, named: dict[str, int | None]) -> Any:
         if isinstance(item, TensorSpec):
             kind = getattr(torch, item.dtype, None)
             if not isinstance(kind, torch.dtype):
-                raise PlanError(f"{item}: {item.dtype!r} is no dtype of torch.")
+                raise PlanError(f"{item}: {item.dtype!r} is not a torch dtype.")
             return torch.zeros(item.sizes(named), dtype=kind)
-        # A tensor with data becomes one without, where fake tensors are on.
+        # Inside `fake_tensors`, a tensor with data becomes one without.
         return torch.zeros_like(item) if isinstance(item, torch.Tensor) else item
 
     return tree_map(made, given, is_leaf=lambda item: isinstance(item, TensorSpec))
@@ -160,65 +164,50 @@ def _loss_of(given: Any, has_target: bool) -> Loss:
         if isinstance(found, torch.Tensor):
             return found
         if not isinstance(output, torch.Tensor):
-            raise PlanError(f"the model gives a {type(output).__name__}: give loss=, a function of it.")
+            raise PlanError(f"The model returns a {type(output).__name__}, so loss= is required: a function of it.")
         return output.float().mean()
 
     return mean
 
 
-def optimizer_of(request: MemoryRequest) -> OptimizerKind:
-    """The optimizer that was asked for.
+def request_optimizer(request: MemoryRequest) -> OptimizerKind:
+    """Return the requested optimizer.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: it is unknown, or None.
     """
     given: Any = request.optimizer
     options = dict(request.optimizer_options or {})
     if isinstance(given, OptimizerKind):
         given, options = given.make, {**given.options, **options}
-    return OptimizerKind(_foreach(_named(given), request), options)
+    make = resolve_optimizer(given)
+    if make is None:
+        raise PlanError("optimizer=None: memory of a step needs an optimizer, such as 'AdamW' or 'SGD'.")
+    return OptimizerKind(_foreach(make, request), options)
 
 
-def tried_optimizer(request: MemoryRequest) -> OptimizerKind:
-    """The optimizer that was asked for, after a step on a tiny parameter.
+def checked_optimizer(request: MemoryRequest) -> OptimizerKind:
+    """Return the requested optimizer after trying a step on a tiny parameter.
 
     Raises:
-        PlanError: there is none of that name, it does not take these options, or its states have shapes of their own.
+        PlanError: it is unknown, rejects its options, or its states do not have the parameters' shapes.
     """
-    kind = optimizer_of(request)
+    kind = request_optimizer(request)
     try:
         kind.bytes_per_element(torch.float32)
     except UsageError as error:
         raise PlanError(
-            f"optimizer={request.optimizer!r}: a plan takes those whose states have the shapes of the parameters, and "
-            "that step by gradients alone, such as adam, sgd or adagrad."
+            f"optimizer={request.optimizer!r} cannot be planned: its states must have the parameters' shapes and its "
+            "step must need only gradients, as in adam, sgd or adagrad."
         ) from error
     except Exception as error:
         text = str(error).rstrip(".")
-        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)}: {text}.") from error
+        raise PlanError(f"optimizer={request.optimizer!r} with {dict(kind.options)} failed: {text}.") from error
     return kind
 
 
-def _named(given: Any) -> Callable[..., Optimizer]:
-    if not isinstance(given, str):
-        if isinstance(given, Optimizer):
-            raise PlanError(f"optimizer is a {type(given).__name__} that is made already: give its class, or its name.")
-        if not callable(given):
-            raise PlanError(f"optimizer={given!r}: its class, or its name in torch.optim.")
-        made: Callable[..., Optimizer] = given
-        return made
-    known: dict[str, Callable[..., Optimizer]] = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-    }
-    if given.lower() not in known:
-        raise PlanError(f"optimizer={given!r}: torch.optim has {', '.join(sorted(known))}; or give its class.")
-    return known[given.lower()]
-
-
 def _foreach(make: Callable[..., Optimizer], request: MemoryRequest) -> Callable[..., Optimizer]:
-    """On cards torch's optimizers work on all tensors at once unless told otherwise; here none is on a card."""
+    """Have an optimizer use its foreach kernels, as it does by default on GPUs; here no tensor is on one."""
     try:
         takes = {"foreach", "fused"} & inspect.signature(make).parameters.keys()
     except ValueError:
@@ -236,29 +225,34 @@ def _foreach(make: Callable[..., Optimizer], request: MemoryRequest) -> Callable
 
 
 @contextlib.contextmanager
-def explained(doing: str, hint: str) -> Iterator[None]:
-    """What goes wrong within, said in one sentence.
+def explain_failure(doing: str, hint: str) -> Iterator[None]:
+    """Turn any failure inside into one sentence.
 
     Args:
-        doing: What is tried with the model: it "cannot be …".
-        hint: What may be amiss.
+        doing: What is attempted with the model: it "cannot be …".
+        hint: What to check.
 
     Raises:
-        PlanError: something went wrong.
+        PlanError: something failed.
     """
     try:
         yield
     except UsageError:
         raise
     except NO_VALUES as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        first = next(
+            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            "",
+        )
         raise PlanError(
-            f"the model cannot be {doing} on tensors without data: it asks for their values "
-            f"({type(error).__name__}: {first}); a factory that makes it without .item(), .tolist(), if tensor: and "
-            "boolean indexing can be planned for."
+            f"The model cannot be {doing} on tensors without data because it reads their values "
+            f"({type(error).__name__}: {first}): avoid .item(), .tolist(), `if tensor:` and boolean indexing."
         ) from error
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        first = next(
+            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            "",
+        )
         raise PlanError(
-            f"the model cannot be {doing} on tensors without data ({type(error).__name__}: {first}): {hint}."
+            f"The model cannot be {doing} on tensors without data ({type(error).__name__}: {first}): {hint}."
         ) from error

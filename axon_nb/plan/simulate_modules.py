@@ -1,11 +1,11 @@
-"""What belongs to which module, for the whole model, from a version of it that may lack most of its blocks."""
+"""Memory by module of the full model, from a version that may lack most blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from axon_nb.plan.memory_record import ModuleMemory
-from axon_nb.plan.simulate_depth import ENDS, Run
+from axon_nb.plan.simulate_depth import ENDS, BlockRun
 
 __all__ = ["module_rows"]
 
@@ -13,16 +13,16 @@ __all__ = ["module_rows"]
 def module_rows(
     states: Mapping[str, tuple[int, int, int]],
     activations: Mapping[str, int],
-    run: Run | None = None,
+    run: BlockRun | None = None,
     depth: int = 0,
 ) -> tuple[ModuleMemory, ...]:
-    """A row for each module that has anything.
+    """Return a row for each module with any memory.
 
     Args:
         states: Bytes of parameters, gradients and optimizer states by module.
-        activations: Bytes held at the peak by the module that made them.
-        run: The equal blocks of the whole model; None: all of them are in `states`.
-        depth: How many of them are.
+        activations: Bytes alive at the peak, by the module that made them.
+        run: The equal blocks of the full model; None: `states` has all of them.
+        depth: Number of blocks in `states`.
     """
     rows = [
         ModuleMemory(name, *states.get(name, (0, 0, 0)), activations.get(name, 0))
@@ -35,17 +35,17 @@ def module_rows(
     before: list[ModuleMemory] = []
     after: list[ModuleMemory] = []
     for row in rows:
-        number = _number(row.name, run, depth)
+        number = _block_index(row.name, run, depth)
         if number is not None:
             blocks[number].append(row)
         else:
             (after if any(blocks) else before).append(row)
-    spread = [row for number in range(run.depth) for row in _copied(blocks, run, depth, number)]
-    return (*before, *spread, *after)
+    repeated = [row for number in range(run.depth) for row in _block_rows(blocks, run, depth, number)]
+    return (*before, *repeated, *after)
 
 
-def _copied(blocks: list[list[ModuleMemory]], run: Run, depth: int, number: int) -> list[ModuleMemory]:
-    """The rows of one block of the whole: those of the first and last ones, or of the one between."""
+def _block_rows(blocks: list[list[ModuleMemory]], run: BlockRun, depth: int, number: int) -> list[ModuleMemory]:
+    """The rows of one block of the full model, copied from an end block or from one in between."""
     from_end = run.depth - number
     source = number if number < ENDS else depth - from_end if from_end <= ENDS else ENDS
     old, new = run.names[source], run.names[number]
@@ -55,7 +55,7 @@ def _copied(blocks: list[list[ModuleMemory]], run: Run, depth: int, number: int)
     ]
 
 
-def _number(name: str, run: Run, depth: int) -> int | None:
+def _block_index(name: str, run: BlockRun, depth: int) -> int | None:
     for number, block in enumerate(run.names[:depth]):
         if name == block or name.startswith(f"{block}."):
             return number

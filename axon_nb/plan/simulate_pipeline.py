@@ -1,4 +1,4 @@
-"""A rank of a pipeline, without data: its stages, sharded where wanted, and torch's own schedule that drives them."""
+"""One pipeline rank without data: its stages, sharded over data ranks if wanted, driven by torch's own schedule."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from axon_nb.parallel.pipeline.split import Section, balanced, costs_of, section
 from axon_nb.parallel.pipeline.torch_hooks import schedule_class
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.simulate_model import Question, explained, optimizer_of
-from axon_nb.plan.simulate_training import Enter, Meshes, Training, cut_layers
+from axon_nb.plan.simulate_model import TrainingSetup, explain_failure, request_optimizer
+from axon_nb.plan.simulate_training import PhaseCallback, RankMeshes, Training, shard_layers
 from axon_nb.torch_api import torch_api
 
-__all__ = ["pipeline_of", "stages_on"]
+__all__ = ["make_pipeline_training", "stages_on_rank"]
 
-Border = tuple[torch.Tensor, ...]
-"""What goes from one stage to the next for one microbatch."""
+Boundary = tuple[torch.Tensor, ...]
+"""The tensors that cross a stage boundary for one microbatch."""
 _PHASES = {
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -31,34 +31,34 @@ _PHASES = {
 }
 
 
-def stages_on(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, Section]:
-    """The stages that one rank of a pipeline holds, cut as `Pipeline.split` does by the number of parameters.
+def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, Section]:
+    """Return the stages that one pipeline rank holds, split by parameter count as in `Pipeline.split`.
 
     Args:
-        request: What is asked.
-        model: The whole; its modules are shared.
-        place: Of the rank along the axis pp.
+        request: The request.
+        model: The whole model; its modules are shared.
+        place: The rank's coordinate along pp.
 
     Raises:
-        CommError: the model cannot be cut so, or the schedule cannot run it.
-        PlanError: the batch cannot be cut so.
+        CommError: the model cannot be split so, or the schedule cannot run it.
+        PlanError: the batch cannot be split so.
     """
     schedule, num_stages, count = _numbers(request)
     check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
     stages = _all_stages(model, num_stages)
-    held = stages_of(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
-    return {index: stages[index] for index in held}
+    own_stages = stages_of(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
+    return {index: stages[index] for index in own_stages}
 
 
 def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
-    """The schedule, the number of stages, and that of microbatches."""
+    """The schedule, the number of stages and the number of microbatches."""
     schedule = PipelineSchedule.of(request.schedule)
     num_stages = default_num_stages(schedule, request.size("pp"))
-    count, batch = request.microbatches or num_stages, request.batch
+    count, batch = request.num_microbatches or num_stages, request.batch
     if batch % count:
         raise PlanError(
-            f"batch={batch} in {count} microbatches: it is a multiple of them, such as "
-            f"{-(-batch // count) * count}; or give another number of microbatches=."
+            f"batch ({batch}) must be divisible by num_microbatches ({count}): use batch={-(-batch // count) * count}, "
+            "or change num_microbatches=."
         )
     return schedule, num_stages, count
 
@@ -69,58 +69,62 @@ def _all_stages(model: nn.Module, num_stages: int) -> list[Section]:
     return sections(model, [list(costs)[start] for start in starts[1:]])
 
 
-def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Training:
-    """One rank of a pipeline, its stages cut and sharded as `Parallel3D` does.
+def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
+    """Make one pipeline rank, its stages sharded as in `Parallel3D`.
 
     Args:
-        question: What is run.
-        model: The whole, made by it.
+        setup: What to run.
+        model: The whole model, made by `setup`.
         meshes: The ranks.
 
     Raises:
-        PlanError: an option has no meaning in a pipeline.
-        CommError: the model cannot be cut so.
+        PlanError: an option does not work in a pipeline.
+        CommError: the model cannot be split so.
     """
     assert meshes.stages is not None
-    request = question.request
+    request = setup.request
     if request.mixed_precision is not None and request.size("dp") == 1:
         raise PlanError(
-            "mixed_precision with pp and no dp of 2 or more: it comes with FSDP; dtype= converts the model."
+            "mixed_precision with pp requires FSDP: use a dp axis of 2 or more, or convert the model with dtype=."
         )
     _, num_stages, count = _numbers(request)
-    args, target = question.inputs(), question.target()
-    with explained("run", "inputs= is what the model takes"):
-        borders = _borders(request, _all_stages(model, num_stages), args, count)
-    cut_layers(question, model, meshes)
-    held = stages_on(request, model, meshes.stages.get_local_rank())
+    args, target = setup.inputs(), setup.target()
+    with explain_failure("run", "check that inputs= fits the model"):
+        boundaries = _boundaries(request, _all_stages(model, num_stages), args, count)
+    shard_layers(setup, model, meshes)
+    own_stages = stages_on_rank(request, model, meshes.stages.get_local_rank())
     part = nn.Module()
-    for stage in held.values():
+    for stage in own_stages.values():
         for name, child in stage.named_children():
             part.add_module(name, child)
         if request.size("dp") > 1:
             _shard(stage, request, meshes.data)
-    kind = optimizer_of(request)
+    kind = request_optimizer(request)
     optimizer = kind.make(list(part.parameters()), **kind.options)
-    given = args if 0 in held else ()
-    wanted = target if num_stages - 1 in held else None
-    enters: list[Enter] = []
-    driver = _driver(question, held, borders, meshes.stages, enters)
+    stage_inputs = args if 0 in own_stages else ()
+    stage_target = target if num_stages - 1 in own_stages else None
+    on_phase: list[PhaseCallback] = []
+    driver = _driver(setup, own_stages, boundaries, meshes.stages, on_phase)
 
-    def compute(enter: Enter) -> None:
-        enters[:] = [enter]
+    def compute(on_phase_start: PhaseCallback) -> None:
+        on_phase[:] = [on_phase_start]
         with torch_api().static_stages():
-            driver.step(*given, target=wanted, return_outputs=False)
+            driver.step(*stage_inputs, target=stage_target, return_outputs=False)
 
-    return Training(part, optimizer, compute, (given, wanted))
+    return Training(part, optimizer, compute, (stage_inputs, stage_target))
 
 
 def _driver(
-    question: Question, held: Mapping[int, nn.Module], borders: list[Border], mesh: DeviceMesh, enters: list[Enter]
+    setup: TrainingSetup,
+    own_stages: Mapping[int, nn.Module],
+    boundaries: list[Boundary],
+    mesh: DeviceMesh,
+    on_phase: list[PhaseCallback],
 ) -> Any:
     """Torch's schedule of this rank's stages, as `Pipeline` makes it."""
     from torch.distributed.pipelining import PipelineStage
 
-    schedule, num_stages, count = _numbers(question.request)
+    schedule, num_stages, count = _numbers(setup.request)
     group = mesh.get_group()
     stages = [
         PipelineStage(
@@ -128,34 +132,34 @@ def _driver(
             index,
             num_stages,
             torch.device("cpu"),
-            input_args=borders[index],
-            output_args=borders[index + 1],
+            input_args=boundaries[index],
+            output_args=boundaries[index + 1],
             group=group,
         )
-        for index, module in held.items()
+        for index, module in own_stages.items()
     ]
     for stage in stages:
         for name, phase in _PHASES.items():
-            setattr(stage, name, _telling(getattr(stage, name), phase, enters))
+            setattr(stage, name, _reporting_phase(getattr(stage, name), phase, on_phase))
 
-    def loss_of(output: Any, wanted: Any) -> torch.Tensor:
-        return question.loss(output, wanted) / count
+    def loss_of(output: Any, stage_target: Any) -> torch.Tensor:
+        return setup.loss(output, stage_target) / count
 
     made = schedule_class(schedule)
     return made(stages if schedule.has_many_stages else stages[0], count, loss_fn=loss_of, scale_grads=False)
 
 
-def _telling(call: Callable[..., Any], phase: str, enters: list[Enter]) -> Callable[..., Any]:
+def _reporting_phase(call: Callable[..., Any], phase: str, on_phase: list[PhaseCallback]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        enters[0](phase)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        on_phase[0](phase)
         return call(*args, **kwargs)
 
-    return told
+    return called
 
 
-def _borders(request: MemoryRequest, stages: list[Section], args: tuple[Any, ...], count: int) -> list[Border]:
-    """What goes into each stage for one microbatch, and what comes out of the last one."""
+def _boundaries(request: MemoryRequest, stages: list[Section], args: tuple[Any, ...], count: int) -> list[Boundary]:
+    """The inputs of each stage for one microbatch, and the outputs of the last one."""
     kind = None if request.mixed_precision is None else getattr(torch, request.mixed_precision)
     value = tuple(item[: request.batch // count] for item in args)
     found = [value]
@@ -163,7 +167,9 @@ def _borders(request: MemoryRequest, stages: list[Section], args: tuple[Any, ...
         output = stage(*value)
         value = output if isinstance(output, tuple) else (output,)
         if not all(isinstance(item, torch.Tensor) for item in value):
-            raise PlanError(f"a stage gives {[type(item).__name__ for item in value]}: only tensors are sent.")
+            raise PlanError(
+                f"Pipeline stages must return tensors; one returned {[type(item).__name__ for item in value]}."
+            )
         found.append(tuple(_sent(item, kind) for item in value))
     return found
 

@@ -1,4 +1,4 @@
-"""From a log of storages to what is held when, and what for."""
+"""Replays a storage log: what is held when, and for what purpose."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from axon_nb.plan.memory_record import MemoryParts
 from axon_nb.plan.simulate_tracker import Change
 
-__all__ = ["Key", "Moment", "Step"]
+__all__ = ["Key", "Moment", "StepLog"]
 
 Key = tuple[str, str, int]
-"""A stretch of a step: its phase, and where in the model."""
+"""A section of a step: its phase, and where in the model."""
 _FORWARD_AND_BACKWARD = ("forward", "backward")
 
 
@@ -24,20 +24,20 @@ class Moment:
     phase: str = ""
     module: str = ""
     activations: Mapping[str, int] = field(default_factory=dict)
-    """By the module whose forward has made them."""
+    """By the module whose forward made them."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step, as it was logged.
+class StepLog:
+    """The log of one step.
 
     Args:
-        start: Bytes of the blocks that were there when it began.
-        changes: What changed, in order.
-        roles: What blocks are, as far as that is known.
-        makers: Phase and module in which each block was made.
-        offloaded: Roles whose blocks are kept in the host's memory.
-        own_memory: Whether that is another memory than the device's, and does not count.
+        start: Bytes of the storages at the start of the step.
+        changes: Changes in time order.
+        roles: Roles of storages, as far as known.
+        makers: Phase and module in which each storage was made.
+        offloaded: Roles that are kept in host memory.
+        own_memory: Whether the device has memory of its own, so that host memory does not count.
     """
 
     start: Mapping[int, int]
@@ -48,22 +48,22 @@ class Step:
     own_memory: bool
 
     def part_of(self, block: int) -> str | None:
-        """The part of the breakdown that a block counts for; None: it is on the host."""
+        """The part that a storage counts for; None: it is on the host."""
         role = self.roles.get(block)
         phase = self.makers[block][0]
         if self.own_memory and (
-            role in self.offloaded or (role is None and phase == "optimizer" and self._steps_there)
+            role in self.offloaded or (role is None and phase == "optimizer" and self._steps_on_host)
         ):
             return None
         return role or ("activations" if phase in _FORWARD_AND_BACKWARD else "other")
 
     @property
-    def _steps_there(self) -> bool:
+    def _steps_on_host(self) -> bool:
         """Whether the optimizer's step runs on the host."""
         return "gradients" in self.offloaded
 
-    def highest(self, key: Callable[[str, str], Key]) -> dict[Key, Moment]:
-        """The highest moment of each stretch of the step."""
+    def peaks(self, key: Callable[[str, str], Key]) -> dict[Key, Moment]:
+        """Return the highest moment of each section of the step."""
         best: dict[Key, tuple[int, int]] = {}
         total = sum(size for block, size in self.start.items() if self.part_of(block))
         for number, change in enumerate(self.changes):
@@ -76,12 +76,12 @@ class Step:
         return {name: moments[number] for name, (_, number) in best.items()}
 
     def between_steps(self) -> Moment:
-        """What is held after the optimizer's step."""
+        """Return what is held after the optimizer's step."""
         last = len(self.changes) - 1
         return self._at({last})[last]
 
-    def held(self, role: str) -> int:
-        """Bytes of a role after the optimizer's step, wherever they are."""
+    def bytes_of(self, role: str) -> int:
+        """Return the bytes of a role after the optimizer's step, on the device or the host."""
         sizes = Counter(self.start)
         for change in self.changes:
             sizes[change.block] += change.size

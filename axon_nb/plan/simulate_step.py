@@ -1,4 +1,4 @@
-"""One training step of one rank, run without data and logged."""
+"""Runs one training step of one rank without data, and logs it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from axon_nb.plan.memory_request import OFFLOADED, MemoryRequest
-from axon_nb.plan.simulate_depth import Run
-from axon_nb.plan.simulate_hooks import GLOO_COPIES, fake_world, fakes
-from axon_nb.plan.simulate_model import Question, explained
-from axon_nb.plan.simulate_pipeline import pipeline_of
-from axon_nb.plan.simulate_replay import Step
+from axon_nb.plan.simulate_depth import BlockRun
+from axon_nb.plan.simulate_hooks import GLOO_COPIES, fake_tensors, fake_world
+from axon_nb.plan.simulate_model import TrainingSetup, explain_failure
+from axon_nb.plan.simulate_pipeline import make_pipeline_training
+from axon_nb.plan.simulate_replay import StepLog
 from axon_nb.plan.simulate_tracker import StorageLog
-from axon_nb.plan.simulate_training import Meshes, Training, cut_layers, training_of
+from axon_nb.plan.simulate_training import RankMeshes, Training, make_training, shard_layers
 
-__all__ = ["Ran", "ran"]
+__all__ = ["StepRun", "run_step"]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """One step of one rank."""
+class StepRun:
+    """The logged step of one rank."""
 
-    step: Step
+    step: StepLog
     modules: dict[str, tuple[int, int, int]]
-    """Bytes of parameters, gradients and optimizer states of each module alone."""
+    """Bytes of parameters, gradients and optimizer states of each module, without submodules."""
 
     @property
     def host_bytes(self) -> int:
-        """What offloading keeps in the host's memory between steps."""
-        return sum(self.step.held(role) for role in self.step.offloaded)
+        """Bytes that offloading keeps in host memory between steps."""
+        return sum(self.step.bytes_of(role) for role in self.step.offloaded)
 
 
-def ran(question: Question, rank: int, run: Run | None = None, depth: int = 0) -> Ran:
-    """Make a rank's model, train it until all is there, and log one more step.
+def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth: int = 0) -> StepRun:
+    """Build a rank's model, create its optimizer states, and log one step.
 
     Args:
-        question: What is run.
-        rank: Which rank of the world.
+        setup: What to run.
+        rank: The rank of the world.
         run: Blocks of which only `depth` are made; None: all.
-        depth: How many.
+        depth: Number of blocks.
 
     Raises:
-        PlanError: the model cannot be made or run without data.
+        PlanError: the model cannot be built or run without data.
     """
-    request = question.request
-    with fake_world(rank, request.world):
-        meshes = Meshes.of(request)
-        with fakes(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
-            training = _training(question, question.model(run, depth), meshes)
+    request = setup.request
+    with fake_world(rank, request.world_size):
+        meshes = RankMeshes.of(request)
+        with fake_tensors(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
+            training = _training(setup, setup.model(run, depth), meshes)
             log.follow(training.model)
-            with explained("run", "inputs=, target= and loss= are what the model takes and gives"):
+            with explain_failure("run", "check that inputs=, target= and loss= fit the model"):
                 training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
 
 
-def _training(question: Question, model: nn.Module, meshes: Meshes) -> Training:
+def _training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     if meshes.stages is not None:
-        return pipeline_of(question, model, meshes)
-    return training_of(question, cut_layers(question, model, meshes), meshes)
+        return make_pipeline_training(setup, model, meshes)
+    return make_training(setup, shard_layers(setup, model, meshes), meshes)
 
 
-def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> Ran:
+def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> StepRun:
     parameters = list(training.model.parameters())
-    log.mark("other", [*training.model.buffers(), *training.counts()])
+    log.mark("other", [*training.model.buffers(), *training.scalar_states()])
     log.mark("parameters", parameters)
     log.mark("optimizer", training.states())
     log.mark("activations", [item for item in tree_leaves(training.inputs) if isinstance(item, torch.Tensor)])
@@ -77,14 +77,14 @@ def _logged(training: Training, log: StorageLog, request: MemoryRequest) -> Ran:
     log.mark("gradients", [parameter.grad for parameter in parameters if parameter.grad is not None])
     log.enter_phase("optimizer")
     training.optimizer.step()
-    log.mark("parameters", parameters)  # offloaded ones have been there and back
+    log.mark("parameters", parameters)  # offloaded ones were moved and returned
     log.mark("optimizer", training.states())
-    step = Step(
+    step = StepLog(
         dict(log.start),
         tuple(log.changes),
         dict(log.roles),
         dict(log.makers),
-        offloaded=OFFLOADED[request.offload],
+        offloaded=OFFLOADED[request.cpu_offload],
         own_memory=request.device == "cuda",
     )
-    return Ran(step, training.modules())
+    return StepRun(step, training.modules())

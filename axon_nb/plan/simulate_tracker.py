@@ -1,4 +1,4 @@
-"""A log of storages: when each is made, resized and freed, in which phase and by which module."""
+"""Logs storages: when each is made, resized and freed, in which phase and by which module."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from axon_nb.plan.simulate_hooks import NOWHERE, ORIGINS, RESULT, SAME, WHOLE_GR
 __all__ = ["Change", "StorageLog"]
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
-_DEEP = 60
+_MAX_FRAMES = 60
 
 
 class Change(NamedTuple):
-    """Storage `block` has `size` bytes more, or fewer."""
+    """A change of storage `block` by `size` bytes."""
 
     block: int
     size: int
@@ -38,27 +38,27 @@ class Change(NamedTuple):
 class StorageLog(TorchDispatchMode):
     """Counts each storage of fake tensors once, however many tensors share it.
 
-    Nothing is drawn from values, nor kept alive: a storage is known by a weak reference.
+    It reads no values and keeps nothing alive: storages are tracked by weak references.
 
     Args:
-        copying: Collectives that copy one of their arguments while they run, and which.
+        copying: Collectives that copy one of their arguments while they run, and which one.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and each operation would pay for it
+        return False  # nothing is compiled here, and the check would slow each operation
 
     def __init__(self, copying: Mapping[str, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copying = copying or {}
         self.changes: list[Change] = []
-        """Since `begin`."""
+        """Changes since `begin`."""
         self.start: dict[int, int] = {}
-        """Bytes of the blocks that were there at `begin`."""
+        """Bytes of the storages present at `begin`."""
         self.roles: dict[int, str] = {}
-        """What blocks are, as far as they were marked or their maker is known."""
+        """Roles of storages, as far as marked or known from their allocation."""
         self.makers: dict[int, tuple[str, str]] = {}
-        """Phase and module in which a block was made."""
+        """Phase and module in which each storage was made."""
         self.phase = "setup"
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._next = 0
@@ -67,33 +67,33 @@ class StorageLog(TorchDispatchMode):
 
     @property
     def module(self) -> str:
-        """The module that computes, as far as it is known."""
+        """The running module, as far as known."""
         return self._stack[-1] if self._stack else self._cursor
 
     def begin(self) -> None:
-        """Forget what has changed so far; what is there stays."""
+        """Clear the log; storages stay known."""
         self.changes.clear()
         self.start = {block: size for _, block, size in self._known.values()}
 
     def enter_phase(self, phase: str) -> None:
-        """From now on changes belong to this phase."""
+        """Assign changes from now on to a phase."""
         self.phase, self._cursor = phase, ""
         self._stack.clear()
 
     def mark(self, role: str, tensors: Iterable[Any], *, over: bool = True) -> None:
-        """Say what the storages of these tensors are; unless `over`, only of those that nothing is known of."""
+        """Set the role of these tensors' storages; unless `over`, only where none is known."""
         for tensor in tensors:
             entry = self._known.get(local_part(tensor).untyped_storage()._cdata)
             if entry is not None and (over or entry[1] not in self.roles):
                 self.roles[entry[1]] = role
 
     def mark_rest(self, role: str) -> None:
-        """Say what all storages are that are there, and that nothing is known of."""
+        """Set the role of all storages that have none."""
         for _, block, _ in self._known.values():
             self.roles.setdefault(block, role)
 
     def follow(self, model: nn.Module) -> None:
-        """From now on changes are put down to modules of this model."""
+        """Assign changes from now on to modules of this model."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._entering(name), prepend=True)
             module.register_forward_hook(self._leaving(name), always_call=True)
@@ -118,7 +118,7 @@ class StorageLog(TorchDispatchMode):
         self._cursor = name
 
     def __enter__(self) -> StorageLog:
-        """From now on storages are logged."""
+        """Start logging."""
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -131,9 +131,9 @@ class StorageLog(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and log the storages of what it gives."""
+        """Run an operation and log the storages of its results."""
         if any(issubclass(kind, _WRAPPERS) for kind in types):
-            return NotImplemented  # their parts come here
+            return NotImplemented  # their local tensors come here
         name = func._schema.name
         if name in SAME:
             return args[0]
@@ -144,7 +144,7 @@ class StorageLog(TorchDispatchMode):
             if isinstance(leaf, FakeTensor):
                 self._see(leaf.untyped_storage())
         if (copied := self._copying.get(name)) is not None:
-            self._pass_by(result if copied == RESULT else args[copied])
+            self._log_transient(result if copied == RESULT else args[copied])
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -162,8 +162,8 @@ class StorageLog(TorchDispatchMode):
             self.roles[block] = role
         self._change(block, size)
 
-    def _pass_by(self, tensors: Any) -> None:
-        """Count copies that are gone when the operation is over."""
+    def _log_transient(self, tensors: Any) -> None:
+        """Log copies that are freed when the operation ends."""
         for tensor in tree_leaves(tensors):
             block, size = self._next, tensor.nbytes
             self._next += 1
@@ -184,7 +184,7 @@ class StorageLog(TorchDispatchMode):
             result = resize(storage, size)
             entry = self._known.get(storage._cdata)
             if entry is None:
-                # Such as FSDP's whole parameters, of which only the storage has lived on.
+                # Such as FSDP's unsharded parameters, whose storage outlives the tensor.
                 if size:
                     self._add(storage, size, _origin())
             else:
@@ -197,21 +197,22 @@ class StorageLog(TorchDispatchMode):
 
 
 def _origin() -> str:
-    """What a storage is that is made now, by who makes it; empty when that says nothing."""
+    """The role of a storage made now, by the code that makes it; empty: unknown."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(_DEEP):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        found = _told.get(id(code))
+        found = _role_cache.get(id(code))
         if found is None:
             role = ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name)) or ""
-            found = _told[id(code)] = role, code
+            found = _role_cache[id(code)] = role, code
         if found[0]:
             return found[0]
         frame = frame.f_back
     return ""
 
 
-_told: dict[int, tuple[str, CodeType]] = {}
-"""What code was found to make; by its identity, as comparing takes longer, and with it, so that it stays the same."""
+_role_cache: dict[int, tuple[str, CodeType]] = {}
+"""Role by code object. Keyed by identity, because comparing is slower; holds the code, so that the identity stays
+unique."""

@@ -1,4 +1,4 @@
-"""A rank's model as it is trained: cut over ranks, sharded or copied, with its optimizer and its step."""
+"""A rank's model in training: sharded or replicated, with its optimizer and its step."""
 
 from __future__ import annotations
 
@@ -23,72 +23,72 @@ from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_opt
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.module_kinds import kinds_in
+from axon_nb.plan.module_kinds import checked_module_filter
 from axon_nb.plan.simulate_hooks import mesh_of
-from axon_nb.plan.simulate_model import Question, optimizer_of
+from axon_nb.plan.simulate_model import TrainingSetup, request_optimizer
 
-__all__ = ["Enter", "Meshes", "Shape", "Training", "cut_layers", "shapes_of", "training_of"]
+__all__ = ["PhaseCallback", "RankMeshes", "Shape", "Training", "local_shapes", "make_training", "shard_layers"]
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]
-"""Of a parameter: shape, dtype, whether it is trained."""
+"""A parameter's shape, dtype and requires_grad."""
 
-Enter = Callable[[str], None]
-"""Told which phase of a step begins."""
+PhaseCallback = Callable[[str], None]
+"""Called with the phase of a step that starts."""
 
 
 @dataclass(frozen=True)
-class Meshes:
-    """The ranks, along the axes of samples, layers and stages; made before there are fake tensors."""
+class RankMeshes:
+    """The device meshes of data, layers and stages; made outside `fake_tensors`."""
 
     data: DeviceMesh
     layers: DeviceMesh | None
     stages: DeviceMesh | None
 
     @staticmethod
-    def of(request: MemoryRequest) -> Meshes:
-        """Those of a request."""
-        no_shard = request.strategy == "no_shard"  # every rank a copy, each "sharded" over itself alone
+    def of(request: MemoryRequest) -> RankMeshes:
+        """Make the meshes of a request."""
+        no_shard = request.strategy == "no_shard"  # every rank is a replica, "sharded" over itself alone
         axes = dict(request.mesh)
         if no_shard:
             axes = {"replicate": axes.get("dp", 1), "shard": 1} | {k: v for k, v in axes.items() if k != "dp"}
         elif request.strategy != "hybrid_shard":
-            axes.setdefault("dp", 1)  # at the end, where its place does not matter
-        whole = mesh_of(axes)
+            axes.setdefault("dp", 1)  # at the end, where its position does not matter
+        mesh = mesh_of(axes)
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
-        own = whole if tuple(axes) == data else whole[data if len(data) > 1 else data[0]]
-        cut, piped = (whole[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
-        return Meshes(own, cut, piped)
+        own = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
+        layers, stages = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
+        return RankMeshes(own, layers, stages)
 
 
 @dataclass(frozen=True)
 class Training:
-    """One rank's part of a model in training."""
+    """One rank's training state."""
 
     model: nn.Module
-    """What has the parameters; its modules have the names of the model as it was given."""
+    """Holds the parameters; its modules have the names of the original model."""
     optimizer: Optimizer
-    compute: Callable[[Enter], None]
-    """Forward and backward of one batch; it is given a function to say which of the two begins."""
+    compute: Callable[[PhaseCallback], None]
+    """Runs forward and backward of one batch; its argument is called with the phase that starts."""
     inputs: tuple[Any, ...]
 
     def make_states(self) -> None:
-        """Have the optimizer make its states, as its first step does: a step without them is not like the others."""
+        """Have the optimizer create its states, as its first step does."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def states(self) -> list[torch.Tensor]:
-        """The optimizer's, but for single numbers."""
+        """The optimizer's states, without scalars."""
         return held_states(self.optimizer)
 
-    def counts(self) -> list[torch.Tensor]:
-        """The optimizer's single numbers."""
+    def scalar_states(self) -> list[torch.Tensor]:
+        """The optimizer's scalar states."""
         values = [value for state in own_optimizer(self.optimizer).state.values() for value in state.values()]
         return [value for value in values if isinstance(value, torch.Tensor) and value.ndim == 0]
 
     def modules(self) -> dict[str, tuple[int, int, int]]:
-        """Bytes of parameters, gradients and optimizer states of each module alone, without padding."""
+        """Bytes of parameters, gradients and optimizer states of each module, without submodules and padding."""
         states = own_optimizer(self.optimizer).state
         found = {}
         for name, module in self.model.named_modules():
@@ -102,53 +102,53 @@ class Training:
         return found
 
 
-def cut_layers(question: Question, model: nn.Module, meshes: Meshes) -> nn.Module:
-    """Leave this rank its part of the layers; changed in place."""
+def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> nn.Module:
+    """Shard layers over tp, in place."""
     if meshes.layers is not None:
-        # Rank 0's values are sent to all first: here are no values, and no other ranks.
+        # `parallelize` broadcasts rank 0's values first; here there are no values and no other ranks.
         module: Any = import_module("axon_nb.parallel.tensor.parallelize")
-        sends = module.broadcast
+        original = module.broadcast
         module.broadcast = lambda tensor, **_: tensor
         try:
-            module.parallelize(model, question.request.tp_plan, meshes.layers)
+            module.parallelize(model, setup.request.tp_plan, meshes.layers)
         finally:
-            module.broadcast = sends
+            module.broadcast = original
     return model
 
 
-def shapes_of(modules: Iterable[nn.Module]) -> list[Shape]:
-    """A rank's parameters, before they are sharded over samples."""
+def local_shapes(modules: Iterable[nn.Module]) -> list[Shape]:
+    """Return the shapes of a rank's parameters before data ranks shard them."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     return [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
-def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Training:
-    """Shard or copy a model as the request says, and make its optimizer.
+def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
+    """Shard or replicate a model as requested, and make its optimizer.
 
     Args:
-        question: What is run.
-        model: Made by it, its layers cut; changed in place.
+        setup: What to run.
+        model: Made by `setup`, with sharded layers; changed in place.
         meshes: The ranks.
 
     Raises:
         CommError: it cannot be sharded so.
     """
-    request = question.request
-    whole = request.strategy in ("ddp", "optimizer_state")
-    kind = optimizer_of(request)
-    args, target = question.inputs(), question.target()
-    if request.is_bare:
+    request = setup.request
+    is_replicated = request.strategy in ("ddp", "optimizer_state")
+    kind = request_optimizer(request)
+    args, target = setup.inputs(), setup.target()
+    if request.is_unwrapped:
         wrapped, optimizer = model, kind.make(list(model.parameters()), **kind.options)
     else:
-        wrapped, optimizer = (_in_ddp if whole else _in_fsdp)(model, request, meshes.data, kind)
-    precise = request.mixed_precision is None or not whole
+        wrapped, optimizer = (_in_ddp if is_replicated else _in_fsdp)(model, request, meshes.data, kind)
+    precise = request.mixed_precision is None or not is_replicated
     casting = contextlib.nullcontext if precise else functools.partial(_autocast, str(request.mixed_precision))
 
-    def compute(enter: Enter) -> None:
-        enter("forward")
+    def compute(on_phase_start: PhaseCallback) -> None:
+        on_phase_start("forward")
         with casting():
-            loss = question.loss(wrapped(*args), target)
-        enter("backward")
+            loss = setup.loss(wrapped(*args), target)
+        on_phase_start("backward")
         loss.backward()
 
     return Training(model, optimizer, compute, (args, target))
@@ -161,9 +161,9 @@ def _in_fsdp(
         model,
         strategy=ShardingStrategy(request.strategy),
         mesh=mesh,
-        wrap=kinds_in(model, request.wrap, "wrap"),
+        wrap=checked_module_filter(model, request.wrap, "wrap"),
         mixed_precision=None if request.mixed_precision is None else getattr(torch, request.mixed_precision),
-        cpu_offload=CPUOffload(request.offload),
+        cpu_offload=CPUOffload(request.cpu_offload),
         sync_parameters=False,
     )
     return wrapped, wrapped.optimizer(kind.make, **kind.options)
@@ -172,18 +172,18 @@ def _in_fsdp(
 def _in_ddp(
     model: nn.Module, request: MemoryRequest, mesh: DeviceMesh, kind: OptimizerKind
 ) -> tuple[nn.Module, Optimizer]:
-    """As `axon_nb.parallel.DDP` and `ZeRO1`, which would ask the other ranks about their models first."""
+    """Wrap as `axon_nb.parallel.DDP` and `ZeRO1` do, without checking the other ranks' models."""
     sharded = request.strategy == "optimizer_state"
     group: Any = mesh.get_group()
     wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=sharded)
-    # What the group without other ranks gives as the result of its all-reduce is not what DDP expects.
+    # The fake group's all-reduce does not return what DDP expects.
     wrapped.register_comm_hook(None, noop_hook)
     parameters = list(model.parameters())
     if not sharded:
         return wrapped, kind.make(parameters, **kind.options)
     options: dict[str, Any] = {"parameters_as_bucket_view": True, **kind.options}
     optimizer: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind.make, process_group=group, **options)
-    if request.offload == "optimizer_states":
+    if request.cpu_offload == "optimizer_states":
         keep_states_on_host(optimizer, torch.device("cpu"))
     return wrapped, optimizer
 

@@ -8,33 +8,40 @@ from typing import Any, Unpack
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.asked_numbers import real_number
+from axon_nb.plan.asked_numbers import check_number
 from axon_nb.plan.communication_call import traffic_of
-from axon_nb.plan.communication_layout import DATA_AXES, Layout, LayoutOptions
+from axon_nb.plan.communication_layout import DATA_AXES, ParallelLayout, TrafficOptions
 from axon_nb.plan.communication_plan import CommunicationPlan
 from axon_nb.plan.communication_table import format_flops
 from axon_nb.plan.links import Link
-from axon_nb.plan.rates_presets import as_rates
+from axon_nb.plan.rates_presets import resolve_rates
 from axon_nb.plan.schedule_plan import SchedulePlan
-from axon_nb.plan.step_time_compute import computed, copied, optimizer_work, pipelined, wrapped_s, wrapper_of
+from axon_nb.plan.step_time_compute import (
+    compute_work,
+    copy_work,
+    optimizer_work,
+    pipeline_schedule,
+    wrapper_s,
+    wrapper_s_per_parameter,
+)
 from axon_nb.plan.step_time_plan import StepTime
 from axon_nb.plan.step_time_work import Rates
 from axon_nb.records.quantity import format_bytes
 
-__all__ = ["predicted", "step_time"]
+__all__ = ["predict_step", "step_time"]
 
 
 def step_time(
     model: Any,
-    world: int | None = None,
+    world_size: int | None = None,
     *,
     rates: Rates | float | str | Any,
     links: Link | str | Mapping[str, Link | str] | Any = None,
     overlap: float | None = None,
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
-    **layout: Unpack[LayoutOptions],
+    **layout: Unpack[TrafficOptions],
 ) -> StepTime:
-    """Compute, communication that nothing hides, and the pipeline's bubble.
+    """Predict a step's time: compute, exposed communication, and the pipeline bubble.
 
         plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates=400e12, links="ib-ndr")
         here = plan.calibrate(model=small, inputs=batch, optimizer=torch.optim.AdamW)   # on ranks
@@ -42,48 +49,58 @@ def step_time(
 
     Args:
         model: As in `communication`.
-        world: Number of ranks; None: as the mesh has.
-        rates: Floating point operations a second that a rank does, in the dtype that it computes in; `Rates`, which
-            knows of other operations too; a GPU's name such as ``"h100"``; or what `calibrate` has returned.
+        world_size: Number of ranks; None: the mesh says.
+        rates: FLOP/s that a rank reaches in its compute dtype; `Rates`, which cover other operations too; a GPU's name
+            such as ``"h100"``; or the result of `calibrate`.
         links: As in `communication`.
-        overlap: The share of communication, 0 to 1, that passes behind computation where it may; None: as `calibrate`
-            has measured, or 1.
-        optimizer: Made from parameters, or the name of one of torch's; None: there is none.
-        **layout: The fields of `LayoutOptions`, as in `communication`; ``inputs`` is needed, but for a GPTConfig.
+        overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
+            or 1.
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
+        **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
-        UsageError: the model cannot be built or laid out so; rates or links are missing; the message says what can.
+        UsageError: the model cannot be built or laid out so, or rates or links are missing; the message says what
+            works.
     """
-    found, share = as_rates(rates), _overlap(overlap, rates, links)
-    laid_out = Layout.of(model, world, layout, optimizer)
-    if not laid_out.trace.called:
-        raise UsageError("how long a step takes depends on the batch: give inputs=, such as torch.zeros(8, 64).")
+    found, share = resolve_rates(rates), _overlap(overlap, rates, links)
+    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer)
+    if not laid_out.trace.has_inputs:
+        raise UsageError(
+            "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."
+        )
     traffic = traffic_of(laid_out, links)
     if traffic.rows and not traffic.links:
         raise UsageError(
-            "ranks communicate, so links= is needed: a preset such as 'nvlink4', Link(…), or what plan.calibrate() has "
-            "returned."
+            "links= is required, because ranks communicate: a preset such as 'nvlink4', a Link(…), or the result of "
+            "plan.calibrate()."
         )
-    return predicted(laid_out, traffic, found, share)
+    return predict_step(laid_out, traffic, found, share)
 
 
-def predicted(
-    layout: Layout, traffic: CommunicationPlan, rates: Rates, overlap: float, *, plan: SchedulePlan | None = None
+def predict_step(
+    layout: ParallelLayout,
+    traffic: CommunicationPlan,
+    rates: Rates,
+    overlap: float,
+    *,
+    plan: SchedulePlan | None = None,
 ) -> StepTime:
-    """The step of a layout.
+    """Predict a layout's step.
 
     Args:
-        layout: With the optimizer.
-        traffic: What it sends, with times.
-        rates: Of a rank.
-        overlap: The share of communication, 0 to 1, that passes behind computation where it may.
-        plan: The pipeline's schedule, where it is known already: it does not depend on the strategy.
+        layout: With its optimizer.
+        traffic: Its communication, with times.
+        rates: Of one rank.
+        overlap: Fraction of overlappable communication that computation hides, 0 to 1.
+        plan: The pipeline schedule, if known: it does not depend on the strategy.
     """
     if layout.stages is not None and plan is None:
-        plan = pipelined(layout, traffic, rates)
-    found = [_parts(layout, traffic, rates, overlap=overlap, place=place, plan=plan) for place in traffic.places]
-    slowest = max(traffic.places, key=lambda place: sum(found[place].values()))
-    work = computed(layout, slowest)
+        plan = pipeline_schedule(layout, traffic, rates)
+    found = [
+        _parts(layout, traffic, rates, overlap=overlap, pp_rank=pp_rank, plan=plan) for pp_rank in traffic.pp_ranks
+    ]
+    slowest = max(traffic.pp_ranks, key=lambda pp_rank: sum(found[pp_rank].values()))
+    work = compute_work(layout, slowest)
     return StepTime(
         layout.title,
         found[slowest],
@@ -95,62 +112,64 @@ def predicted(
 
 
 def _parts(
-    layout: Layout,
+    layout: ParallelLayout,
     traffic: CommunicationPlan,
     rates: Rates,
     *,
     overlap: float,
-    place: int,
+    pp_rank: int,
     plan: SchedulePlan | None,
 ) -> dict[str, float]:
-    """Seconds by part, of one rank along ``pp``."""
-    work = computed(layout, place)
+    """Seconds per part, of one rank along ``pp``."""
+    work = compute_work(layout, pp_rank)
     parts = {f"compute, {phase}": rates.seconds(done, phase) for phase, done in work.items()}
-    step = optimizer_work(layout, place)
+    step = optimizer_work(layout, pp_rank)
     if step.ops:
         parts["compute, optimizer"] = rates.seconds(step, "optimizer")
-    if extra := rates.seconds(copied(layout, traffic, place), "") + wrapped_s(layout, rates, place):
+    if extra := rates.seconds(copy_work(layout, traffic, pp_rank), "") + wrapper_s(layout, rates, pp_rank):
         parts["copies and wrapper"] = extra
     for phase in ("forward", "backward", "optimizer"):
-        # What a pipeline sends between stages, and within them over tp, is in its schedule.
-        rows = [row for row in traffic.select(phase=phase, place=place) if plan is None or row.axis not in ("pp", "tp")]
-        covered = sum(row.seconds or 0.0 for row in rows if row.behind)
+        # The schedule includes what a pipeline sends between stages, and over tp within them.
+        rows = [
+            row for row in traffic.select(phase=phase, pp_rank=pp_rank) if plan is None or row.axis not in ("pp", "tp")
+        ]
+        covered = sum(row.seconds or 0.0 for row in rows if row.overlaps_with)
         hidden = overlap * min(covered, parts.get(f"compute, {phase}", 0.0))
         if exposed := sum(row.seconds or 0.0 for row in rows) - hidden:
             parts[f"communication, {phase}"] = exposed
     if plan is not None:
-        inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", place=place))
+        inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", pp_rank=pp_rank))
         if inside:
             parts["communication, within stages"] = inside
-        parts["bubble and messages"] = plan.step_s - plan.busy_s[place]
+        parts["bubble and messages"] = plan.step_s - plan.busy_s[pp_rank]
     return parts
 
 
-def _assumptions(layout: Layout, rates: Rates, overlap: float) -> Iterator[str]:
-    moving = "other operations take no time"
+def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterator[str]:
+    moving = "other operations are free"
     if rates.bytes_per_s is not None:
         moving = f"other operations {format_bytes(round(rates.bytes_per_s))}/s"
-        moving += f" and {1e6 * rates.op_s:.3g} us each" if rates.op_s else ""
+        moving += f" and {1e6 * rates.launch_s:.3g} us per launch" if rates.launch_s else ""
     yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
     if rates.factors:
-        said = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
-        yield f"times these factors of the model that was measured: {said}"
+        factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
+        yield f"scaled by the measured model's factors: {factors}"
     if layout.size(*DATA_AXES) > 1:
-        wrapper = wrapper_of(rates, layout.strategy)
-        known = "its wrapper takes no time" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us a parameter"
-        yield f"{layout.strategy} copies what it sends, at the rate of other operations; {known}"
+        wrapper = wrapper_s_per_parameter(rates, layout.strategy)
+        known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"
+        yield f"{layout.strategy} copies what it sends at the rate of other operations; {known}"
         yield (
-            f"{overlap:.0%} of what may pass behind computation does, up to the computation's length: all but the last "
-            "bucket or unit of gradients, and of what FSDP gathers all but the first unit"
+            f"{overlap:.0%} of overlappable communication is hidden, up to the computation's length: all gradients but "
+            "the last bucket or unit, and all FSDP gathers but the first unit"
         )
     if layout.size("tp") > 1:
-        yield "children of the model that tp cuts are cut evenly, and nothing hides what tp sends"
+        yield "tp divides the work of the children that it shards evenly; none of its communication is hidden"
     if layout.stages is not None:
-        yield "a microbatch takes its share of the batch's time; a sender does not wait for its message to arrive"
-    yield "all ranks are equally fast, and nothing else runs on them; data loading takes no time"
+        yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"
+    yield "all ranks are equally fast and otherwise idle; data loading is free"
 
 
 def _overlap(given: float | None, *calibrations: Any) -> float:
     if given is None:
         return float(next((c.overlap for c in calibrations if hasattr(c, "overlap")), 1.0))
-    return real_number("overlap", given, rule="a share, from 0 (nothing passes behind computation) to 1", most=1.0)
+    return check_number("overlap", given, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)

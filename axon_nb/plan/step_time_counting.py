@@ -1,4 +1,4 @@
-"""Counts what a step computes and keeps, operation by operation."""
+"""Counts a step's work and saved tensors, operation by operation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from axon_nb.plan.step_time_work import Work
 
-__all__ = ["Counting", "tensors_in"]
+__all__ = ["OpCounter", "tensors_in"]
 
 aten = torch.ops.aten
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, however they are nested."""
+    """Yield the tensors in nested arguments or results."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -32,29 +32,29 @@ def _attention_back(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-# torch counts the attention of GPUs only.
+# torch counts only the attention kernels of GPUs.
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
 }
 
 
-class Counting(TorchDispatchMode):
-    """Counts what is computed."""
+class OpCounter(TorchDispatchMode):
+    """A dispatch mode that counts operations."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
-        """What is counted now; empty: nothing."""
+        """The phase being counted; empty: counting is off."""
         self.found: dict[str, dict[str, Work]] = {}
         self.saved: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        """Bytes kept for backward, by the module that keeps them and those from whose outputs they were computed."""
-        # A matrix product keeps its weight as a view, which is no parameter.
-        self._kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        """Bytes saved for backward, by (saving module, modules from whose outputs the tensor was computed)."""
+        # A matrix product saves its weight as a view, which is not a parameter.
+        self._saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._sources: dict[int, frozenset[str]] = {}
-        self._alive: list[torch.Tensor] = []  # so that no storage has the address of another before it
+        self._alive: list[torch.Tensor] = []  # so that no storage reuses another's address
         self.uses: Counter[int] = Counter()
-        """How often the optimizer takes each tensor, by its id."""
+        """How often the optimizer's step reads each tensor, by id."""
         self.tracker: Any = None
         self._prefix = f"{type(model).__name__}."
 
@@ -62,7 +62,7 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.phase == "forward":
-            self._follow(tensors_in((args, kwargs)), tensors_in(result))
+            self._track_sources(tensors_in((args, kwargs)), tensors_in(result))
         if self.phase and not func.is_view:
             place = self.found.setdefault(self.phase, {})
             child = "" if self.phase == "optimizer" else self._child()
@@ -71,17 +71,17 @@ class Counting(TorchDispatchMode):
             place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
         return result
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is saved for backward."""
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor that is saved for backward."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._kept:
-            self._kept.add(storage._cdata)
+        if storage._cdata not in self._saved:
+            self._saved.add(storage._cdata)
             sources = tuple(sorted(self._sources.get(storage._cdata, ())))
             self.saved[self._module(), sources] += storage.nbytes()
         return tensor
 
-    def _follow(self, given: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
-        """Note from whose outputs tensors are computed."""
+    def _track_sources(self, given: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+        """Record from which modules' outputs tensors are computed."""
         sources: frozenset[str] = frozenset().union(
             *(self._sources.get(one.untyped_storage()._cdata, ()) for one in given)
         )
@@ -91,7 +91,7 @@ class Counting(TorchDispatchMode):
                 self._sources[tensor.untyped_storage()._cdata] = sources
 
     def note_output(self, name: str, output: Any) -> None:
-        """Note what a module with parameters of its own returns: from there on it is the source."""
+        """Record the output of a module with own parameters: it becomes the source."""
         for tensor in tensors_in(output):
             self._alive.append(tensor)
             self._sources[tensor.untyped_storage()._cdata] = frozenset((name,))
@@ -103,7 +103,7 @@ class Counting(TorchDispatchMode):
         return ""
 
     def _module(self) -> str:
-        """The innermost module that runs."""
+        """The innermost running module."""
         inside = [str(name) for name in self.tracker.parents if name.startswith(self._prefix)]
         return max(inside, key=len, default=self._prefix)[len(self._prefix) :]
 

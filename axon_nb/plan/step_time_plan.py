@@ -21,20 +21,20 @@ _HEAD = ("part", "ms", "share")
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a training step takes, and what of; made by `axon_nb.plan.step_time`."""
+    """Time of a training step and its parts; made by `axon_nb.plan.step_time`."""
 
     title: str
-    """Model and layout, in words."""
+    """Model and layout, as text."""
     parts: Mapping[str, float]
-    """Seconds by part, of the slowest rank along ``pp``; together the step."""
+    """Seconds per part, of the slowest rank along ``pp``; they add up to the step."""
     flops: float
-    """Floating point operations of that rank in a step."""
+    """FLOPs of that rank in a step."""
     assumptions: tuple[str, ...]
-    """What the prediction rests on."""
+    """Assumptions behind the prediction."""
     communication: CommunicationPlan = field(repr=False)
-    """What is sent, with times."""
+    """The communication, with times."""
     schedule: SchedulePlan | None = field(default=None, repr=False)
-    """The pipeline's, with these stages' times; None: there is none."""
+    """The pipeline schedule with these stages' times; None: no pipeline."""
 
     @property
     def total_s(self) -> float:
@@ -43,16 +43,16 @@ class StepTime:
 
     @property
     def flops_per_s(self) -> float:
-        """Floating point operations that the rank does a second, over the whole step."""
+        """FLOP/s of the rank over the whole step."""
         return self.flops / self.total_s if self.total_s else 0.0
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the rank only communicates."""
+        """Seconds of communication that computation does not hide."""
         return sum(seconds for part, seconds in self.parts.items() if part.startswith("communication"))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a part: part, ms, share (0 to 1)."""
+        """One row per part: part, ms, share (0 to 1)."""
         import pandas as pd
 
         total = self.total_s or 1.0
@@ -67,7 +67,7 @@ class StepTime:
         ]
         layout = {
             "barmode": "stack",
-            "title": {"text": f"{self.title}: {format_ms(self.total_s)} ms a step"},
+            "title": {"text": f"{self.title}: {format_ms(self.total_s)} ms per step"},
             "xaxis": {"title": {"text": "ms"}},
             "yaxis": {"showticklabels": False},
             "legend": {"traceorder": "normal"},
@@ -77,8 +77,8 @@ class StepTime:
 
     def _summary(self) -> str:
         return (
-            f"{self.title}: a step of {format_ms(self.total_s)} ms, {format_flops(self.flops_per_s)} a rank, "
-            f"{format_ms(self.exposed_s)} ms of it only communicating"
+            f"{self.title}: {format_ms(self.total_s)} ms per step, {format_flops(self.flops_per_s)} per rank, "
+            f"{format_ms(self.exposed_s)} ms of exposed communication"
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -90,5 +90,8 @@ class StepTime:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), _HEAD, self._rows(), self.assumptions)
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {
+            "text/plain": str(self),
+            "text/html": html_table(self._summary(), _HEAD, self._rows(), self.assumptions),
+        }

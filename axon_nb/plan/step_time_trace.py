@@ -1,6 +1,6 @@
-"""One training step of a model on fake tensors, which have shapes and no data: what it computes, in which order.
+"""Traces one training step of a model on fake tensors, which have shapes and no data.
 
-Nothing is allocated or computed, so that models of any size are traced on a laptop; no process group takes part.
+Nothing is allocated or computed, so models of any size can be traced on a laptop; no process group is used.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.simulate_convert import converting
-from axon_nb.plan.step_time_counting import Counting, tensors_in
-from axon_nb.plan.step_time_model import Given, first_line
+from axon_nb.plan.simulate_convert import patched_apply
+from axon_nb.plan.step_time_counting import OpCounter, tensors_in
+from axon_nb.plan.step_time_model import ModelSource, first_line
 from axon_nb.plan.step_time_work import Work
-from axon_nb.plan.without_cards import WithoutCards
+from axon_nb.plan.without_cards import WithoutCuda
 
 __all__ = ["ModelTrace", "TensorFacts", "trace_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A tensor without its data."""
+    """A tensor's metadata."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,48 +46,48 @@ class TensorFacts:
 
 @dataclass
 class ModelTrace:
-    """What a step of a model does, on one process, unsharded."""
+    """What a step of a model does on one process, unsharded."""
 
     model: nn.Module
     """On fake tensors."""
-    called: bool = False
-    """Whether it is known what the model is called with, and so all that follows."""
+    has_inputs: bool = False
+    """Whether the inputs are known, and so everything below."""
     ready: list[str] = field(default_factory=list)
     """Names of the parameters that get a gradient, in the order in which they get it."""
     inputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)
-    """By module: the tensors that it is called with."""
+    """By module: its input tensors."""
     outputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)
-    """By module: the tensors that it returns."""
+    """By module: its output tensors."""
     saved: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
-    """Bytes that forward keeps for backward, parameters aside, each storage once: by the module that keeps them, and
-    the modules with parameters from whose outputs they were computed, as far as no other is between."""
+    """Bytes that forward saves for backward, without parameters, each storage once. By the saving module and the
+    nearest modules with parameters from whose outputs the tensor was computed."""
     grad_uses: dict[str, int] = field(default_factory=dict)
-    """How often the optimizer's step takes each parameter's gradient; empty without an optimizer."""
+    """How often the optimizer's step reads each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
-    """By phase, then by child of the model; what is outside of all children is under an empty name."""
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What `once` has worked out."""
+    """By phase, then by child of the model; work outside all children has an empty name."""
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Results of `cached`."""
 
-    def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """What follows from the model alone, worked out when it is first asked for.
+    def cached(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` computes, once per name.
 
         Args:
-            name: Of it, with all that it depends on besides.
-            make: Works it out.
+            name: The key, with everything else that the result depends on.
+            make: Computes it.
         """
-        if name not in self.kept:
-            self.kept[name] = make()
-        return self.kept[name]
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The model's, with their names."""
-        found: list[tuple[str, nn.Parameter]] = self.once("parameters", lambda: list(self.model.named_parameters()))
+        """The model's named parameters."""
+        found: list[tuple[str, nn.Parameter]] = self.cached("parameters", lambda: list(self.model.named_parameters()))
         return found
 
     @cached_property
     def largest_outputs(self) -> dict[str, int]:
-        """By child of the model: bytes of the largest tensor that a module in it returns; of the model under ""."""
+        """By child of the model: bytes of the largest tensor that a module in it returns; the model itself is ""."""
         found: dict[str, int] = {}
         for name, facts in self.outputs.items():
             child = name.partition(".")[0]
@@ -95,61 +95,63 @@ class ModelTrace:
         return found
 
     def total(self, phase: str) -> Work:
-        """Of all children."""
+        """The work of all children."""
         return sum(self.work.get(phase, {}).values(), Work())
 
 
 def trace_model(
-    given: Given, *, optimizer: Callable[..., Optimizer] | None = None, dtype: torch.dtype | None = None
+    source: ModelSource, *, optimizer: Callable[..., Optimizer] | None = None, dtype: torch.dtype | None = None
 ) -> ModelTrace:
-    """Build a model on fake tensors and take one step.
+    """Build a model on fake tensors and trace one step.
 
     Args:
-        given: The model, what it is called with, and its loss. Without inputs it is built and not called.
-        optimizer: Made from the parameters; its second step is counted, too.
-        dtype: In which forward and backward compute, as with FSDP's mixed precision; the optimizer has the parameters
-            as they are made. None: all as it is made.
+        source: The model, its inputs and its loss. Without inputs it is built and not called.
+        optimizer: Made from the parameters; its second step is counted too.
+        dtype: Compute dtype of forward and backward, as with FSDP's mixed precision; the optimizer steps the original
+            parameters. None: as the model makes it.
 
     Raises:
         UsageError: the model cannot be built or run without data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, converting(), WithoutCards():
-        subject = given.fake(mode)
-        told = ModelTrace(subject.model)
+    with mode, patched_apply(), WithoutCuda():
+        subject = source.fake(mode)
+        trace = ModelTrace(subject.model)
         if subject.args is None:
-            return told
+            return trace
         if dtype is not None:
-            subject = given.fake(mode).computing_in(dtype)
-    counted = Counting(subject.model)
-    handles = list(_watched(subject.model, told, counted))
+            subject = source.fake(mode).computing_in(dtype)
+    counted = OpCounter(subject.model)
+    handles = list(_watched(subject.model, trace, counted))
     try:
         with ExitStack() as stack:
             stack.enter_context(mode)
-            stack.enter_context(WithoutCards())
+            stack.enter_context(WithoutCuda())
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
-            with torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda kept: kept):
+            with torch.autograd.graph.saved_tensors_hooks(counted.save, lambda saved: saved):
                 number = subject.loss(subject.model(*(subject.args or ())))
             if number.requires_grad:
                 counted.phase = "backward"
                 number.backward()
-            _step(told.model, subject.model, optimizer, counted)
+            _step(trace.model, subject.model, optimizer, counted)
     except Exception as error:
         raise UsageError(
-            f"{type(subject.model).__name__} cannot run a step on tensors without data: {type(error).__name__}: "
-            f"{first_line(error)}; see that inputs= and loss= fit it, and that no value decides what is computed."
+            f"{type(subject.model).__name__} cannot run a step on tensors without data ({type(error).__name__}: "
+            f"{first_line(error)}): check that inputs= and loss= fit it, and that no control flow depends on values."
         ) from error
     finally:
         for handle in handles:
             handle.remove()
-    told.work, told.saved, told.called = counted.found, dict(counted.saved), True
-    names = {id(parameter.grad): name for name, parameter in told.parameters}
-    told.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
-    return told
+    trace.work, trace.saved, trace.has_inputs = counted.found, dict(counted.saved), True
+    names = {id(parameter.grad): name for name, parameter in trace.parameters}
+    trace.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
+    return trace
 
 
-def _step(model: nn.Module, computed: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: Counting) -> None:
+def _step(
+    model: nn.Module, computed: nn.Module, optimizer: Callable[..., Optimizer] | None, counted: OpCounter
+) -> None:
     counted.phase = ""
     if optimizer is None:
         return
@@ -169,15 +171,15 @@ def _facts(value: Any) -> tuple[TensorFacts, ...]:
     return tuple(TensorFacts(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors_in(value))
 
 
-def _watched(model: nn.Module, told: ModelTrace, counted: Counting) -> Iterator[Any]:
+def _watched(model: nn.Module, trace: ModelTrace, counted: OpCounter) -> Iterator[Any]:
     for name, module in model.named_modules():
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            told.inputs[name], told.outputs[name] = _facts((args, kwargs)), _facts(output)
+            trace.inputs[name], trace.outputs[name] = _facts((args, kwargs)), _facts(output)
             if module._parameters:
                 counted.note_output(name, output)
 
         yield module.register_forward_hook(note, with_kwargs=True)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.ready.append(name))
+            yield parameter.register_post_accumulate_grad_hook(lambda _, name=name: trace.ready.append(name))

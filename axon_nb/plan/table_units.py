@@ -1,4 +1,4 @@
-"""Sizes of one table in one unit, so that they can be compared at a glance: of tiny models as well as of huge ones."""
+"""One unit for all sizes in a table, for tiny and for huge models."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["SizeUnit", "unit_for"]
 
 @dataclass(frozen=True, slots=True)
 class SizeUnit:
-    """A binary unit of sizes."""
+    """A binary unit of size."""
 
     name: str
     """``bytes``, ``KiB``, ``MiB`` or ``GiB``."""
     bytes: int
-    """How many it has."""
+    """Bytes per unit."""
 
     def of(self, num_bytes: int) -> float:
-        """A size in this unit."""
+        """Convert bytes to this unit."""
         return num_bytes / self.bytes
 
     def text(self, num_bytes: int, *, decimals: int = 3) -> str:
-        """The same without its name: ``12.500``, ``1,024.000``; ``0``, and ``<0.001`` for less than can be shown.
+        """Format bytes in this unit without its name: ``12.500``, ``1,024.000``, ``0`` or ``<0.001``.
 
         Args:
             num_bytes: The size.
-            decimals: How many there are, but for whole bytes.
+            decimals: Number of decimals; whole bytes have none.
         """
         if self.bytes == 1 or not num_bytes:
             return f"{num_bytes:,}"
@@ -38,7 +38,7 @@ _UNITS = tuple(SizeUnit(name, 1024**power) for name, power in (("GiB", 3), ("MiB
 
 
 def unit_for(sizes: Iterable[int]) -> SizeUnit:
-    """The unit in which the largest of some sizes is 1 or more; from 1 GiB on always GiB.
+    """Return the unit in which the largest size is 1 or more; never larger than GiB.
 
     Args:
         sizes: In bytes.

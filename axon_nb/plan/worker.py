@@ -1,4 +1,4 @@
-"""A calculation in a process of its own: with its progress, a way to call it off, and no way to take this one along."""
+"""Runs a function in a new process, with progress and cancellation; a crash there leaves this process alone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from axon_nb.plan.errors import Cancelled, PlanError, SimulatorError
+from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
 
-__all__ = ["run_apart"]
+__all__ = ["run_in_process"]
 
-_LOOK_S = 0.1
-"""How often `cancel` is looked at, in seconds."""
-_END_S = 60.0
-"""How long a process that has closed its pipe is given to end, in seconds."""
-_TAIL = 2000
-"""Characters of its output that are shown when it died."""
+_POLL_S = 0.1
+"""Seconds between checks of `cancel`."""
+_EXIT_TIMEOUT_S = 60.0
+"""Seconds that a process may take to exit after closing its pipe."""
+_OUTPUT_CHARS = 2000
+"""Characters of a dead process's output to show."""
 
 
-def run_apart(
+def run_in_process(
     entry: str,
     task: bytes,
     *,
@@ -36,18 +36,18 @@ def run_apart(
     """Call a function in a new process.
 
     Args:
-        entry: ``module:function``; it is called with the unpickled task and with a function that reports progress.
+        entry: ``module:function``; called with the unpickled task and a function that reports progress.
         task: Its argument, pickled by cloudpickle.
-        progress: Called here with the share done and what is done next.
-        cancel: Ends the process when it is set.
+        progress: Called here with the fraction done and the next step.
+        cancel: Set it to kill the process.
 
     Returns:
         What the function returned.
 
     Raises:
-        PlanError: the function has raised one, or another `UsageError`.
-        SimulatorError: it has raised something else, or its process ended.
-        Cancelled: `cancel` was set.
+        PlanError: the function raised one, or another `UsageError`.
+        SimulatorError: it raised something else, or its process died.
+        PlanCancelledError: `cancel` was set.
     """
     ours, theirs = Pipe()
     with tempfile.TemporaryFile() as output, ours:
@@ -59,10 +59,10 @@ def run_apart(
             if kind == "died":
                 _wait(process)
         finally:
-            process.kill()  # it has answered, or nobody waits for its answer
+            process.kill()  # it has answered, or its answer is no longer wanted
             process.wait()
         if kind == "died":
-            raise SimulatorError(f"The simulator's process {_cause(process.returncode)}.{_tail(output)}")
+            raise SimulatorError(f"The simulator process {_cause(process.returncode)}.{_tail(output)}")
     if kind == "refused":
         raise PlanError(value)
     if kind == "failed":
@@ -79,9 +79,9 @@ def _started(theirs: Connection, output: IO[bytes]) -> subprocess.Popen[bytes]:
         stdout=output,
         stderr=subprocess.STDOUT,
         pass_fds=(number,),
-        # A GPU, where there is one, is left alone.
+        # The process must not touch a GPU.
         env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,  # Ctrl-C reaches this process, which ends that one
+        start_new_session=True,  # Ctrl-C goes to this process, which kills that one
     )
 
 
@@ -89,7 +89,7 @@ def _send(pipe: Connection, task: bytes) -> None:
     try:
         pipe.send_bytes(task)
     except (BrokenPipeError, ConnectionResetError):
-        return  # it has ended: reading says so
+        return  # it has died: reading will report that
 
 
 def _answer(
@@ -97,9 +97,9 @@ def _answer(
 ) -> tuple[str, Any]:
     while True:
         if cancel is not None and cancel.is_set():
-            raise Cancelled("The plan was called off.")
+            raise PlanCancelledError("Planning was cancelled.")
         try:
-            if not pipe.poll(_LOOK_S):
+            if not pipe.poll(_POLL_S):
                 continue
             kind, value = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -112,7 +112,7 @@ def _answer(
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(_END_S)
+        process.wait(_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return
 
@@ -120,14 +120,14 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 def _cause(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-        return f"was ended by {name}{hint}"
-    return f"ended by itself, with exit code {code}"
+        hint = ", as Linux does when memory runs out" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return f"exited with code {code}"
 
 
 def _tail(output: IO[bytes]) -> str:
     output.seek(0)
     lines = output.read().decode(errors="replace").splitlines()
-    # Of what C++ says when it gives up, the addresses of its frames tell a reader nothing.
+    # Drop the C++ stack frames, whose addresses say nothing to a reader.
     text = "\n".join(line for line in lines if not line.startswith(("frame #", "<omitting python frames>"))).strip()
-    return f" Its last words: {text[-_TAIL:]}" if text else ""
+    return f" Its last output: {text[-_OUTPUT_CHARS:]}" if text else ""

@@ -1,4 +1,4 @@
-"""The process of a calculation: reads a task from the pipe it is given, and answers there."""
+"""Main of the worker process: reads a task from its pipe and answers there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["main"]
 
-_SHOWN = 3
+_NUM_FRAMES = 3
 
 
 def main(number: int) -> None:
@@ -27,10 +27,10 @@ def main(number: int) -> None:
         def report(share: float, text: str) -> None:
             pipe.send_bytes(pickle.dumps(("progress", (share, text))))
 
-        pipe.send_bytes(pickle.dumps(_called(entry, task, report)))
+        pipe.send_bytes(pickle.dumps(_call(entry, task, report)))
 
 
-def _called(entry: str, task: bytes, report: Any) -> tuple[str, Any]:
+def _call(entry: str, task: bytes, report: Any) -> tuple[str, Any]:
     from axon_nb.errors import UsageError
 
     module, _, name = entry.partition(":")
@@ -39,9 +39,9 @@ def _called(entry: str, task: bytes, report: Any) -> tuple[str, Any]:
     except UsageError as error:
         return "refused", str(error)
     except BrokenPipeError:
-        raise  # nobody waits for the answer
+        raise  # the answer is no longer wanted
     except Exception as error:
-        frames = "".join(traceback.format_tb(error.__traceback__)[-_SHOWN:])
+        frames = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
         return "failed", f"The simulator failed: {type(error).__name__}: {error}\n{frames}"
 
 
@@ -52,8 +52,8 @@ def _unpickled(task: bytes) -> Any:
         return pickle.loads(task)
     except Exception as error:
         raise PlanError(
-            f"what was asked for cannot be read in another process ({type(error).__name__}: {error}): what the model, "
-            "its inputs and its loss use is importable there, or defined in the notebook."
+            f"The request cannot be unpickled in another process ({type(error).__name__}: {error}): everything that "
+            "the model, its inputs and its loss use must be importable, or defined in the notebook."
         ) from error
 
 

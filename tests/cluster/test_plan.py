@@ -1,4 +1,4 @@
-"""Plans against real ranks: what cells record is what was planned, and a calibration comes back to the notebook."""
+"""Plans against real ranks: recorded communication equals the plan; calibrations return to the notebook."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ prepared = prepare({name!r})
 position = trace.ring.position
 prepared.step()
 spans = trace.ring.since(position)[0]
-prepared.place, plan.recorded_communication(spans, prepared.mesh)
+prepared.pp_rank, plan.recorded_communication(spans, prepared.mesh)
 """
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks == 2])
-def test_calls_and_bytes_are_those_of_gloo_ranks(script: Script, name: str) -> None:
+def test_calls_and_bytes_match_gloo_ranks(script: Script, name: str) -> None:
     expected = CASES[name].plan()
     values = script.value(f"c.run({RECORD.format(name=name)!r}, quiet=True).values")
     assert set(values) == {0, 1}
-    for place, operations in values.values():
-        assert operations == expected.by_operation(place=place)
+    for pp_rank, operations in values.values():
+        assert operations == expected.by_operation(pp_rank=pp_rank)
 
 
 def test_calibration_from_the_notebook(script: Script) -> None:

@@ -241,11 +241,11 @@ def test_plans_are_shown_without_ranks(execute: Callable[[str], NotebookNode]) -
         if cell.cell_type == "code"
     }
     (table,) = [text for source, text in shown.items() if source.startswith("found = plan.search")]
-    assert re.search(r"64 GPUs of 80 GiB, 256 samples a step: [1-9][0-9]* of [0-9]+ layouts fit", table)
+    assert re.search(r"64 GPUs of 80 GiB, 256 samples per step: [1-9][0-9]* of [0-9]+ layouts fit", table)
     (pipeline,) = [text for source, text in shown.items() if source.startswith('plan.schedule("1F1B"')]
     assert pipeline.count("<rect") > 64
     assert "GiB" in next(text for source, text in shown.items() if source.startswith("alone ="))
-    assert "leave one of the two away" in streams(notebook)
+    assert "leave one of the two out" in streams(notebook)
     figures = [
         output
         for cell in notebook.cells

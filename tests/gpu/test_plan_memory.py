@@ -1,4 +1,4 @@
-"""Plans for a GPU against what CUDA's allocator counts there."""
+"""Memory plans for a GPU against CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from axon_nb.parallel.models import Block
 from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Bytes at the peak of each case, on the card."""
+    """Peak bytes of each case on the GPU."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.gpu.card_peaks", str(tmp_path_factory.mktemp("card") / "store"), told(CASES)],
         cwd=Path(__file__).resolve().parents[2],
@@ -55,17 +55,17 @@ def planned() -> dict[str, Any]:
             case.strategy,
             optimizer="AdamW",
             mixed_precision="bfloat16" if case.mixed else None,
-            checkpointing=Block if case.again else None,
+            activation_checkpointing=Block if case.again else None,
             batch=BATCH,
         )
         for case in CASES
     }
-    found: dict[str, Any] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, Any] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     return found
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_the_peak_is_that_of_the_card(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
+def test_the_peak_matches_the_gpu(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
     plan = planned[name]
     assert isinstance(plan, MemoryPlan), plan
     assert plan.peak_bytes == pytest.approx(real[name], rel=0.05)

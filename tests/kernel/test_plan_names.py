@@ -1,4 +1,4 @@
-"""Plans for models that live on the ranks, asked for by their names."""
+"""Plans for models on the ranks, given by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planner(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
-def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> None:
+def test_a_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
     has_torch = "'torch' in __import__('sys').modules"
     before = planner.value(has_torch)  # tests of this session may have loaded it
     planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=500)
@@ -48,27 +48,27 @@ def test_a_model_of_the_ranks_is_planned_for_by_its_name(planner: Kernel) -> Non
     formula = plan.memory(config, 64, device="cpu", method="closed_form")
     assert planner.value("planned.model, planned.num_parameters") == ("GPT", formula.num_parameters)
     assert planner.value("planned.worst.persistent.model_states") == formula.worst.persistent.model_states
-    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, and extrapolated"
+    assert planner.value("planned.method") == "simulated with 4 and 5 of 8 equal blocks, extrapolated"
     assert planner.value(has_torch) == before
 
 
 @pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
 def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements: int) -> None:
-    planner.ok("from axon_nb.plan.capture_named import sendable")
-    factory = pickle.loads(planner.value(f"sendable({name!r}).factory"))
+    planner.ok("from axon_nb.plan.capture_named import sendable_model")
+    factory = pickle.loads(planner.value(f"sendable_model({name!r}).factory"))
     assert sum(parameter.numel() for parameter in factory().parameters()) == elements
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("modle", "there is no 'modle' (name 'modle' is not defined)"),
-        ("gpt.head.nothing", "there is no 'gpt.head.nothing' ('Head' object has no attribute 'nothing')"),
-        ("number", "number is a int: a model is a torch.nn.Module."),
-        ("pipe", "a Pipeline holds the stages of its own rank alone: capture the model before it is wrapped"),
+        ("modle", "'modle' does not exist (name 'modle' is not defined)"),
+        ("gpt.head.nothing", "'gpt.head.nothing' does not exist ('Head' object has no attribute 'nothing')"),
+        ("number", "number must be a torch.nn.Module; it is a int."),
+        ("pipe", "A Pipeline holds only its own rank's stages: call plan.capture(model) before wrapping it"),
     ],
 )
-def test_one_sentence_says_why_there_is_no_such_model(planner: Kernel, name: str, sentence: str) -> None:
+def test_unusable_names_get_one_sentence(planner: Kernel, name: str, sentence: str) -> None:
     reply = planner.run(f"plan.memory({name!r}, 64)")
     assert reply.ename == "PlanError"
     assert sentence in reply.evalue

@@ -1,4 +1,4 @@
-"""What a training step really takes: the events of the allocator, as torch's profiler records them."""
+"""The real memory of a training step, from the allocator events that torch's profiler records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP = "a measured step"
 _NEVER = 1 << 63
 Steps = tuple[Callable[[], None], Callable[[], Any]]
 Change = tuple[int, int, int]
-"""Time in ns, address, and bytes: above 0 where a block is given out, below where it is given back."""
+"""Time in ns, address and bytes: positive for an allocation, negative for a free."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Block:
     begin: int
     end: int = _NEVER
     seen: bool = False
-    """Whether its end was recorded. If not, it came before `end`: other blocks lie at its address from then on."""
+    """Whether its free was recorded. If not, it happened before `end`, when its address was reused."""
 
 
 def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 8) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training steps of every layout, made on ranks, and what a plan of each is asked for."""
+"""Training steps of every layout on real ranks, and the options of the plan of each."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Step = Callable[[], object]
 
 
 def gpt() -> GPT:
-    """The same on all ranks."""
+    """Make the same model on all ranks."""
     torch.manual_seed(0)
     return GPT(CONFIG)
 
 
 def odd() -> nn.Sequential:
-    """Sizes that nothing divides, buffers, and a layer that is not trained."""
+    """Make a model with indivisible sizes, buffers, and a frozen layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 11), nn.BatchNorm1d(11), nn.ReLU(), nn.Linear(11, 7), nn.Linear(7, 3))
     model[3].requires_grad_(False)
@@ -52,7 +52,7 @@ def tokens() -> torch.Tensor:
 
 
 def rows() -> torch.Tensor:
-    """A batch of the odd model."""
+    """Make a batch for the odd model."""
     return torch.ones(BATCH, 6)
 
 
@@ -100,14 +100,14 @@ def _tensor(*, sequence: bool = False, plan: Any = "auto", adam: bool = False) -
     return make
 
 
-def _pipeline(schedule: str, stages: int, microbatches: int) -> Callable[[Any], Step]:
+def _pipeline(schedule: str, stages: int, num_microbatches: int) -> Callable[[Any], Step]:
     def make(mesh: Any) -> Step:
         pipe = Pipeline.split(
             gpt(),
             axis_group(mesh, "pp"),
             schedule=schedule,
             num_stages=stages,
-            num_microbatches=microbatches,
+            num_microbatches=num_microbatches,
             loss=next_byte_loss,
         )
         return lambda: pipe.step(tokens(), tokens())
@@ -136,25 +136,25 @@ class Case:
 
     mesh: dict[str, int]
     make: Callable[[Any], Step]
-    """From the mesh to a step."""
+    """Makes a step from the mesh."""
     model: Callable[[], nn.Module] = gpt
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the plan."""
+    """Options of the plan."""
 
     @property
     def ranks(self) -> int:
-        """Of the world."""
+        """World size."""
         count = 1
         for size in self.mesh.values():
             count *= size
         return count
 
     def plan(self) -> Any:
-        """What is predicted."""
+        """Predict the communication."""
         from axon_nb import plan
 
         of_gpt = self.model is gpt
-        defaults: dict[str, Any] = {"inputs": tokens() if of_gpt else rows(), "device": "cpu"}
+        defaults: dict[str, Any] = {"inputs": tokens() if of_gpt else rows(), "device": "cpu", "optimizer": "SGD"}
         if self.mesh.keys() & {"tp", "pp"}:
             defaults |= {"target": tokens(), "loss": next_byte_loss}
         return plan.communication(self.model, mesh=self.mesh, **(defaults | self.options))
@@ -189,45 +189,45 @@ CASES = {
         {"tp": 2}, _tensor(sequence=True, adam=True), options=_SEQUENCE | {"optimizer": "AdamW"}
     ),
     "tp, by patterns": Case({"tp": 2}, _tensor(plan=_PLAN), options={"tp_plan": _PLAN}),
-    "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "microbatches": 4}),
-    "1f1b": Case({"pp": 2}, _pipeline("1F1B", 2, 2), options={"microbatches": 2}),
+    "gpipe": Case({"pp": 2}, _pipeline("GPipe", 2, 4), options={"schedule": "GPipe", "num_microbatches": 4}),
+    "1f1b": Case({"pp": 2}, _pipeline("1F1B", 2, 2), options={"num_microbatches": 2}),
     "interleaved": Case(
         {"pp": 2},
         _pipeline("Interleaved1F1B", 4, 4),
-        options={"schedule": "Interleaved1F1B", "microbatches": 4},
+        options={"schedule": "Interleaved1F1B", "num_microbatches": 4},
     ),
     "zero bubble": Case(
-        {"pp": 2}, _pipeline("ZBVZeroBubble", 4, 4), options={"schedule": "ZBVZeroBubble", "microbatches": 4}
+        {"pp": 2}, _pipeline("ZBVZeroBubble", 4, 4), options={"schedule": "ZBVZeroBubble", "num_microbatches": 4}
     ),
     "hybrid_shard": Case(
         {"replicate": 2, "shard": 2}, _data(_fsdp("hybrid_shard"), gpt, tokens), options={"strategy": "hybrid_shard"}
     ),
     "zero-1 on 4": Case({"dp": 4}, _data(_fsdp("optimizer_state"), odd, rows), odd, {"strategy": "optimizer_state"}),
     "full_shard on 4": Case({"dp": 4}, _data(_fsdp("full_shard"), odd, rows), odd),
-    "pp x dp": Case({"pp": 2, "dp": 2}, _three_d, options={"microbatches": 4}),
+    "pp x dp": Case({"pp": 2, "dp": 2}, _three_d, options={"num_microbatches": 4}),
     "pp x tp": Case(
         {"pp": 2, "tp": 2},
         _three_d,
-        options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
     "pp x dp x tp": Case(
         {"pp": 2, "dp": 2, "tp": 2},
         _three_d,
-        options={"microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
+        options={"num_microbatches": 4, "tp_plan": {"block*.up": "column", "block*.down": "row"}},
     ),
 }
-"""By name."""
+"""The cases, by name."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A layout on this rank, warmed up: buckets are made, shapes agreed on."""
+    """A layout on this rank after warm-up: buckets are built, shapes agreed on."""
 
     step: Step
     axes: dict[str, tuple[str, int]]
     """Axis and size by the group's name."""
-    place: int
-    """Along ``pp``."""
+    pp_rank: int
+    """This rank's coordinate along ``pp``."""
     mesh: Any
 
 

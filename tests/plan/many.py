@@ -1,4 +1,4 @@
-"""Many plans in one process of the simulator."""
+"""Makes many plans in one simulator process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["plans"]
 
 
 def plans(requests: Mapping[str, MemoryRequest], report: Callable[[float, str], None]) -> dict[str, MemoryPlan | str]:
-    """The plan of each, or what is said against it."""
+    """Return each request's plan, or its error."""
     found: dict[str, MemoryPlan | str] = {}
     for name, request in requests.items():
         try:

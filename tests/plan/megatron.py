@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Sequential):
-    """Some of them, with nothing before or after."""
+    """A stack of layers alone."""
 
     def __init__(self, hidden: int, heads: int, layers: int) -> None:
         super().__init__(*(Layer(hidden, heads) for _ in range(layers)))

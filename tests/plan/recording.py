@@ -1,4 +1,4 @@
-"""Every operation that ranks of a mock world begin, written down: mock groups themselves record no spans."""
+"""Records every operation that mock ranks start; mock groups themselves record no spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _inside = threading.local()
 
 
 def begin() -> None:
-    """Forget what this rank has done so far."""
+    """Clear this rank's record."""
     _calls[dist.get_rank()] = []
 
 
@@ -32,7 +32,7 @@ def calls_of(rank: int) -> list[tuple[str, str, int]]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Within it operations of mock groups are written down, each once."""
+    """Inside, operations of mock groups are recorded, each once."""
     originals = {name: vars(MockGroup)[name] for name in OPERATIONS if name in vars(MockGroup)}
     for name, original in originals.items():
         setattr(MockGroup, name, _watched(name, original))

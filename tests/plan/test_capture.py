@@ -1,4 +1,4 @@
-"""`plan.capture`: a model's classes and sizes, as they were before it was wrapped."""
+"""`plan.capture`: a model's classes and shapes, as it was before wrapping."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.plan.capture_model import captured_or_why
+from axon_nb.plan.capture_model import capture_or_reason
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.plan.wrapped import described, plain
 
 
@@ -23,15 +23,15 @@ def _made(captured: CapturedModel) -> Any:
     return pickle.loads(captured.factory)()
 
 
-def test_values_stay_where_they_are() -> None:
+def test_values_are_not_captured() -> None:
     captured = plan.capture(nn.Linear(2000, 2000), "net")
     assert captured.name == "net"
     assert len(captured.factory) < 10_000
     assert _made(captured).weight.shape == (2000, 2000)
 
 
-def test_what_wrappers_have_done_is_undone() -> None:
-    found = run_apart("tests.plan.wrapped:seen", cloudpickle.dumps(None))
+def test_wrappers_are_undone() -> None:
+    found = run_in_process("tests.plan.wrapped:seen", cloudpickle.dumps(None))
     expected = described(plain())
     for name in ("plain", "fully_shard", "two axes", "ddp", "FSDP"):
         assert found[name] == (expected, (2, 8, 67)), name
@@ -40,19 +40,19 @@ def test_what_wrappers_have_done_is_undone() -> None:
     assert again["block0 itself"][3] == sorted(["forward", *expected["block0 itself"][3]])
 
 
-def test_modules_with_references_of_their_own() -> None:
+def test_modules_with_flattened_weight_references() -> None:
     model = nn.LSTM(4, 3, num_layers=2)
     output, _ = _made(plan.capture(model))(torch.zeros(5, 1, 4))
     assert output.shape == (5, 1, 3)
 
 
-def test_hooks_of_the_user_stay() -> None:
+def test_user_hooks_are_kept() -> None:
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda module, args, output: output.repeat(1, 2))
     assert _made(plan.capture(model))(torch.zeros(1, 2)).shape == (1, 4)
 
 
-def test_a_model_that_is_made_can_be_planned_for() -> None:
+def test_a_module_instance_can_be_planned() -> None:
     spec = TensorSpec(("batch", 8))
     whole = plan.memory(nn.Linear(8, 4), 2, inputs=spec, method="closed_form")
     assert whole.ranks == plan.memory(lambda: nn.Linear(8, 4), 2, inputs=spec, method="closed_form").ranks
@@ -62,27 +62,27 @@ def test_a_model_that_is_made_can_be_planned_for() -> None:
     assert named.num_parameters == plan.memory(config, 2, method="closed_form").num_parameters
 
 
-def test_what_cannot_be_captured_is_said() -> None:
+def test_capture_errors() -> None:
     locked = nn.Linear(2, 2)
     locked.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(plan.PlanError, match=r"net, a Linear, cannot be captured \(TypeError.*give a function"):
         plan.capture(locked, "net")
-    with pytest.raises(plan.PlanError, match="parameters without a shape yet"):
+    with pytest.raises(plan.PlanError, match="uninitialized lazy parameters"):
         plan.capture(nn.LazyLinear(3))
-    with pytest.raises(plan.PlanError, match="model is a list: a model is"):
+    with pytest.raises(plan.PlanError, match=r"must be a torch\.nn\.Module; it is a list"):
         plan.capture([1])  # type: ignore[arg-type]
 
 
-def test_a_rank_says_why_it_has_none() -> None:
+def test_a_rank_reports_why_it_has_no_model() -> None:
     space: dict[str, Any] = {"net": nn.Linear(2, 2), "number": 3}
-    assert isinstance(captured_or_why(lambda: space["net"], "net"), CapturedModel)
-    assert captured_or_why(lambda: space["other"], "other") == "there is no 'other' ('other')"
-    assert captured_or_why(lambda: space["number"], "number") == "number is a int: a model is a torch.nn.Module."
+    assert isinstance(capture_or_reason(lambda: space["net"], "net"), CapturedModel)
+    assert capture_or_reason(lambda: space["other"], "other") == "'other' does not exist ('other')"
+    assert capture_or_reason(lambda: space["number"], "number") == "number must be a torch.nn.Module; it is a int."
 
 
 @pytest.mark.parametrize("name", ["f()", "a b", "", "net[i]", "a.b()", "__import__('os')", "1"])
-def test_a_name_calls_nothing(name: str) -> None:
-    with pytest.raises(plan.PlanError, match="a variable of the ranks, such as 'model'"):
+def test_names_cannot_call_anything(name: str) -> None:
+    with pytest.raises(plan.PlanError, match="a variable on the ranks, such as 'model'"):
         plan.memory(name, 2)
 
 

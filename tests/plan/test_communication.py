@@ -1,4 +1,4 @@
-"""Planned communication: exactly what ranks of mock worlds do, and what the published formulas say."""
+"""Planned communication: exactly what mock ranks do, and what the published formulas say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axon_nb.comm import World
 from axon_nb.errors import NoCluster, UsageError
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.communication_data import fill_buckets
-from axon_nb.plan.communication_recorded import counted
+from axon_nb.plan.communication_recorded import count_calls
 from tests.plan.cases import CASES, odd, prepare, rows
 from tests.plan.recording import begin, calls_of, recording
 
@@ -25,17 +25,17 @@ def _recorded(world: Any, name: str) -> tuple[int, dict[tuple[str, str], tuple[i
     prepared = prepare(name)
     begin()
     prepared.step()
-    return prepared.place, counted(calls_of(dist.get_rank()), prepared.axes)
+    return prepared.pp_rank, count_calls(calls_of(dist.get_rank()), prepared.axes)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
+def test_calls_and_bytes_match_a_mock_world(name: str) -> None:
     case = CASES[name]
     expected = case.plan()
     with recording():
         found = World.mock(case.ranks).run(_recorded, name)
-    for place, operations in found:
-        assert operations == expected.by_operation(place=place)
+    for pp_rank, operations in found:
+        assert operations == expected.by_operation(pp_rank=pp_rank)
 
 
 @given(
@@ -43,7 +43,7 @@ def test_calls_and_bytes_are_those_of_a_mock_world(name: str) -> None:
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_buckets_are_those_of_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
+def test_buckets_match_torch(tensors: list[tuple[int, torch.dtype]], limits: list[int]) -> None:
     made = [torch.empty(count, dtype=dtype) for count, dtype in tensors]
     ours = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in made], limits)
     theirs, _ = dist._compute_bucket_assignment_by_size(made, limits)
@@ -92,12 +92,12 @@ def test_megatron_paper() -> None:
 def test_pipeline_messages() -> None:
     """Each microbatch's b s h crosses a boundary once forward and once back: Narayanan et al., 2021, section 3.2."""
     config = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=6)
-    found = plan.communication(config, mesh={"pp": 4}, batch=8, microbatches=8)
+    found = plan.communication(config, mesh={"pp": 4}, batch=8, num_microbatches=8)
     message = 1 * 8 * 16 * 4
-    for place in found.places:
-        ends = place in (0, 3)
-        assert found.bytes("pp", "send", place=place) == (1 if ends else 2) * 8 * message
-        assert found.calls("pp", "recv", place=place) == (1 if ends else 2) * 8
+    for pp_rank in found.pp_ranks:
+        ends = pp_rank in (0, 3)
+        assert found.bytes("pp", "send", pp_rank=pp_rank) == (1 if ends else 2) * 8 * message
+        assert found.calls("pp", "recv", pp_rank=pp_rank) == (1 if ends else 2) * 8
 
 
 @pytest.mark.slow
@@ -119,10 +119,10 @@ def test_without_inputs_bytes_are_the_same() -> None:
     known = plan.communication(odd, 2, strategy="ddp", inputs=rows())
     guessed = plan.communication(odd, 2, strategy="ddp")
     assert known.bytes() == guessed.bytes()
-    assert "reverse order" in guessed.notes[0]
+    assert "reverse parameter order" in guessed.notes[0]
 
 
-def test_a_model_that_is_there_stays_as_it_is() -> None:
+def test_a_module_instance_is_not_modified() -> None:
     model = odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = plan.communication(model, 2, strategy="ddp", inputs=rows())
@@ -131,13 +131,13 @@ def test_a_model_that_is_there_stays_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_tp_that_cuts_nothing_is_told() -> None:
+def test_a_tp_that_shards_nothing_is_noted() -> None:
     found = plan.communication(odd, mesh={"tp": 2}, inputs=rows())
     assert found.rows == ()
-    assert "tp cuts nothing" in str(found)
+    assert "tp shards no layer" in str(found)
 
 
-def test_times_are_those_of_the_links() -> None:
+def test_times_match_the_links() -> None:
     link = plan.Link("slow", 1e-3, 1e6)
     found = plan.communication(odd, 4, strategy="ddp", inputs=rows(), links=link)
     for row in found.rows:
@@ -152,40 +152,43 @@ def test_frame_figure_and_texts() -> None:
     assert frame["calls"].sum() == found.calls()
     assert frame["mib"].sum() * 2**20 == pytest.approx(found.bytes())
     assert frame["ms"].isna().all()
-    assert found.figure().layout.yaxis.title.text == "KiB that a rank sends"
+    assert found.figure().layout.yaxis.title.text == "KiB sent per rank"
     timed = plan.communication(odd, 2, inputs=rows(), links="ethernet-10g")
     assert timed.figure().layout.yaxis.title.text == "ms"
-    assert "<table" in timed._repr_html_()
-    assert "IEEE" in timed._repr_html_()
+    assert "<table" in timed._repr_mimebundle_()["text/html"]
+    assert "IEEE" in timed._repr_mimebundle_()["text/html"]
     assert "all_gather" in str(timed)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "how many ranks"),
-        ({"world": 0}, "world=0: it is a whole number of ranks, 1 or more"),
-        ({"world": 4, "mesh": {"dp": 2}}, "leave one of the two away"),
-        ({"mesh": {"xx": 2}}, "axis 'xx': a mesh has"),
-        ({"mesh": {"dp": 0}}, "dp=0: it is a whole number of ranks"),
-        ({"world": 2, "strategy": "zero"}, "strategy='zero': it is one of full_shard"),
-        ({"world": 2, "strategy": "hybrid_shard"}, "needs to know a node's ranks"),
-        ({"mesh": {"dp": 2}, "strategy": "hybrid_shard"}, "axes are replicate and shard"),
-        ({"mesh": {"tp": 2}}, "needs inputs="),
-        ({"mesh": {"tp": 2}, "tp_plan": {"9.*": "column"}, "inputs": rows()}, "no module of Sequential"),
-        ({"mesh": {"tp": 2}, "tp_plan": {"0": "diagonal"}, "inputs": rows()}, "is no style"),
+        ({}, "The number of ranks is missing"),
+        ({"world_size": 0}, "world_size must be a whole number of ranks, 1 or more; got 0"),
+        ({"world_size": 4, "mesh": {"dp": 2}}, "leave one of the two out"),
+        ({"mesh": {"xx": 2}}, "'xx' is not a mesh axis"),
+        ({"mesh": {"dp": 0}}, "dp must be a whole number of ranks"),
+        ({"world_size": 2, "strategy": "zero"}, "strategy must be one of full_shard"),
+        ({"world_size": 2, "strategy": "hybrid_shard"}, "needs both of its axes"),
+        ({"mesh": {"dp": 2}, "strategy": "hybrid_shard"}, "use the axes replicate and shard"),
+        ({"mesh": {"tp": 2}}, "inputs= is required"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"9.*": "column"}, "inputs": rows()}, "matches no module of Sequential"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"0": "diagonal"}, "inputs": rows()}, "must be one of .*; got 'diagonal'"),
         ({"mesh": {"tp": 2}, "tp_plan": {"0": "column"}, "inputs": rows()}, "it must be a multiple of 2"),
-        ({"mesh": {"pp": 2}, "inputs": rows(), "microbatches": 3}, "8 is no multiple of 3"),
+        (
+            {"mesh": {"pp": 2}, "inputs": rows(), "num_microbatches": 3},
+            r"8 samples\) must be divisible by num_microbatches \(3\)",
+        ),
         ({"mesh": {"pp": 9}, "inputs": rows()}, "cannot be cut into 9 stages"),
-        ({"world": 2, "inputs": torch.ones(2, 5)}, "cannot run a step on tensors without data"),
-        ({"world": 2, "links": "carrier-pigeon"}, "presets are nvlink2"),
-        ({"mesh": {"dp": 2}, "links": {"tp": "nvlink4"}}, "none for the axis 'dp'"),
-        ({"world": 2, "mixed_precision": "half"}, None),
-        ({"world": 2, "mixed_precision": "quarter"}, "a dtype of floating point numbers"),
-        ({"world": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
+        ({"world_size": 2, "inputs": torch.ones(2, 5)}, "cannot run a step on tensors without data"),
+        ({"world_size": 2, "links": "carrier-pigeon"}, "or one of nvlink2"),
+        ({"mesh": {"dp": 2}, "links": {"tp": "nvlink4"}}, "no entry for the axis 'dp'"),
+        ({"world_size": 2, "mixed_precision": "half"}, None),
+        ({"world_size": 2, "mixed_precision": "quarter"}, "must be a floating-point dtype"),
+        ({"world_size": 2, "bucket_size_mb": 0}, "a number of MiB above 0"),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str | None) -> None:
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str | None) -> None:
     if message is None:
         plan.communication(odd, **options)
         return
@@ -199,7 +202,7 @@ def test_models_that_cannot_be_planned() -> None:
 
     with pytest.raises(UsageError, match="no weights here"):
         plan.communication(broken, 2)
-    with pytest.raises(UsageError, match="has returned a int"):
+    with pytest.raises(UsageError, match="it returned int"):
         plan.communication(lambda: 3, 2)
     with pytest.raises(UsageError, match="a function without arguments"):
         plan.communication(3, 2)

@@ -1,4 +1,4 @@
-"""Calculations in copies of a process."""
+"""Running functions in forked processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import cloudpickle
 import torch
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.copies import together
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.copies import fork_map
+from axon_nb.plan.worker import run_in_process
 
 
 def several(task: Any, report: Any) -> dict[str, Any]:
-    """Run in a process without threads, as plans are."""
+    """Run in a process without threads, like plans."""
     here = os.getpid()
 
     def dies() -> int:
@@ -28,14 +28,14 @@ def several(task: Any, report: Any) -> dict[str, Any]:
         raise UsageError("no")
 
     def nested() -> list[int]:
-        return together([os.getpid, os.getpid])
+        return fork_map([os.getpid, os.getpid])
 
-    found: dict[str, Any] = {"squares": together([partial(pow, number, 2) for number in range(5)])}
-    found["died"] = together([dies, partial(int, 1)])
-    found["nested"] = [len(set(numbers)) for numbers in together([nested, nested])]
+    found: dict[str, Any] = {"squares": fork_map([partial(pow, number, 2) for number in range(5)])}
+    found["died"] = fork_map([dies, partial(int, 1)])
+    found["nested"] = [len(set(numbers)) for numbers in fork_map([nested, nested])]
     for name, calls in {"first": [refuses, partial(int, 1)], "last": [partial(int, 1), refuses]}.items():
         try:
-            together(calls)
+            fork_map(calls)
         except UsageError as error:
             found[name] = str(error)
     try:
@@ -45,8 +45,8 @@ def several(task: Any, report: Any) -> dict[str, Any]:
     return found
 
 
-def test_all_are_answered_and_none_is_left() -> None:
-    found = run_apart("tests.plan.test_copies:several", cloudpickle.dumps(None))
+def test_all_calls_return_and_no_process_is_left() -> None:
+    found = run_in_process("tests.plan.test_copies:several", cloudpickle.dumps(None))
     assert found == {
         "squares": [0, 1, 4, 9, 16],
         "died": [7, 1],
@@ -58,18 +58,18 @@ def test_all_are_answered_and_none_is_left() -> None:
 
 
 def backward() -> float:
-    """A gradient; with a build of torch for CUDA, no process that was forked after one can compute another."""
+    """Compute a gradient; with CUDA builds of torch, later forks of the same process cannot compute another."""
     x = torch.ones(2, requires_grad=True)
     (x * 3).sum().backward()
     assert x.grad is not None
     return float(x.grad.sum())
 
 
-def one_after_the_other(task: Any, report: Any) -> list[list[float]]:
-    """Run in a process without threads: one backward, and then several at once."""
-    return [together([backward]), together([backward, backward]), together([])]
+def sequential_forks(task: Any, report: Any) -> list[list[float]]:
+    """Run in a process without threads: one backward, then several at once."""
+    return [fork_map([backward]), fork_map([backward, backward]), fork_map([])]
 
 
-def test_a_single_calculation_leaves_the_process_fit_for_others() -> None:
-    found = run_apart("tests.plan.test_copies:one_after_the_other", cloudpickle.dumps(None))
+def test_a_single_backward_does_not_break_later_ones() -> None:
+    found = run_in_process("tests.plan.test_copies:sequential_forks", cloudpickle.dumps(None))
     assert found == [[6.0], [6.0, 6.0], []]

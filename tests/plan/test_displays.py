@@ -1,4 +1,4 @@
-"""Numbers in displays: of tiny models and of huge ones in a unit in which they can be read."""
+"""Numbers in displays: tiny and huge models get readable units."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _plan(scale: int) -> MemoryPlan:
         ((5000 * GIB,), "GiB"),
     ],
 )
-def test_the_largest_number_decides(sizes: tuple[int, ...], name: str) -> None:
+def test_the_largest_number_decides_the_unit(sizes: tuple[int, ...], name: str) -> None:
     assert unit_for(sizes).name == name
 
 
-def test_numbers_of_a_unit() -> None:
+def test_numbers_in_a_unit() -> None:
     gib = unit_for([GIB])
     assert [gib.text(size) for size in (0, 1, GIB // 2, 1234 * GIB)] == ["0", "<0.001", "0.500", "1,234.000"]
     assert gib.text(GIB // 1000, decimals=2) == "<0.01"
@@ -50,16 +50,16 @@ def test_numbers_of_a_unit() -> None:
     [(8, "bytes", "69", "1"), (KIB, "KiB", "8.501", "0.001"), (MIB, "MiB", "8.500", "<0.001"),
      (300 * GIB, "GiB", "2,550.000", "<0.001")],
 )  # fmt: skip
-def test_a_plan_of_memory_is_shown_in_one_unit(scale: int, unit: str, total: str, least: str) -> None:
+def test_a_memory_plan_uses_one_unit(scale: int, unit: str, total: str, least: str) -> None:
     plan = _plan(scale)
     text = str(plan)
     rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()}
     assert f"peak, {unit}" in text
     assert (rows["total"], rows["other"]) == (total, least)
-    for shown in (text, plan._repr_html_()):
+    for shown in (text, plan._repr_mimebundle_()["text/html"]):
         assert not re.search(r"\d[eE][+-]?\d", shown)
         assert "Rank 0; its peak is in forward of block1" in shown
-    assert f"<td>{total}</td>" in plan._repr_html_()
+    assert f"<td>{total}</td>" in plan._repr_mimebundle_()["text/html"]
     figure = plan.figure()
     assert figure.layout.yaxis.title.text == unit
     assert sum(bar.y[1] for bar in figure.data) == pytest.approx(plan.peak_bytes / unit_for([plan.peak_bytes]).bytes)
@@ -68,11 +68,11 @@ def test_a_plan_of_memory_is_shown_in_one_unit(scale: int, unit: str, total: str
 
 def test_a_search_over_layouts_of_a_tiny_model() -> None:
     one = Candidate(2, 1, 1, "ddp", step_s=2e-9, memory={"model states": 3 * KIB})
-    found = SearchPlan("2 GPUs of 80 GiB", (one, Candidate(1, 2, 1, reason="tp cuts nothing of this model")))
+    found = SearchPlan("2 GPUs of 80 GiB", (one, Candidate(1, 2, 1, reason="tp shards no layer of this model")))
     assert "memory, KiB" in str(found)
     assert "3.00" in str(found)
     assert "<0.0001" in str(found)
-    assert found.figure().layout.xaxis.title.text == "KiB of the fullest rank"
+    assert found.figure().layout.xaxis.title.text == "KiB on the fullest rank"
     assert found.figure().data[0].x == (3.0,)
 
 

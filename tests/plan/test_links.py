@@ -1,4 +1,4 @@
-"""Links: the formulas of the literature, presets, and what a measured line gives back."""
+"""Links: published formulas, presets, and fitted measurements."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.plan.calibrate_collectives import fitted_link, line_through
+from axon_nb.plan.calibrate_collectives import fit_line, fit_link
 from axon_nb.plan.calibrate_record import Sample
 from axon_nb.plan.links import OPERATIONS, rounds_and_volume
-from axon_nb.plan.links_presets import links_of
+from axon_nb.plan.links_presets import resolve_links
 
 RANKS = st.integers(2, 1024)
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def by_simulated_ring(ranks: int) -> tuple[int, float]:
-    """Rounds and parts of the tensor that a rank sends in a ring all_reduce, step by step.
+    """Count rounds and sent fractions of the tensor in a ring all_reduce, step by step.
 
-    Parts are summed while they go round once, and copied while they go round again.
+    Parts are reduced in the first lap and copied in the second.
     """
     parts = [{(rank, part): {rank} for part in range(ranks)} for rank in range(ranks)]
     held = {key: set(value) for own in parts for key, value in own.items()}
@@ -39,7 +39,7 @@ def by_simulated_ring(ranks: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
-def test_ring_all_reduce_is_what_a_ring_does(ranks: int) -> None:
+def test_ring_all_reduce_matches_a_simulated_ring(ranks: int) -> None:
     rounds, volume = rounds_and_volume("all_reduce", ranks)
     assert (rounds, volume) == pytest.approx(by_simulated_ring(ranks))
 
@@ -63,7 +63,7 @@ def test_more_bytes_take_no_less_time(ranks: int, operation: str, first: float, 
 
 @given(RANKS, st.floats(1, 1e9))
 @PROPERTY
-def test_auto_is_the_shorter_of_both(ranks: int, size: float) -> None:
+def test_auto_is_the_faster_algorithm(ranks: int, size: float) -> None:
     for operation in OPERATIONS:
         ways = [plan.Link("x", 1e-5, 1e9, algorithm=name).seconds(operation, size, ranks) for name in ("ring", "tree")]
         assert plan.Link("x", 1e-5, 1e9).seconds(operation, size, ranks) == min(ways)
@@ -75,12 +75,12 @@ def test_trees_for_small_messages_and_rings_for_large_ones() -> None:
     assert ring.seconds("all_reduce", 1e9, 64) < tree.seconds("all_reduce", 1e9, 64)
 
 
-def test_presets_say_what_they_are() -> None:
-    """Vendors' figures: NVIDIA V100, A100, H100 and B200 datasheets; InfiniBand and Ethernet by their bits a second."""
+def test_presets_match_their_sources() -> None:
+    """Vendors' figures: NVIDIA V100, A100, H100 and B200 datasheets; InfiniBand and Ethernet by their bit rates."""
     rates = {"nvlink2": 150, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900, "ib-hdr": 25, "ib-ndr": 50}
     rates |= {"ethernet-10g": 1.25, "ethernet-100g": 12.5}
     for name, gigabytes in rates.items():
-        assert plan.PRESETS[name].bandwidth == gigabytes * 1e9
+        assert plan.PRESETS[name].bandwidth_bytes_per_s == gigabytes * 1e9
     for name, link in plan.PRESETS.items():
         assert name == link.name
         assert link.source
@@ -92,66 +92,66 @@ def test_one_rank_sends_nothing() -> None:
         assert plan.PRESETS["nvlink4"].seconds(operation, 1e9, 1) == 0.0
 
 
-def test_links_of_axes() -> None:
+def test_links_by_axis() -> None:
     axes = {"dp": 2, "tp": 4}
-    assert links_of("nvlink4", axes)["tp"].name == "nvlink4"
-    assert {axis: link.name for axis, link in links_of({"dp": "ib-hdr", "tp": "NVLINK4"}, axes).items()} == {
+    assert resolve_links("nvlink4", axes)["tp"].name == "nvlink4"
+    assert {axis: link.name for axis, link in resolve_links({"dp": "ib-hdr", "tp": "NVLINK4"}, axes).items()} == {
         "dp": "ib-hdr",
         "tp": "nvlink4",
     }
-    assert links_of({"all": "ib-hdr", "tp": "nvlink4"}, axes)["dp"].name == "ib-hdr"
-    assert links_of(None, axes) == {}
-    assert links_of({"dp": "ib-hdr"}, {"dp": 2, "tp": 1}).keys() == {"dp"}
+    assert resolve_links({"all": "ib-hdr", "tp": "nvlink4"}, axes)["dp"].name == "ib-hdr"
+    assert resolve_links(None, axes) == {}
+    assert resolve_links({"dp": "ib-hdr"}, {"dp": 2, "tp": 1}).keys() == {"dp"}
 
 
-def test_a_share_of_the_bandwidth() -> None:
+def test_scaled_bandwidth() -> None:
     link = plan.PRESETS["nvlink4"]
-    assert link.scaled(0.5).bandwidth == link.bandwidth / 2
+    assert link.scaled(0.5).bandwidth_bytes_per_s == link.bandwidth_bytes_per_s / 2
     assert "50%" in link.scaled(0.5).source
-    with pytest.raises(UsageError, match="a share of the bandwidth"):
+    with pytest.raises(UsageError, match="a fraction of the bandwidth"):
         link.scaled(1.5)
 
 
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, unique=True))
 @PROPERTY
-def test_a_line_is_found_again(start: float, slope: float, sizes: list[int]) -> None:
+def test_a_fit_recovers_a_line(start: float, slope: float, sizes: list[int]) -> None:
     points = [(float(size), start + slope * size) for size in sizes]
-    found = line_through(points)
+    found = fit_line(points)
     for x, y in points:
         assert found[0] + found[1] * x == pytest.approx(y, rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 1)), min_size=1, max_size=8))
 @PROPERTY
-def test_a_line_never_falls_nor_begins_below_0(points: list[tuple[float, float]]) -> None:
-    start, slope = line_through(points)
+def test_a_fit_has_no_negative_coefficients(points: list[tuple[float, float]]) -> None:
+    start, slope = fit_line(points)
     assert start >= 0
     assert slope >= 0
     assert math.isfinite(start + slope)
 
 
-def test_a_fitted_link_gives_the_measured_times() -> None:
+def test_a_fitted_link_reproduces_the_measured_times() -> None:
     samples = [
         Sample("dp", 4, operation, size, latency + size * byte)
         for operation, latency, byte in (("all_reduce", 1e-4, 1e-9), ("send", 2e-5, 5e-10))
         for size in (1 << 12, 1 << 16, 1 << 22)
     ]
-    link = fitted_link("dp", samples, "here")
+    link = fit_link("dp", samples, "here")
     for sample in samples:
         assert link.seconds(sample.operation, sample.bytes, 4) == pytest.approx(sample.seconds)
-    assert link.bandwidth == pytest.approx(2e9)
+    assert link.bandwidth_bytes_per_s == pytest.approx(2e9)
     assert link.seconds("all_reduce", 1 << 20, 8) > link.seconds("all_reduce", 1 << 20, 4)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan.Link("x", -1, 1), "times are 0 or more"),
-        (lambda: plan.Link("x", 0, 0), "bandwidth is above 0"),
-        (lambda: plan.Link("x", 0, 1, algorithm="star"), "is none of auto, ring, tree"),
-        (lambda: plan.PRESETS["nvlink4"].seconds("shout", 1, 2), "operations are all_gather"),
+        (lambda: plan.Link("x", -1, 1), "must be 0 or more"),
+        (lambda: plan.Link("x", 0, 0), "bandwidth_bytes_per_s above 0"),
+        (lambda: plan.Link("x", 0, 1, algorithm="star"), "algorithm must be one of auto, ring, tree"),
+        (lambda: plan.PRESETS["nvlink4"].seconds("shout", 1, 2), "operation must be one of all_gather"),
     ],
 )
-def test_bad_input_is_a_sentence(call: object, message: str) -> None:
+def test_bad_arguments_get_one_sentence(call: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call()  # type: ignore[operator]

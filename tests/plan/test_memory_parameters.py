@@ -1,4 +1,4 @@
-"""Each parameter of `plan.memory` does what it says: what it makes larger, smaller or nothing."""
+"""Each parameter of `plan.memory` has the effect that it documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axon_nb.parallel.models import GPTConfig
 from axon_nb.plan.memory_record import MemoryPlan, RankMemory
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 
 CONFIG = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 CASES: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed_precision": {"mixed_precision": "bfloat16"},
     "batch": {"batch": 8},
     "seq": {"batch": 8, "seq": 8},
-    "checkpointing": {"batch": 8, "checkpointing": True},
+    "activation_checkpointing": {"batch": 8, "activation_checkpointing": True},
     "optimizer": {"optimizer": "sgd"},
     "optimizer_options": {"optimizer": torch.optim.AdamW, "optimizer_options": {"amsgrad": True}},
     "world": {"mesh": {"dp": 8}},
@@ -37,12 +37,12 @@ def ranks() -> dict[str, RankMemory]:
         name: MemoryRequest(CONFIG, **{"mesh": {"dp": 4}, "strategy": "full_shard", "device": "cpu"} | given).check()
         for name, given in CASES.items()
     }
-    found = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     assert all(isinstance(made, MemoryPlan) for made in found.values()), found
     return {name: made.worst for name, made in found.items()}
 
 
-def test_parameters_that_change_what_is_held(ranks: dict[str, RankMemory]) -> None:
+def test_parameters_that_change_persistent_memory(ranks: dict[str, RankMemory]) -> None:
     held = {name: rank.persistent for name, rank in ranks.items()}
     base = held["base"]
     assert base.optimizer == 2 * base.parameters
@@ -59,6 +59,6 @@ def test_parameters_that_change_the_peak(ranks: dict[str, RankMemory]) -> None:
     assert peak["mixed_precision"].total < peak["base"].total
     assert peak["batch"].activations > 4 * peak["base"].activations
     assert peak["seq"].activations < peak["batch"].activations
-    assert peak["checkpointing"].activations < peak["batch"].activations
+    assert peak["activation_checkpointing"].activations < peak["batch"].activations
     assert peak["inputs and loss"].total < peak["batch"].total
     assert peak["tp alone"].unsharded == 0

@@ -1,4 +1,4 @@
-"""Plans against what papers say."""
+"""Memory plans against published numbers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from axon_nb import plan
 from axon_nb.plan.memory_record import MemoryPlan
 from axon_nb.plan.memory_request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.plan.megatron import Layers
 
 GB = 10**9
 
 
 class MixedPrecisionAdam(torch.optim.Optimizer):
-    """Keeps what the ZeRO paper counts: parameters, momentum and variance in float32, 12 bytes an element."""
+    """Keeps the states that the ZeRO paper counts: 12 bytes per element in float32."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
-        """Make the states."""
+        """Create the states."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 for name in ("master", "momentum", "variance"):
@@ -39,7 +39,7 @@ def _linears(num: int, rows: int, columns: int) -> nn.Module:
 
 
 MODELS = {7.5: (750, 10_000, 1_000), 128.0: (256, 500_000, 1_000), 1000.0: (250, 4_000_000, 1_000)}
-"""Layers, rows and columns by billions of parameters."""
+"""Layers, rows and columns, by billions of parameters."""
 TABLE_1 = {
     ("ddp", 64): (120.0, 2048.0, 16000.0),
     ("optimizer_state", 4): (52.5, 896.0, 7000.0),
@@ -99,9 +99,11 @@ def _layers(count: int, **more: Any) -> MemoryRequest:
 def test_activations_of_the_megatron_paper() -> None:
     """Korthikanti et al. (2022), equation 1 and section 5: bytes a layer without and with full recomputation."""
     requests = {
-        f"{count}-{again}": _layers(count, checkpointing=again or None) for count in (6, 7) for again in ("", "Layer")
+        f"{count}-{again}": _layers(count, activation_checkpointing=again or None)
+        for count in (6, 7)
+        for again in ("", "Layer")
     }
-    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     activations = {name: made.worst.peak.activations for name, made in found.items()}
     sbh = SEQ * BATCH * HIDDEN
     whole = activations["7-"] - activations["6-"]

@@ -1,4 +1,4 @@
-"""Plans against real runs: ranks that train on Gloo, and what their allocators say."""
+"""Memory plans against the allocators of real Gloo ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.worker import run_apart
+from axon_nb.plan.worker import run_in_process
 from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
 
@@ -36,37 +36,37 @@ OTHERS = {
     "ddp-autocast": Case(TWO, "ddp", mixed="bfloat16"),
     "optimizer_state": Case(TWO, "optimizer_state"),
     "optimizer_state-again": Case(TWO, "optimizer_state", again=True),
-    "pp-1F1B": Case((("pp", 2),), microbatches=4),
-    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", microbatches=8),
-    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", microbatches=4),
-    "pp-dp": Case((("pp", 2), ("dp", 2)), microbatches=4),
-    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
-    "pp-tp": Case((("pp", 2), ("tp", 2)), microbatches=4),
-    "pp-dp-tp": Case((("pp", 2), ("dp", 2), ("tp", 2)), microbatches=4),
-    "pp-dp-tp-mixed": Case((("pp", 2), ("dp", 2), ("tp", 2)), "shard_grad_op", microbatches=2, mixed="bfloat16"),
+    "pp-1F1B": Case((("pp", 2),), num_microbatches=4),
+    "pp-GPipe": Case((("pp", 4),), schedule="GPipe", num_microbatches=8),
+    "pp-Interleaved1F1B": Case((("pp", 2),), schedule="Interleaved1F1B", num_microbatches=4),
+    "pp-dp": Case((("pp", 2), ("dp", 2)), num_microbatches=4),
+    "pp-dp-mixed": Case((("pp", 2), ("dp", 2)), "shard_grad_op", num_microbatches=2, mixed="bfloat16"),
+    "pp-tp": Case((("pp", 2), ("tp", 2)), num_microbatches=4),
+    "pp-dp-tp": Case((("pp", 2), ("dp", 2), ("tp", 2)), num_microbatches=4),
+    "pp-dp-tp-mixed": Case((("pp", 2), ("dp", 2), ("tp", 2)), "shard_grad_op", num_microbatches=2, mixed="bfloat16"),
 }
 CASES = SHARDED | OTHERS
 ALL_RANKS = {"full_shard-4", "optimizer_state", *(name for name in CASES if name.startswith("pp"))}
-"""Of the others rank 0 is planned."""
+"""Cases in which all ranks are planned; in the others, only rank 0."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def planned(request: pytest.FixtureRequest) -> dict[str, MemoryPlan]:
-    """The plans of the cases that this run has, every block simulated."""
+    """The plans of the selected cases, with every block simulated."""
     wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
     requests = {
         name: case.request(ranks="all" if name in ALL_RANKS else (0,), extrapolate=False)
         for name, case in CASES.items()
         if name in wanted
     }
-    found: dict[str, MemoryPlan] = run_apart("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
     return found
 
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """What ranks have measured in a case, one after the other."""
+    """Measures a case on real ranks, once."""
     known: dict[str, list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
         worlds: dict[int, GlooWorld] = {}
@@ -83,7 +83,7 @@ def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_is_that_of_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
+def test_the_peak_matches_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
     plan, limit = planned[name], 0.02 if name in SHARDED else 0.04
     assert isinstance(plan, MemoryPlan), plan
     for rank in plan.ranks:

@@ -1,4 +1,4 @@
-"""What is asked for by mistake: one sentence with the value, the rule and the fix, before anything runs."""
+"""Bad arguments: one sentence with the rule, the value and the fix, before anything runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LINEAR = partial(nn.Linear, 8, 4)
 SPEC = plan.TensorSpec(("batch", 8))
 
 
-class OnCard(nn.Module):
-    """Written for a card, in all the ways there are."""
+class OnCuda(nn.Module):
+    """Requests CUDA in every possible way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,62 +41,79 @@ def _fails() -> Any:
 
 
 MEMORY: list[tuple[Callable[..., Any], str]] = [
-    (lambda: plan.memory(SMALL, "8"), "world='8': it is a whole number of ranks"),
-    (lambda: plan.memory(SMALL, True), "world=True: it is a whole number of ranks"),
-    (lambda: plan.memory(SMALL, mesh=4), "mesh=4: it is the number of ranks by axis"),
-    (lambda: plan.memory(SMALL, mesh={}), "how many ranks"),
-    (lambda: plan.memory(SMALL, mesh={"dp": "2"}), "dp='2': it is a whole number of ranks"),
-    (lambda: plan.memory(SMALL, 2, batch="4"), "batch='4': it is a whole number, 1 or more"),
-    (lambda: plan.memory(SMALL, 2, batch=None), "batch=None: it is a whole number"),
-    (lambda: plan.memory(SMALL, 2, ranks=[]), "the numbers of one rank or more"),
-    (lambda: plan.memory(SMALL, 2, ranks=1.5), "ranks=1.5: it is a whole number, 0 or more"),
-    (lambda: plan.memory(SMALL, 2, fragmentation="5%"), "fragmentation='5%': it is a share"),
-    (lambda: plan.memory(SMALL, 2, optimizer_options=3), "optimizer_options=3: keyword arguments"),
-    (lambda: plan.memory(SMALL, 2, loss="mse"), "loss='mse': it is a function"),
-    (lambda: plan.memory(SMALL, mesh={"tp": 2}, tp_plan=3), "tp_plan=3: 'auto', or patterns"),
-    (lambda: plan.memory(SMALL, 2, progress=True), "progress=True: it is a function"),
-    (lambda: plan.memory(SMALL, 2, cancel=True), "cancel=True: it is a threading.Event"),
+    (lambda: plan.memory(SMALL, "8"), "world_size must be a whole number of ranks, 1 or more; got '8'"),
+    (lambda: plan.memory(SMALL, True), "world_size must be a whole number of ranks, 1 or more; got True"),
+    (lambda: plan.memory(SMALL, mesh=4), "mesh must give the number of ranks per axis"),
+    (lambda: plan.memory(SMALL, mesh={}), "The number of ranks is missing"),
+    (lambda: plan.memory(SMALL, mesh={"dp": "2"}), "dp must be a whole number of ranks, 1 or more; got '2'"),
+    (lambda: plan.memory(SMALL, 2, batch="4"), "batch must be a whole number, 1 or more; got '4'"),
+    (lambda: plan.memory(SMALL, 2, batch=None), "batch must be a whole number, 1 or more; got None"),
+    (lambda: plan.memory(SMALL, 2, ranks=[]), "one or more rank numbers"),
+    (lambda: plan.memory(SMALL, 2, ranks=1.5), "ranks must be a whole number, 0 or more; got 1.5"),
+    (lambda: plan.memory(SMALL, 2, fragmentation="5%"), "fragmentation must be a fraction of everything else"),
+    (lambda: plan.memory(SMALL, 2, optimizer_options=3), "optimizer_options must be keyword arguments"),
+    (lambda: plan.memory(SMALL, 2, loss="mse"), "loss must be a function of the output"),
+    (
+        lambda: plan.memory(SMALL, mesh={"tp": 2}, tp_plan=3),
+        "tp_plan must be 'auto', or map module name patterns to styles; got 3",
+    ),
+    (lambda: plan.memory(SMALL, world=2), "world= is not an option; did you mean world_size="),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, offload="full"), "did you mean cpu_offload="),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, colour=1), "colour= is not an option; options are mesh, strategy"),  # type: ignore[call-arg]
+    (lambda: plan.memory(SMALL, 2, optimizer=None, method="closed_form"), "optimizer=None: memory of a step needs"),
+    (lambda: plan.memory(SMALL, 2, progress=True), "progress must be a function"),
+    (lambda: plan.memory(SMALL, 2, cancel=True), "cancel must be a threading.Event"),
     (lambda: plan.memory("model", 2), "the ranks' variable 'model' needs a cluster"),
-    (lambda: plan.memory("model", 2, cluster=3), "cluster=3: it is a cluster"),
-    (lambda: plan.memory(GPTConfig, 2, method="closed_form"), r"give one of it, GPTConfig\(…\)"),
-    (lambda: plan.TensorSpec("batch", 8), "the shape is a tuple of sizes and names"),  # type: ignore[arg-type]
-    (lambda: plan.TensorSpec(("batch", -1)), "the shape is a tuple of sizes and names"),
-    (lambda: plan.memory(SMALL, 2, optimizer=_sgd(), method="closed_form"), "a SGD that is made already"),
+    (lambda: plan.memory("model", 2, cluster=3), "cluster must be a Cluster"),
+    (lambda: plan.memory(GPTConfig, 2, method="closed_form"), r"model must be an instance of GPTConfig"),
+    (lambda: plan.TensorSpec("batch", 8), "shape must be a tuple of sizes and names"),  # type: ignore[arg-type]
+    (lambda: plan.TensorSpec(("batch", -1)), "shape must be a tuple of sizes and names"),
+    (
+        lambda: plan.memory(SMALL, 2, optimizer=_sgd(), method="closed_form"),
+        "must be a class or a name, not an instance; got a SGD",
+    ),
 ]
 LAYOUTS: list[tuple[Callable[..., Any], str]] = [
-    (lambda: _sent(batch=0), "batch=0: it is a whole number, 1 or more"),
-    (lambda: _sent(seq=99), r"seq=99: the model's context is 16 tokens; GPTConfig\(context=99\)"),
-    (lambda: _sent(device="tpu"), "device='tpu': it is one of cpu, cuda"),
-    (lambda: _sent(bucket_size_mb=math.nan), "bucket_size_mb=nan: it is a number of MiB above 0"),
-    (lambda: _sent(mixed_precision="int8"), "a dtype of floating point numbers"),
-    (lambda: _sent(microbatches=4), "microbatches=4 without pp"),
-    (lambda: _sent(wrap="Layer"), "wrap='Layer': GPT has none; its modules are Attention, Block"),
-    (lambda: _sent(wrap=-1.5), "wrap=-1.5: a class, its name"),
-    (lambda: _sent(optimizer=_sgd()), "a SGD that is made already: give its class, or its name"),
-    (lambda: plan.communication(SMALL, mesh={"tp": 2}, tp_plan=None), "tp_plan=None: 'auto', or patterns"),
-    (lambda: plan.communication(LINEAR, 2, inputs=_fails), "inputs= or target= cannot be made: ZeroDivisionError"),
-    (lambda: plan.communication(LINEAR, 2, inputs=plan.TensorSpec((2, 8), "real")), "'real' is no dtype of torch"),
-    (lambda: plan.communication(GPTConfig, 2), r"give one of it, GPTConfig\(…\)"),
-    (lambda: plan.schedule("1F1B", 4, 8).stages_of(9), "rank 9: there are 4 ranks, 0 to 3"),
-    (lambda: plan.schedule("1F1B", 2, 8, plan.StageTimes("a", 2)), "forward 'a' s"),  # type: ignore[arg-type]
-    (lambda: plan.step_time(SMALL, 2, rates=1e9, links="nvlink4", overlap="half"), "overlap='half': it is a share"),
-    (lambda: plan.Rates(0), "flops_per_s=0: it is floating point operations a second"),
-    (lambda: plan.Rates(1e12, -1), "bytes_per_s=-1: it is bytes a second"),
-    (lambda: plan.Link("x", "1us", 3), "link 'x': latency '1us' s"),  # type: ignore[arg-type]
-    (lambda: plan.PRESETS["nvlink4"].scaled("80%"), "efficiency='80%': a share"),  # type: ignore[arg-type]
-    (lambda: plan.search(SMALL, "64", 80), "gpus='64': it is a whole number of ranks"),  # type: ignore[arg-type]
-    (lambda: plan.search(SMALL, 4, "80GB"), "memory='80GB': it is how many GiB"),  # type: ignore[arg-type]
-    (lambda: plan.search(SMALL, 4, math.nan), "memory=nan: it is how many GiB"),
-    (lambda: plan.search(SMALL, 4, 80, largest_tp=0), "largest_tp=0: it is a whole number, 1 or more"),
-    (lambda: plan.search(SMALL, 4, 80, overlap=3), "overlap=3: it is a share"),
-    (lambda: plan.search(SMALL, 4, 80, strategies=["hybrid_shard"]), "strategies='hybrid_shard': it is one of"),
-    (lambda: plan.calibrate(sizes=(1e6,)), "sizes=1000000.0: it is a whole number of bytes"),  # type: ignore[arg-type]
-    (lambda: plan.calibrate(operations="all_reduce"), "operations='all_reduce': one or more of"),
-    (lambda: plan.calibrate(repeats=2.5), "repeats=2.5: it is a whole number"),  # type: ignore[arg-type]
-    (lambda: plan.calibrate(budget_s="5s"), "budget_s='5s': it is seconds"),  # type: ignore[arg-type]
-    (lambda: plan.calibrate(dtype=torch.int8), "dtype=torch.int8: a dtype of floating point"),
-    (lambda: plan.calibrate(strategies=("zero",)), "strategies='zero': it is one of"),
-    (lambda: plan.calibrate(cluster=3), "cluster=3: it is a cluster"),
+    (lambda: _sent(batch=0), "batch must be a whole number, 1 or more; got 0"),
+    (lambda: _sent(seq=99), r"seq must be at most the model's context, 16 tokens; got 99"),
+    (lambda: _sent(microbatches=4), "microbatches= is not an option; did you mean num_microbatches="),
+    (lambda: _sent(device="tpu"), "device must be one of cpu, cuda; got 'tpu'"),
+    (lambda: _sent(bucket_size_mb=math.nan), "bucket_size_mb must be a number of MiB above 0; got nan"),
+    (lambda: _sent(mixed_precision="int8"), "must be a floating-point dtype"),
+    (lambda: _sent(num_microbatches=4), "num_microbatches=4 requires a pipeline"),
+    (lambda: _sent(wrap="Layer"), "wrap='Layer' matches no module of GPT, which has Attention, Block"),
+    (lambda: _sent(wrap=-1.5), "wrap must be a class, its name"),
+    (lambda: _sent(optimizer=_sgd()), "must be a class or a name, not an instance; got a SGD"),
+    (
+        lambda: plan.communication(SMALL, mesh={"tp": 2}, tp_plan=None),
+        "tp_plan must be 'auto', or map module name patterns to styles; got None",
+    ),
+    (lambda: plan.communication(LINEAR, 2, inputs=_fails), r"inputs= or target= failed \(ZeroDivisionError"),
+    (lambda: plan.communication(LINEAR, 2, inputs=plan.TensorSpec((2, 8), "real")), "'real' is not a torch dtype"),
+    (lambda: plan.communication(GPTConfig, 2), r"model must be an instance of GPTConfig"),
+    (lambda: plan.schedule("1F1B", 4, 8).stages_of(9), "rank must be 0 to 3; got 9"),
+    (lambda: plan.schedule("1F1B", 2, 8, plan.StageTimes("a", 2)), "got forward 'a' s"),  # type: ignore[arg-type]
+    (lambda: plan.step_time(SMALL, 2, rates=1e9, links="nvlink4", overlap="half"), "overlap must be a fraction"),
+    (lambda: plan.Rates(0), "flops_per_s must be a number of FLOP/s above 0; got 0"),
+    (lambda: plan.Rates(1e12, -1), "bytes_per_s must be a number of bytes per second above 0"),
+    (lambda: plan.Link("x", "1us", 3), "Link 'x': latency_s and call_s must be 0 or more"),  # type: ignore[arg-type]
+    (lambda: plan.PRESETS["nvlink4"].scaled("80%"), "efficiency must be a fraction"),  # type: ignore[arg-type]
+    (lambda: plan.search(SMALL, "64", 80), "num_gpus must be a whole number of ranks, 1 or more; got '64'"),  # type: ignore[arg-type]
+    (lambda: plan.search(SMALL, 4, "80GB"), "memory_gib must be a number of GiB above 0, such as 80; got '80GB'"),  # type: ignore[arg-type]
+    (lambda: plan.search(SMALL, 4, math.nan), "memory_gib must be a number of GiB above 0"),
+    (lambda: plan.search(SMALL, 4, 80, max_tp=0), "max_tp must be a whole number, 1 or more; got 0"),
+    (lambda: plan.search(SMALL, 4, 80, overlap=3), "overlap must be a fraction"),
+    (
+        lambda: plan.search(SMALL, 4, 80, strategies=["hybrid_shard"]),
+        "strategies must be one of .*; got 'hybrid_shard'",
+    ),
+    (lambda: plan.calibrate(sizes=(1e6,)), "sizes must be a whole number of bytes"),  # type: ignore[arg-type]
+    (lambda: plan.calibrate(operations="all_reduce"), "operations must be one or more of"),
+    (lambda: plan.calibrate(repeats=2.5), "repeats must be a whole number"),  # type: ignore[arg-type]
+    (lambda: plan.calibrate(budget_s="5s"), "budget_s must be seconds"),  # type: ignore[arg-type]
+    (lambda: plan.calibrate(dtype=torch.int8), "dtype must be a floating-point dtype"),
+    (lambda: plan.calibrate(strategies=("zero",)), "strategies must be one of .*; got 'zero'"),
+    (lambda: plan.calibrate(cluster=3), "cluster must be a Cluster"),
 ]
 
 
@@ -109,7 +126,7 @@ def _sent(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("call", "message"), MEMORY + LAYOUTS, ids=range(len(MEMORY + LAYOUTS)))
-def test_a_mistake_is_told_in_a_sentence(call: Callable[..., Any], message: str) -> None:
+def test_bad_arguments_get_one_sentence(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         call()
     text = str(caught.value)
@@ -118,19 +135,19 @@ def test_a_mistake_is_told_in_a_sentence(call: Callable[..., Any], message: str)
     assert len(text) < 400
 
 
-def test_strategies_are_those_of_the_library() -> None:
+def test_strategies_match_the_library() -> None:
     assert set(STRATEGIES) == {"ddp", *(strategy.value for strategy in ShardingStrategy)}
 
 
-def test_models_written_for_a_card_are_planned_for_without_one() -> None:
-    asked = plan.communication(OnCard, 2, inputs=lambda: torch.ones(2, 8, device="cuda"), strategy="ddp")
+def test_models_that_request_cuda_are_planned_without_it() -> None:
+    asked = plan.communication(OnCuda, 2, inputs=lambda: torch.ones(2, 8, device="cuda"), strategy="ddp")
     assert asked.bytes() == 2 * (8 * 8 + 8) + 4 * 8  # gradients of bfloat16, and a buffer
-    states = plan.memory(OnCard, 2, inputs=SPEC, method="closed_form", dtype="float32").worst.persistent
+    states = plan.memory(OnCuda, 2, inputs=SPEC, method="closed_form", dtype="float32").worst.persistent
     assert states.parameters * 2 == 4 * (8 * 8 + 8)
     assert torch.nn.Linear(2, 2).to(torch.float64).weight.dtype is torch.float64
 
 
-def test_other_forms_of_the_same_question() -> None:
+def test_equivalent_arguments_give_equal_plans() -> None:
     captured = plan.capture(GPT(SMALL))
     by_config = plan.communication(SMALL, 2)
     assert plan.communication(captured, np.int64(2)).by_operation() == by_config.by_operation()

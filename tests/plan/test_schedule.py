@@ -1,4 +1,4 @@
-"""Planned schedules: equal to the published formulas, and to what must hold for any stages and latencies."""
+"""Planned schedules: published formulas, and invariants for any stages and latencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = st.floats(0.001, 0.1)
 
 
 def per_rank(name: str) -> int:
-    """Stages a rank, unless said otherwise."""
+    """Stages per rank by default."""
     return 2 if PipelineSchedule.of(name).has_many_stages else 1
 
 
@@ -28,26 +28,26 @@ def per_rank(name: str) -> int:
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int) -> None:
     """(K - 1) / (M + K - 1): Huang et al., GPipe, 2019, section 2.3; 1F1B: Narayanan et al., 2021, section 2.2.1."""
-    for microbatches in (ranks, ranks + 3, 4 * ranks):
-        found = plan.schedule(name, ranks, microbatches, (0.013, 0.021))
-        assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+    for num_microbatches in (ranks, ranks + 3, 4 * ranks):
+        found = plan.schedule(name, ranks, num_microbatches, (0.013, 0.021))
+        assert found.bubble == pytest.approx((ranks - 1) / (num_microbatches + ranks - 1))
 
 
 @pytest.mark.parametrize(("ranks", "a_rank"), [(2, 2), (2, 3), (4, 2), (4, 4), (8, 2)])
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
 def test_bubble_of_interleaved_schedules(name: str, ranks: int, a_rank: int) -> None:
     """(p - 1) / m / v of the ideal time: Narayanan et al., 2021, section 2.2.2; breadth first: Lamy-Poirier, 2022."""
-    for microbatches in (ranks, 2 * ranks, 5 * ranks):
-        found = plan.schedule(name, ranks * a_rank, microbatches, (0.01, 0.025), ranks=ranks)
-        idle_by_ideal = (ranks - 1) / microbatches / a_rank
+    for num_microbatches in (ranks, 2 * ranks, 5 * ranks):
+        found = plan.schedule(name, ranks * a_rank, num_microbatches, (0.01, 0.025), num_ranks=ranks)
+        idle_by_ideal = (ranks - 1) / num_microbatches / a_rank
         assert found.bubble / (1 - found.bubble) == pytest.approx(idle_by_ideal)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubble_of_zero_bubble_1p(ranks: int) -> None:
     """(p - 1) (F + B - W) of idle time, with F = B = W: Qi et al., Zero Bubble, 2023, table 2 (ZB-H1)."""
-    for microbatches in (2 * ranks, 4 * ranks):
-        found = plan.schedule("InterleavedZeroBubble", 2 * ranks, microbatches, (0.01, 0.02, 0.01))
+    for num_microbatches in (2 * ranks, 4 * ranks):
+        found = plan.schedule("InterleavedZeroBubble", 2 * ranks, num_microbatches, (0.01, 0.02, 0.01))
         idle = found.bubble * found.step_s
         assert idle == pytest.approx((ranks - 1) * 0.01)
 
@@ -64,7 +64,7 @@ def test_zbv_is_never_idle_between_first_and_last(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_formula_is_what_is_simulated(name: str) -> None:
+def test_formula_matches_the_simulation(name: str) -> None:
     for ranks, times in itertools.product((2, 4), (2, 4, 8)):
         found = plan.schedule(name, ranks * per_rank(name), ranks * times, (0.01, 0.02, 0.01))
         if found.formula is not None:
@@ -76,7 +76,7 @@ def test_formula_is_what_is_simulated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_peaks_are_those_of_the_pipeline(name: str) -> None:
+def test_peaks_match_the_pipeline(name: str) -> None:
     """1F1B keeps P - r on rank r, GPipe all M: Narayanan et al., 2021, section 2.2.1."""
     found = plan.schedule(name, 8, 12)
     stats = PipelineMemoryStats.of(name, num_ranks=8 // per_rank(name), num_stages=8, num_microbatches=12)
@@ -98,13 +98,13 @@ def test_timeline_is_the_ideal_one_for_equal_stages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if per_rank(name) == 2])
-def test_orders_are_those_that_torch_tells(name: str) -> None:
-    """They are read from classes of torch that are kept from adding messages."""
+def test_orders_match_torch(name: str) -> None:
+    """Orders are read from torch's classes without their message actions."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    for ranks, microbatches in ((2, 4), (4, 8), (4, 12)):
-        told = get_schedule_ops(name, ranks, microbatches)
-        found = plan.schedule(name, 2 * ranks, microbatches)
+    for ranks, num_microbatches in ((2, 4), (4, 8), (4, 12)):
+        told = get_schedule_ops(name, ranks, num_microbatches)
+        found = plan.schedule(name, 2 * ranks, num_microbatches)
         for order, theirs in zip(found.orders, told, strict=True):
             parts = [part for action in theirs if action is not None for part in (action.sub_actions or (action,))]
             kinds = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
@@ -117,17 +117,23 @@ def cases(draw: Any) -> dict[str, Any]:
     name = draw(st.sampled_from(ALL))
     ranks = draw(st.integers(1, 4))
     stages = ranks * per_rank(name)
-    microbatches = stages * draw(st.integers(1, 3))
+    num_microbatches = stages * draw(st.integers(1, 3))
     times = draw(st.lists(st.tuples(SECONDS, SECONDS), min_size=stages, max_size=stages))
     latency = draw(st.lists(st.floats(0, 0.02), min_size=stages - 1, max_size=stages - 1))
-    return {"name": name, "stages": stages, "microbatches": microbatches, "times": times, "latency_s": latency}
+    return {
+        "name": name,
+        "num_stages": stages,
+        "num_microbatches": num_microbatches,
+        "times": times,
+        "latency_s": latency,
+    }
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
+def test_invariants_of_any_schedule(case: dict[str, Any]) -> None:
     found = plan.schedule(**case)
-    stages, count = case["stages"], case["microbatches"]
+    stages, count = case["num_stages"], case["num_microbatches"]
     ends: dict[tuple[str, int, int], float] = {}
     begins: dict[tuple[str, int, int], float] = {}
     owner = {}
@@ -161,14 +167,14 @@ def test_what_holds_for_any_schedule(case: dict[str, Any]) -> None:
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6), st.integers(1, 8), st.floats(0, 0.01))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], microbatches: int, latency: float) -> None:
+def test_gpipe_is_two_flow_shops(times: list[tuple[float, float]], num_microbatches: int, latency: float) -> None:
     """Equal jobs through machines in a row take the sum of one job's times and M - 1 times the longest.
 
     Conway, Maxwell and Miller, Theory of Scheduling, 1967, chapter 5; once forward, once back, with latencies.
     """
-    found = plan.schedule("GPipe", len(times), microbatches, times, latency_s=latency)
+    found = plan.schedule("GPipe", len(times), num_microbatches, times, latency_s=latency)
     forward, backward = zip(*times, strict=True)
-    expected = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
+    expected = sum(forward) + sum(backward) + (num_microbatches - 1) * (max(forward) + max(backward))
     assert found.step_s == pytest.approx(expected + 2 * (len(times) - 1) * latency)
 
 
@@ -195,9 +201,9 @@ def test_frame_figure_and_texts() -> None:
     figure = found.figure()
     assert sum(len(trace.x) for trace in figure.data) == len(frame)
     assert "ms" in figure.layout.xaxis.title.text
-    html = found._repr_html_()
+    html = found._repr_mimebundle_()["text/html"]
     assert html.count("<rect") == len(frame) + frame["action"].nunique()
-    assert "a step of" in str(found)
+    assert "ms per step" in str(found)
     assert str(found).count("\n") == 1 + found.num_ranks
     assert found.summary()["step_ms"] == pytest.approx(1e3 * found.step_s)
 
@@ -206,21 +212,21 @@ def test_frame_figure_and_texts() -> None:
     ("call", "message"),
     [
         ({"name": "nothing"}, "it is one of 'GPipe'"),
-        ({"stages": 0}, "stages=0: it is a whole number from 1"),
-        ({"microbatches": 1.5}, r"microbatches=1.5: it is a whole number"),
-        ({"microbatches": 2}, "at least as many microbatches as stages"),
-        ({"name": "Interleaved1F1B", "stages": 5}, "take an even number"),
-        ({"name": "ZBVZeroBubble", "stages": 8, "ranks": 2}, "exactly two stages a rank"),
-        ({"times": [(0.1, 0.1)] * 3}, "times has 3 entries for 4 stages"),
+        ({"num_stages": 0}, "num_stages must be a whole number, 1 or more; got 0"),
+        ({"num_microbatches": 1.5}, "num_microbatches must be a whole number, 1 or more; got 1.5"),
+        ({"num_microbatches": 2}, "at least as many microbatches as stages"),
+        ({"name": "Interleaved1F1B", "num_stages": 5}, "num_stages must be even"),
+        ({"name": "ZBVZeroBubble", "num_stages": 8, "num_ranks": 2}, "exactly two stages a rank"),
+        ({"times": [(0.1, 0.1)] * 3}, "one for each of 4; got 3"),
         ({"times": 0.1}, r"\(forward, backward\) in seconds"),
-        ({"times": (0.1, 0.1, 0.2)}, "the part for weights no more than the backward"),
-        ({"times": (0.1, -0.1)}, "each is 0 or more"),
-        ({"times": [(0.1,)] * 4}, "is no time of a stage"),
-        ({"latency_s": [0.1]}, "4 stages have 3 boundaries"),
+        ({"times": (0.1, 0.1, 0.2)}, "the weights' part at most the backward"),
+        ({"times": (0.1, -0.1)}, "must be 0 or more"),
+        ({"times": [(0.1,)] * 4}, "A stage's time must be"),
+        ({"latency_s": [0.1]}, "3 boundaries between 4 stages; got 1"),
         ({"latency_s": -1.0}, "seconds, 0 or more"),
         ({"latency_s": math.nan}, "seconds, 0 or more"),
     ],
 )
-def test_bad_input_is_a_sentence(call: dict[str, Any], message: str) -> None:
+def test_bad_arguments_get_one_sentence(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan.schedule(**({"name": "1F1B", "stages": 4, "microbatches": 8} | call))
+        plan.schedule(**({"name": "1F1B", "num_stages": 4, "num_microbatches": 8} | call))

@@ -1,4 +1,4 @@
-"""Predicted steps: work as the literature counts it, parts that add up, and calibration on real ranks."""
+"""Predicted steps: published work formulas, parts that add up, and calibration on real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.step_time_model import Given
+from axon_nb.plan.step_time_model import ModelSource
 from axon_nb.plan.step_time_trace import trace_model
 from axon_nb.plan.step_time_work import Rates, Work
 from tests.comm.gloo import GlooWorld
@@ -33,15 +33,15 @@ def flops_of(config: GPTConfig, batch: int) -> tuple[float, float]:
     return dense + attention, 2 * dense + 2.5 * attention
 
 
-def test_flops_are_those_of_the_paper() -> None:
-    trace = trace_model(Given(CONFIG, batch=BATCH))
+def test_flops_match_the_paper() -> None:
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH))
     forward, backward = flops_of(CONFIG, BATCH)
     assert trace.total("forward").flops == forward
     assert trace.total("backward").flops == backward
 
 
-def test_work_is_told_by_child() -> None:
-    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+def test_work_is_split_by_child() -> None:
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
     for phase in ("forward", "backward"):
         found = trace.work[phase]
         blocks = {found[f"block{i}"].flops for i in range(CONFIG.blocks)}
@@ -57,7 +57,7 @@ def test_work_is_told_by_child() -> None:
     assert trace.ready[-1].startswith("embedding.")
 
 
-def test_the_trace_counts_what_torch_counts() -> None:
+def test_the_trace_counts_as_torch_does() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     def make() -> nn.Module:
@@ -66,14 +66,14 @@ def test_the_trace_counts_what_torch_counts() -> None:
     x = torch.ones(2, 3, 8, 8)
     with FlopCounterMode(display=False) as counter:
         make()(x).sum().backward()
-    trace = trace_model(Given(make, x))
+    trace = trace_model(ModelSource(make, x))
     assert trace.total("forward").flops + trace.total("backward").flops == counter.get_total_flops()
 
 
 def test_parts_on_one_rank_are_work_over_rates() -> None:
     rates = Rates(1e9, 1e10, 1e-6)
     found = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
-    trace = trace_model(Given(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    trace = trace_model(ModelSource(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
     for phase in ("forward", "backward", "optimizer"):
         assert found.parts[f"compute, {phase}"] == pytest.approx(rates.seconds(trace.total(phase), phase))
     assert found.total_s == pytest.approx(sum(found.parts.values()))
@@ -84,20 +84,20 @@ def test_parts_on_one_rank_are_work_over_rates() -> None:
     assert plain.flops_per_s == pytest.approx(1e9)
 
 
-def test_what_is_hidden_and_what_is_not() -> None:
+def test_overlap_hides_communication() -> None:
     link = plan.Link("x", 1e-5, 1e8)
     options: dict[str, Any] = {"batch": BATCH, "rates": 1e12, "links": link, "strategy": "ddp", "bucket_size_mb": 0.1}
     none, half, most = (plan.step_time(CONFIG, 4, overlap=share, **options) for share in (0.0, 0.5, 1.0))
     whole = none.communication.seconds()
     assert none.exposed_s == pytest.approx(whole)
-    cover = sum(row.seconds for row in none.communication.rows if row.behind == "backward")
+    cover = sum(row.seconds for row in none.communication.rows if row.overlaps_with == "backward")
     hidden = min(cover, none.parts["compute, backward"])
     assert half.exposed_s == pytest.approx(whole - hidden / 2)
     assert most.exposed_s == pytest.approx(whole - hidden)
     assert any("50%" in text for text in half.assumptions)
 
 
-def test_sharding_divides_the_optimizer_and_tp_the_blocks() -> None:
+def test_sharding_divides_the_optimizer_step_and_tp_the_blocks() -> None:
     link = plan.Link("x", 0.0, 1e15)
     rates = Rates(1e9, 1e9, 0.0)
     one = plan.step_time(CONFIG, 1, batch=BATCH, rates=rates)
@@ -115,7 +115,7 @@ def test_a_pipeline_has_a_bubble() -> None:
     link = plan.Link("x", 0.0, 1e15)
     config = dataclasses.replace(CONFIG, blocks=4)
     found = plan.step_time(
-        config, mesh={"pp": 2}, batch=8, rates=1e9, links=link, optimizer=None, microbatches=8, at=["block2"]
+        config, mesh={"pp": 2}, batch=8, rates=1e9, links=link, optimizer=None, num_microbatches=8, at=["block2"]
     )
     assert found.schedule is not None
     times = found.schedule.times
@@ -130,7 +130,7 @@ def test_a_pipeline_has_a_bubble() -> None:
         rates=1e9,
         links=plan.Link("x", 1e-3, 1e15),
         optimizer=None,
-        microbatches=8,
+        num_microbatches=8,
         at=["block2"],
     )
     assert slow.total_s > found.total_s
@@ -141,7 +141,7 @@ def test_three_axes() -> None:
         dataclasses.replace(CONFIG, blocks=4),
         mesh={"pp": 2, "dp": 4, "tp": 2},
         batch=8,
-        microbatches=4,
+        num_microbatches=4,
         rates=1e12,
         links={"pp": "ib-ndr", "dp": "ib-ndr", "tp": "nvlink4"},
     )
@@ -157,26 +157,26 @@ def test_frame_figure_and_texts() -> None:
     assert len(found.figure().data) == len(frame)
     assert "GFLOP/s" in str(found)
     assert all(text in str(found) for text in found.assumptions)
-    assert "<table" in found._repr_html_()
+    assert "<table" in found._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rates": 0}, "floating point operations a second"),
-        ({"rates": "fast"}, "floating point operations a second"),
-        ({"overlap": 2.0}, "a share, from 0"),
-        ({"links": None}, "links= is needed"),
-        ({"optimizer": "adamant"}, "torch.optim has none of this name"),
+        ({"rates": 0}, "rates must be FLOP/s"),
+        ({"rates": "fast"}, "rates must be FLOP/s"),
+        ({"overlap": 2.0}, "a fraction from 0"),
+        ({"links": None}, "links= is required"),
+        ({"optimizer": "adamant"}, "or one of adadelta"),
     ],
 )
-def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
+def test_bad_options_get_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.step_time(CONFIG, 2, **({"rates": 1e9, "links": "nvlink4"} | options))
 
 
-def test_inputs_are_needed() -> None:
-    with pytest.raises(UsageError, match="give inputs="):
+def test_inputs_are_required() -> None:
+    with pytest.raises(UsageError, match="inputs= is required"):
         plan.step_time(lambda: nn.Linear(2, 2), 1, rates=1e9)
 
 
@@ -194,7 +194,7 @@ SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1, "budget_s": 
 
 
 def _load(_: Any) -> None:
-    """What takes long to import, on a busy machine, for itself."""
+    """Import what takes long on a busy machine, ahead of the measurement."""
     from axon_nb.plan.calibrate_call import calibrate
 
     assert callable(calibrate)
@@ -232,7 +232,7 @@ def test_calibration_on_ranks() -> None:
     assert adjusted.links.keys() == {"all"}
     assert plain.links.keys() == {"dp"}
     assert {sample.operation for sample in adjusted.samples} == {"all_reduce", "send"}
-    assert {sample.ranks for sample in plain.samples} == {2}
+    assert {sample.num_ranks for sample in plain.samples} == {2}
     assert all(sample.seconds > 0 for sample in (*plain.samples, *adjusted.samples))
     assert adjusted.rates.factors.keys() == {"forward", "backward", "optimizer"}
     assert adjusted.rates.wrappers.keys() == {"ddp", "full_shard"}
@@ -241,20 +241,20 @@ def test_calibration_on_ranks() -> None:
     frame = plain.to_frame()
     assert set(frame["axis"]) == {"dp"}
     assert len(plain.figure().data) == 2 * 5
-    assert "<table" in plain._repr_html_()
+    assert "<table" in plain._repr_mimebundle_()["text/html"]
     links = {"dp": plain.links["dp"], "tp": "nvlink4"}
     predicted = plan.step_time(CONFIG, mesh={"dp": 8, "tp": 2}, batch=2, rates=adjusted, links=links)
     assert predicted.total_s > 0
-    assert any("us a parameter" in text for text in predicted.assumptions)
+    assert any("us per parameter" in text for text in predicted.assumptions)
     assert plan.communication(CONFIG, 8, links=adjusted).seconds() > 0
 
 
-def test_there_is_nothing_to_calibrate_without_ranks() -> None:
-    with pytest.raises(UsageError, match="no world to measure"):
+def test_calibration_errors() -> None:
+    with pytest.raises(UsageError, match="No process group to measure"):
         plan.calibrate()
-    with pytest.raises(UsageError, match="at least one size"):
+    with pytest.raises(UsageError, match="one or more sizes"):
         plan.calibrate(sizes=())
-    with pytest.raises(UsageError, match="it is one of all_reduce"):
+    with pytest.raises(UsageError, match="operations must be one of all_reduce"):
         plan.calibrate(operations=("whisper",))
-    with pytest.raises(UsageError, match="the name that a mesh has"):
+    with pytest.raises(UsageError, match="the name of a mesh"):
         plan.calibrate("not a name", cluster=object())

@@ -1,4 +1,4 @@
-"""The same models and steps, as a plan is asked for them and as ranks really train them."""
+"""The same models and training steps, as plan requests and on real ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.plan.allocator import allocated
 __all__ = ["CONFIG", "Case", "measured"]
 
 CONFIG = GPTConfig(vocab=509, context=64, hidden=192, heads=4, blocks=3)
-"""A vocabulary that no number of ranks divides."""
+"""The vocabulary is prime, so no number of ranks divides it."""
 BATCH = 8
 Steps = tuple[Callable[[], None], Callable[[], Any]]
 
@@ -47,7 +47,7 @@ class Case:
     again: bool = False
     optimizer: str = "Adam"
     schedule: str = "1F1B"
-    microbatches: int | None = None
+    num_microbatches: int | None = None
 
     @property
     def world(self) -> int:
@@ -55,7 +55,7 @@ class Case:
         return math.prod(size for _, size in self.mesh)
 
     def request(self, **more: Any) -> MemoryRequest:
-        """As a plan is asked for it."""
+        """The request of a plan."""
         return MemoryRequest(
             CONFIG,
             dict(self.mesh),
@@ -63,10 +63,10 @@ class Case:
             optimizer=self.optimizer.lower(),
             dtype=self.dtype,
             mixed_precision=self.mixed,
-            checkpointing=Block if self.again else None,
+            activation_checkpointing=Block if self.again else None,
             batch=BATCH,
             schedule=self.schedule,
-            microbatches=self.microbatches,
+            num_microbatches=self.num_microbatches,
             tp_plan=layers() if {"pp", "tp"} <= dict(self.mesh).keys() else "auto",
             device="cpu",
             **more,
@@ -74,7 +74,7 @@ class Case:
 
 
 def layers() -> dict[str, Any]:
-    """Which layers a pipeline with an axis tp cuts."""
+    """The layers that tp shards in a pipeline."""
     return {"block*.up": ColwiseParallel(), "block*.down": RowwiseParallel()}
 
 
@@ -127,7 +127,7 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.opt
 
 def _in_stages(model: nn.Sequential, case: Case, tokens: torch.Tensor, targets: torch.Tensor) -> Steps:
     mesh = make_mesh(device="cpu", **dict(case.mesh))
-    options: Any = {"num_microbatches": case.microbatches, "schedule": case.schedule, "loss": next_byte_loss}
+    options: Any = {"num_microbatches": case.num_microbatches, "schedule": case.schedule, "loss": next_byte_loss}
     piped: Any
     if mesh.ndim == 1:
         piped = Pipeline.split(model, mesh, **options)

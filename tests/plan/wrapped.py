@@ -1,4 +1,4 @@
-"""Models that have been wrapped in every way, and what is captured of them, in a process with a world of its own."""
+"""Captures models wrapped in every way, in a process with its own fake world."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["described", "plain", "seen"]
 
 
 def plain() -> GPT:
-    """The model, before anything."""
+    """Make the model, unwrapped."""
     model = GPT(GPTConfig(vocab=67, context=8, hidden=16, heads=2, blocks=2))
     model.head.logits.weight = model.embedding.token.weight  # type: ignore[union-attr, assignment]
     model.register_buffer("steps", torch.zeros(3, dtype=torch.int32))
@@ -31,7 +31,7 @@ def plain() -> GPT:
 
 
 def described(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """All of a model that is not a value."""
+    """Describe everything of a model except values."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, item in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         found[name] = tuple(item.shape), str(item.dtype), item.requires_grad, type(item).__name__
@@ -79,7 +79,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 
 
 def seen(task: Any, report: Callable[[float, str], None]) -> dict[str, tuple[dict[str, Any], tuple[int, ...]]]:
-    """What is captured of each: its description, and the shape of what it gives."""
+    """Capture each model: its description, and its output's shape."""
     found = {}
     for name, make in WAYS.items():
         with fake_world(0, 4):

@@ -145,7 +145,7 @@ def simulation(_: Place) -> None:
 
     with simulate_hooks.fake_world(0, 2):
         mesh = simulate_hooks.mesh_of({"dp": 2})
-        with simulate_hooks.fakes():
+        with simulate_hooks.fake_tensors():
             model = nn.Linear(8, 8)
             fully_shard(model, mesh=mesh)
             model(torch.ones(2, 8)).sum().backward()
