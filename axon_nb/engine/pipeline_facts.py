@@ -58,7 +58,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
     sizes, options = {"dp": 1, "tp": 1}, dict[str, Any]()
     tp_plan: Any = "auto"
     if module is not pipeline:
-        sizes, options = {axis: module._size(axis) for axis in sizes}, module._fsdp
+        sizes, options = {axis: module._axis_size(axis) for axis in sizes}, module._fsdp
         named = {key: _STYLES.get(type(style).__name__) for key, style in module._plan.items()}
         tp_plan = "auto" if None in named.values() else named or "auto"
         notes += [_OTHER_STYLES] if None in named.values() else []

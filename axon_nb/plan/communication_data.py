@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axon_nb.parallel.memory import deal_out
+from axon_nb.parallel.memory import partition_parameters
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.communication_plan import Traffic, grouped
 
@@ -130,7 +130,7 @@ def zero1(
     yield from ddp(ready, buffers, axis=axis, ranks=ranks, bucket_bytes=bucket_bytes)
     if waits:
         yield Traffic(axis, ranks, "barrier", "optimizer", "all ranks have come to the step", ((0, 1),))
-    owned = deal_out([math.prod(held.shape) for held in parameters], ranks)
+    owned = partition_parameters([math.prod(held.shape) for held in parameters], ranks)
     empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank that has none
     sizes = [sum(parameters[i].nbytes for i in places if parameters[i].trained) or empty for places in owned]
     yield Traffic(axis, ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))

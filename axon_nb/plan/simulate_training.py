@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axon_nb.parallel.fsdp import FSDP
-from axon_nb.parallel.gathering import local_part
-from axon_nb.parallel.offload import keep_states_on_host
-from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_optimizer
+from axon_nb.parallel.gathering import local_shard
+from axon_nb.parallel.offload import offload_states
+from axon_nb.parallel.optimizer_state import OptimizerKind, local_optimizer, optimizer_states
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
@@ -80,16 +80,16 @@ class Training:
 
     def states(self) -> list[torch.Tensor]:
         """The optimizer's, but for single numbers."""
-        return held_states(self.optimizer)
+        return optimizer_states(self.optimizer)
 
     def counts(self) -> list[torch.Tensor]:
         """The optimizer's single numbers."""
-        values = [value for state in own_optimizer(self.optimizer).state.values() for value in state.values()]
+        values = [value for state in local_optimizer(self.optimizer).state.values() for value in state.values()]
         return [value for value in values if isinstance(value, torch.Tensor) and value.ndim == 0]
 
     def modules(self) -> dict[str, tuple[int, int, int]]:
         """Bytes of parameters, gradients and optimizer states of each module alone, without padding."""
-        states = own_optimizer(self.optimizer).state
+        states = local_optimizer(self.optimizer).state
         found = {}
         for name, module in self.model.named_modules():
             own = list(module.parameters(recurse=False))
@@ -119,7 +119,7 @@ def cut_layers(question: Question, model: nn.Module, meshes: Meshes) -> nn.Modul
 def shapes_of(modules: Iterable[nn.Module]) -> list[Shape]:
     """A rank's parameters, before they are sharded over samples."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    return [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in parameters]
+    return [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
 def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Training:
@@ -184,7 +184,7 @@ def _in_ddp(
     options: dict[str, Any] = {"parameters_as_bucket_view": True, **kind.options}
     optimizer: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind.make, process_group=group, **options)
     if request.offload == "optimizer_states":
-        keep_states_on_host(optimizer, torch.device("cpu"))
+        offload_states(optimizer, torch.device("cpu"))
     return wrapped, optimizer
 
 
@@ -195,4 +195,4 @@ def _autocast(dtype: str) -> Iterator[None]:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)

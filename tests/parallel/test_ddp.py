@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroup, ProcessGroup, TensorMismatch, World
+from axon_nb.comm import CommError, GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
 from axon_nb.parallel import DDP
 from tests.comm.models import batch, blocks, loss_of
 
@@ -233,7 +233,7 @@ def test_a_group_of_some_ranks(four: Any) -> None:
     def work(world: World) -> Any:
         group = world.new_group([1, 3])
         if not group.contains(world.rank()):
-            with pytest.raises(NotInGroup):
+            with pytest.raises(NotInGroupError):
                 DDP(blocks(), group)
             return None
         model = DDP(blocks(), group)
@@ -264,7 +264,7 @@ def test_a_model_that_differs_is_told_with_its_parameter(two: Any) -> None:
         DDP(nn.Linear(4, 2 + world.rank()))
 
     with pytest.raises(
-        TensorMismatch,
+        TensorMismatchError,
         match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 weight of torch.float32 \(3, 4\)",
     ):
         two.run(work)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroup, ProcessGroup, TensorError, TensorMismatch, World
+from axon_nb.comm import CommError, GradSyncStrategy, NotInGroupError, ProcessGroup, TensorError, TensorMismatchError, World
 from axon_nb.parallel import DDP, FP16, TopK
 from tests.comm.models import batch, blocks, loss_of
 
@@ -155,7 +155,7 @@ def test_what_torch_gives_who_is_no_member(two: Any) -> None:
         group: Any = dist.new_group([0])
         try:
             DDP(linear(), group)
-        except NotInGroup as error:
+        except NotInGroupError as error:
             return str(error)
         return ""
 
@@ -186,9 +186,9 @@ ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[CommError], str]] = [
         TensorError,
         "weight has no shape yet: run the model",
     ),
-    (_with_buffer, TensorMismatch, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 mean of"),
-    (_longer, TensorMismatch, "rank 0 has 1 parameters and buffers, rank 1 2; build the same model"),
-    (lambda w: linear().to([torch.float32, torch.float64][w.rank()]), TensorMismatch, "rank 1 weight of torch.float64"),
+    (_with_buffer, TensorMismatchError, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 mean of"),
+    (_longer, TensorMismatchError, "rank 0 has 1 parameters and buffers, rank 1 2; build the same model"),
+    (lambda w: linear().to([torch.float32, torch.float64][w.rank()]), TensorMismatchError, "rank 1 weight of torch.float64"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_formulas() -> None:
     assert (last.param_memory_bytes, last.optim_memory_bytes) == (28, 0)
     one = model_states([((8, 2), torch.bfloat16)], S.OPTIMIZER_STATE, world_size=4, state_dtype=torch.float32)
     assert (one.param_memory_bytes, one.grad_memory_bytes, one.optim_memory_bytes) == (32, 32, 2 * 16 * 4)
-    full = model_states(shapes[:1], S.FULL_SHARD, world_size=4, rank=2, offload=CPUOffload.FULL)
+    full = model_states(shapes[:1], S.FULL_SHARD, world_size=4, rank=2, cpu_offload=CPUOffload.FULL)
     assert (full.grad_memory_bytes, full.device_bytes, full.host_bytes) == (12, 0, 24 + 12 + 24)
     frozen = model_states([((4, 2), torch.float32, False)], S.NO_SHARD, world_size=2)
     assert (frozen.param_memory_bytes, frozen.grad_memory_bytes, frozen.optim_memory_bytes) == (32, 0, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from axon_nb import comm
-from axon_nb.comm import CommError, World, WorldClosed
+from axon_nb.comm import CommError, World, WorldClosedError
 from axon_nb.parallel import axis_group, coordinates, make_mesh
 
 
@@ -52,7 +52,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(axes: dict[str, i
 
 
 def test_other_misuse() -> None:
-    with pytest.raises(WorldClosed, match="There is no world to arrange"):
+    with pytest.raises(WorldClosedError, match="There is no world to arrange"):
         make_mesh(dp=1)
 
     def work(world: World) -> None:

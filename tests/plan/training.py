@@ -24,7 +24,7 @@ from axon_nb.parallel import (
     parallelize,
 )
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.optimizer_state import held_states
+from axon_nb.parallel.optimizer_state import optimizer_states
 from axon_nb.plan.memory_request import MemoryRequest
 from tests.plan.allocator import allocated
 
@@ -152,7 +152,7 @@ def _between(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
         three = (
             _storages(parameters),
             _storages([p.grad for p in parameters if p.grad is not None]),
-            _storages(held_states(optimizer)),
+            _storages(optimizer_states(optimizer)),
         )
         optimizer.zero_grad()
         return three

@@ -1,6 +1,6 @@
 """What can go wrong with checkpoints, as types.
 
-CheckpointError               base; a CommError, as it is told on all ranks alike
+CheckpointError               base; a UsageError, as it is told on all ranks alike
  ├── NoCheckpoint             there is none of that step, or none at all
  ├── BrokenCheckpoint         a folder that is not whole: files are missing or cut short
  ├── CheckpointMismatch       it does not fit the model or the optimizer: names or shapes
@@ -9,7 +9,7 @@ CheckpointError               base; a CommError, as it is told on all ranks alik
 
 from __future__ import annotations
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 
 __all__ = [
     "BrokenCheckpoint",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(CommError):
+class CheckpointError(UsageError):
     """A checkpoint that cannot be written or read."""
 
 

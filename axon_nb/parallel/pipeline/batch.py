@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.torch_names import all_gather_single
+from axon_nb.errors import UsageError
 
 __all__ = ["agree", "as_args", "described", "merged", "microbatches", "refused", "rows_of"]
 
@@ -92,7 +92,7 @@ def agree(group: ProcessGroup, problem: str | None, *facts: int) -> list[list[in
         The facts of each rank.
 
     Raises:
-        CommError: some rank cannot go on; the same on all of them, so that none waits for it.
+        UsageError: some rank cannot go on; the same on all of them, so that none waits for it.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if group.backend is Backend.NCCL else torch.device("cpu")
     own = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
@@ -102,7 +102,7 @@ def agree(group: ProcessGroup, problem: str | None, *facts: int) -> list[list[in
     if any(row[0] for row in rows):
         texts: list[Any] = [None] * group.size()
         dist.all_gather_object(texts, problem, group=group.torch_group)
-        raise CommError(_first(texts, group))
+        raise UsageError(_first(texts, group))
     return [row[1:] for row in rows]
 
 

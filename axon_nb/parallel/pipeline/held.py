@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.errors import UsageError
 from axon_nb.parallel.clip import clip_grad_norm
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
 from axon_nb.parallel.pipeline.split import Section
@@ -30,7 +30,7 @@ class HeldStages(nn.Module):
         wrap: Called with each of this rank's stages; what it returns computes.
 
     Raises:
-        CommError: a stage in DDP, whose gradients the schedule computes without DDP's hooks.
+        UsageError: a stage in DDP, whose gradients the schedule computes without DDP's hooks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HeldStages(nn.Module):
                 self.module.add_module(name, child)
             self._computing[index] = stage if wrap is None else wrap(stage)
             if schedule.splits_backward and isinstance(self._computing[index], DistributedDataParallel):
-                raise CommError(
+                raise UsageError(
                     f"{schedule.value} with a stage in DDP: gradients of weights come without the hooks that DDP "
                     "averages in; shard stages with fully_shard, or take a schedule with whole backwards, such as "
                     "Interleaved1F1B."

@@ -58,7 +58,7 @@ class PipelineMemoryStats:
             num_stages: Stages of all ranks; None: one a rank, or two where the schedule has several.
 
         Raises:
-            CommError: the schedule cannot run with these numbers.
+            UsageError: the schedule cannot run with these numbers.
         """
         chosen = PipelineSchedule.of(schedule)
         stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages

@@ -8,9 +8,9 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.comm.move import broadcast
+from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.batch import agree, as_args, described, merged, microbatches, refused, rows_of
 from axon_nb.parallel.pipeline.forward import ForwardPass
 from axon_nb.parallel.pipeline.held import HeldStages
@@ -55,8 +55,8 @@ class Pipeline(HeldStages):
         spans: Record every action, with stage and microbatch.
 
     Raises:
-        CommError: numbers of ranks, stages and microbatches do not fit the schedule; two stages share a parameter.
-        NotInGroup: this rank is no member of the group.
+        UsageError: numbers of ranks, stages and microbatches do not fit the schedule; two stages share a parameter.
+        NotInGroupError: this rank is no member of the group.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Pipeline(HeldStages):
             **options: As in `Pipeline`.
 
         Raises:
-            CommError: the model is no Sequential, or cannot be cut so.
+            UsageError: the model is no Sequential, or cannot be cut so.
         """
         if at is None:
             own = resolve(group)
@@ -125,7 +125,7 @@ class Pipeline(HeldStages):
             wanted = num_stages or default_num_stages(schedule, own.size())
             at = balanced_starts(model, split, wanted, sample=sample, group=own)
         elif num_stages not in (None, len(at) + 1):
-            raise CommError(f"at={list(at)} makes {len(at) + 1} stages, and num_stages={num_stages}: leave one away.")
+            raise UsageError(f"at={list(at)} makes {len(at) + 1} stages, and num_stages={num_stages}: leave one away.")
         return cls(sections(model, at), group, **options)
 
     def step(self, x: Any = None, target: Any = None, loss: Loss | None = None) -> torch.Tensor | None:
@@ -143,7 +143,7 @@ class Pipeline(HeldStages):
             its mean is that of the batch. None on the others.
 
         Raises:
-            CommError: the batch cannot be cut into microbatches, or something is missing; on all ranks.
+            UsageError: the batch cannot be cut into microbatches, or something is missing; on all ranks.
         """
         self._step_loss = (loss,) if loss is not None else self._loss
         args = as_args(x) if self.is_first and x is not None else ()
@@ -169,7 +169,7 @@ class Pipeline(HeldStages):
             On the rank with the last stage the output for the whole batch; None on the others.
 
         Raises:
-            CommError: the batch cannot be cut into microbatches; on all ranks.
+            UsageError: the batch cannot be cut into microbatches; on all ranks.
         """
         self._agree(args or None, None, training=False, changed=False)
         run = ForwardPass(
@@ -214,7 +214,7 @@ class Pipeline(HeldStages):
         everyone = agree(self._group, problem, int(changed), *rows)
         inputs, targets = everyone[0][1], everyone[self.last_rank][2]
         if training and inputs != targets:
-            raise CommError(f"x has {inputs} samples and target {targets}: each sample has its target.")
+            raise UsageError(f"x has {inputs} samples and target {targets}: each sample has its target.")
         if any(row[0] for row in everyone):
             self._runner = None
 

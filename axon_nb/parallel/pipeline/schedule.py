@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 
 __all__ = ["PipelineSchedule", "check_counts", "default_num_stages", "stages_of"]
 
@@ -32,7 +32,7 @@ class PipelineSchedule(enum.Enum):
         """The schedule itself, or the one of this name in any case.
 
         Raises:
-            CommError: there is none of this name.
+            UsageError: there is none of this name.
         """
         if isinstance(given, cls):
             return given
@@ -41,7 +41,7 @@ class PipelineSchedule(enum.Enum):
             if wanted in (member.value.lower(), member.name.lower().replace("_", ""), *_OTHER_NAMES.get(member, ())):
                 return member
         names = ", ".join(repr(member.value) for member in cls)
-        raise CommError(f"schedule={given!r}: it is one of {names}, or of PipelineSchedule.")
+        raise UsageError(f"schedule={given!r}: it is one of {names}, or of PipelineSchedule.")
 
     @property
     def has_many_stages(self) -> bool:
@@ -81,15 +81,15 @@ def check_counts(schedule: PipelineSchedule, *, num_ranks: int, num_stages: int,
     """Whether the schedule can run so.
 
     Raises:
-        CommError: it cannot; names the rule and numbers that fit.
+        UsageError: it cannot; names the rule and numbers that fit.
     """
     _check_stages(schedule, num_ranks, num_stages)
     what = f"num_microbatches={num_microbatches} with {schedule.value}"
     if num_microbatches < 1:
-        raise CommError(f"{what}: a batch has at least 1 microbatch.")
+        raise UsageError(f"{what}: a batch has at least 1 microbatch.")
     if schedule in (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.DUAL_PIPE_V) and num_microbatches < num_stages:
         instead = "GPipe" if schedule is PipelineSchedule.ONE_F_ONE_B else "ZBVZeroBubble"
-        raise CommError(
+        raise UsageError(
             f"{what} and {num_stages} stages: it needs at least as many microbatches as stages; "
             f"num_microbatches={num_stages}, or schedule={instead!r}."
         )
@@ -98,7 +98,7 @@ def check_counts(schedule: PipelineSchedule, *, num_ranks: int, num_stages: int,
         if num_microbatches % rounds:
             near = [m for m in (num_microbatches - 1, num_microbatches + 1) if m % _rounds(m, num_ranks) == 0]
             fits = near or [num_microbatches // num_ranks * num_ranks]
-            raise CommError(
+            raise UsageError(
                 f"{what} on {num_ranks} ranks: they go in {num_microbatches} // {num_ranks} = {rounds} rounds, and "
                 f"{num_microbatches} is no multiple of {rounds}; num_microbatches={' or '.join(map(str, fits))} is."
             )
@@ -112,11 +112,11 @@ def _check_stages(schedule: PipelineSchedule, num_ranks: int, num_stages: int) -
     what = f"{num_stages} stage{'s' * (num_stages != 1)} on {num_ranks} rank{'s' * (num_ranks != 1)}"
     if not schedule.has_many_stages and num_stages != num_ranks:
         more = num_stages > num_ranks and num_stages % num_ranks == 0
-        raise CommError(
+        raise UsageError(
             f"{what}: {schedule.value} has one stage a rank"
             + (f"; with {num_stages // num_ranks} a rank take Interleaved1F1B." if more else f", so {num_ranks}.")
         )
     if schedule.is_v and num_stages != 2 * num_ranks:
-        raise CommError(f"{what}: {schedule.value} has exactly two stages a rank, so {2 * num_ranks}.")
+        raise UsageError(f"{what}: {schedule.value} has exactly two stages a rank, so {2 * num_ranks}.")
     if num_stages < num_ranks or num_stages % num_ranks:
-        raise CommError(f"{what}: every rank holds as many, so it is a multiple of {num_ranks}.")
+        raise UsageError(f"{what}: every rank holds as many, so it is a multiple of {num_ranks}.")

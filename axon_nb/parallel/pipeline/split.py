@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.move import broadcast
+from axon_nb.errors import UsageError
 
 __all__ = ["Cost", "Section", "balanced", "balanced_starts", "costs_of", "sections"]
 
@@ -32,16 +32,16 @@ def sections(model: nn.Module, starts: Sequence[str]) -> list[Section]:
     """The children of a Sequential, in sections; each but the first begins at one of `starts`.
 
     Raises:
-        CommError: the model is no Sequential, or has no children of these names in this order.
+        UsageError: the model is no Sequential, or has no children of these names in this order.
     """
     children = _children(model)
     names = list(children)
     unknown = [name for name in starts if name not in names]
     if unknown:
-        raise CommError(f"at={unknown[0]!r}: the model's children are {', '.join(names)}.")
+        raise UsageError(f"at={unknown[0]!r}: the model's children are {', '.join(names)}.")
     cuts = [0, *(names.index(name) for name in starts), len(names)]
     if any(first >= second for first, second in itertools.pairwise(cuts)):
-        raise CommError(
+        raise UsageError(
             f"at={list(starts)}: each name is where the next stage begins, so they are in the model's order, and the "
             f"first child, {names[0]}, is none of them."
         )
@@ -58,7 +58,7 @@ def costs_of(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, float]
         sample: For "time": an input of the model, such as one microbatch.
 
     Raises:
-        CommError: `by` is unknown, or "time" without a sample.
+        UsageError: `by` is unknown, or "time" without a sample.
     """
     children = _children(model)
     if callable(by):
@@ -66,9 +66,9 @@ def costs_of(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, float]
     if by == "params":
         return {name: float(sum(p.numel() for p in child.parameters())) for name, child in children.items()}
     if by != "time":
-        raise CommError(f"split={by!r}: it is 'params', 'time', or a function that gives the cost of one module.")
+        raise UsageError(f"split={by!r}: it is 'params', 'time', or a function that gives the cost of one module.")
     if sample is None:
-        raise CommError("split='time' runs the model once: give it sample=, such as the inputs of one microbatch.")
+        raise UsageError("split='time' runs the model once: give it sample=, such as the inputs of one microbatch.")
     return dict(zip(children, _seconds(list(children.values()), sample), strict=True))
 
 
@@ -78,12 +78,12 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     Among equals the costs are as even as can be (least sum of squares); no part is empty.
 
     Raises:
-        CommError: there are fewer costs than parts, or one is negative.
+        UsageError: there are fewer costs than parts, or one is negative.
     """
     if not 1 <= parts <= len(costs):
-        raise CommError(f"{len(costs)} modules cannot be cut into {parts} stages: a stage has at least one.")
+        raise UsageError(f"{len(costs)} modules cannot be cut into {parts} stages: a stage has at least one.")
     if any(not cost >= 0 for cost in costs):
-        raise CommError(f"the costs are {list(costs)}: each is 0 or more.")
+        raise UsageError(f"the costs are {list(costs)}: each is 0 or more.")
     sums = [0.0, *itertools.accumulate(costs)]
     dearest, _ = _cut(sums, parts, lambda cost: cost, max)
     limit = dearest * (1 + 1e-9)
@@ -93,7 +93,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Sequential):
-        raise CommError(
+        raise UsageError(
             f"{type(model).__name__} is no nn.Sequential, so it is not known in which order its parts are called: give "
             "the stages themselves, Pipeline.from_modules([first, second, …])."
         )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
+from axon_nb.errors import UsageError
 
 __all__ = ["PipelineStage", "check_apart", "device_of"]
 
@@ -43,7 +43,7 @@ def check_apart(stages: Sequence[PipelineStage]) -> None:
     """Whether each parameter is in one stage only; in two it would be trained as two.
 
     Raises:
-        CommError: one is not.
+        UsageError: one is not.
     """
     owner: dict[int, tuple[int, str]] = {}
     for index, stage in enumerate(stages):
@@ -52,7 +52,7 @@ def check_apart(stages: Sequence[PipelineStage]) -> None:
         for name, parameter in stage.module.named_parameters():
             first, first_name = owner.setdefault(id(parameter), (index, name))
             if first != index:
-                raise CommError(
+                raise UsageError(
                     f"{name} of stage {index} is {first_name} of stage {first}: each rank would train a copy of its "
                     "own, so stages have parameters of their own."
                 )

@@ -36,7 +36,7 @@ def ideal_timeline(
         `bubble_fraction` of them is (P - 1) / (v M + P - 1) (Narayanan et al., 2021).
 
     Raises:
-        CommError: the schedule cannot run with these numbers.
+        UsageError: the schedule cannot run with these numbers.
     """
     chosen = PipelineSchedule.of(schedule)
     stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages

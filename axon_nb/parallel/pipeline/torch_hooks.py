@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.spans import now
+from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
 from axon_nb.records.span import Span
 from axon_nb.records.trace import emit, told_as_one
@@ -202,7 +202,7 @@ def actions(
     I is the part of a backward for the inputs, W the part for the weights, B both.
 
     Raises:
-        CommError: this torch does not tell.
+        UsageError: this torch does not tell.
     """
     if not schedule.has_many_stages:
         return [_one_stage_actions(schedule, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
@@ -220,7 +220,7 @@ def actions(
         orders = type("Order", (schedule_class(schedule),), unsent)(places, num_microbatches).pipeline_order
         return [[item for action in orders[rank] for item in _computations(action)] for rank in range(num_ranks)]
     except (AttributeError, KeyError, TypeError) as error:
-        raise CommError(f"this torch does not tell the order of {schedule.value}: {error!r}.") from error
+        raise UsageError(f"this torch does not tell the order of {schedule.value}: {error!r}.") from error
 
 
 def _one_stage_actions(

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from axon_nb.comm.errors import CommError, TensorError
+from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.move import broadcast
+from axon_nb.errors import UsageError
 from axon_nb.parallel.tensor.recognise import automatic_plan
 from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
 from axon_nb.parallel.tensor.styles import STYLES, check_fits, style_of
@@ -60,16 +61,16 @@ def parallelize(
     Raises:
         TensorError: a pattern matches nothing; a module cannot be cut so, or matches two patterns; features or heads do
             not divide; a weight belongs to two modules.
-        CommError: an unknown style or plan; the model is sharded already.
+        UsageError: an unknown style or plan; the model is sharded already.
     """
     group, axis = _axis(mesh, model)
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if sharded:
-        raise CommError(f"{sharded[0]} is a DTensor: parallelize comes first, on a model of plain tensors.")
+        raise UsageError(f"{sharded[0]} is a DTensor: parallelize comes first, on a model of plain tensors.")
     why: dict[str, str] = {}
     if isinstance(plan, str):
         if plan != "auto":
-            raise CommError(f"plan={plan!r}: 'auto', or patterns of module names to styles.")
+            raise UsageError(f"plan={plan!r}: 'auto', or patterns of module names to styles.")
         named, why = automatic_plan(model, ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
         styles: dict[str, Style] = dict(named)
         rest = "auto knows no way to cut it"
@@ -104,7 +105,7 @@ def _matched(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in STYLES:
-            raise CommError(f"{pattern!r}: {style!r} is no style; there are {', '.join(STYLES)}, and torch's own.")
+            raise UsageError(f"{pattern!r}: {style!r} is no style; there are {', '.join(STYLES)}, and torch's own.")
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
             raise TensorError(f"{pattern!r} matches no module: there are {_some(names)}.")
