@@ -82,7 +82,7 @@ class Parallel3D(nn.Module):
         _check(model, mesh, self._plan)
         self.pipeline = Pipeline.split(
             model,
-            axis_group(mesh, "pp"),
+            group=axis_group(mesh, "pp"),
             at=at,
             split=split,
             num_stages=num_stages,

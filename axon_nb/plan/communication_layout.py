@@ -16,7 +16,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.parallel.tensor.recognise import automatic_plan
-from axon_nb.parallel.tensor.styles import STYLES, check_fits
+from axon_nb.parallel.tensor.styles import STYLES, check_divisible
 from axon_nb.parallel.units import Wrap
 from axon_nb.plan.asked_numbers import check_callable, real_number, whole_number
 from axon_nb.plan.capture_named import by_name
@@ -266,7 +266,7 @@ def _styles(trace: ModelTrace, layout: Layout) -> dict[str, str]:
         sequence, loss = layout.sequence, layout.parallel_loss
         styles: dict[str, str] = trace.once(
             ("styles", ranks, sequence, loss),
-            lambda: automatic_plan(model, ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
+            lambda: automatic_plan(model, num_ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
         )
         return styles
     if not isinstance(layout.tp_plan, Mapping):
@@ -283,5 +283,5 @@ def _styles(trace: ModelTrace, layout: Layout) -> dict[str, str]:
         found |= dict.fromkeys(hits, word)
     for name, word in found.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        check_fits(name, model.get_submodule(name), word, parent=parent, ranks=ranks)
+        check_divisible(name, model.get_submodule(name), word, parent=parent, num_ranks=ranks)
     return found

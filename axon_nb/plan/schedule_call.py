@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.pipeline.memory import peaks_of
+from axon_nb.parallel.pipeline.memory import peak_live_microbatches
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
@@ -99,7 +99,7 @@ def _known(
     """What does not depend on times: orders, and peaks by stage and by rank."""
     counts = {"num_ranks": ranks, "num_stages": stages, "num_microbatches": microbatches}
     orders = tuple(tuple(order) for order in actions(chosen, **counts))
-    return orders, *peaks_of(orders, num_stages=stages)
+    return orders, *peak_live_microbatches(orders, num_stages=stages)
 
 
 def _stage_times(given: Any, stages: int) -> tuple[StageTimes, ...]:

@@ -110,7 +110,7 @@ def cut_layers(question: Question, model: nn.Module, meshes: Meshes) -> nn.Modul
         sends = module.broadcast
         module.broadcast = lambda tensor, **_: tensor
         try:
-            module.parallelize(model, question.request.tp_plan, meshes.layers)
+            module.parallelize(model, question.request.tp_plan, mesh=meshes.layers)
         finally:
             module.broadcast = sends
     return model

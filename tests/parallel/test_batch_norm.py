@@ -112,7 +112,7 @@ def test_buffers_of_each_rank_when_that_is_asked_for(two: Any) -> None:
 )
 def test_every_kind_is_torchs_own_on_one_rank(make: Any) -> None:
     theirs = make()
-    ours = SyncBatchNorm.convert(make(), ProcessGroup.mock())
+    ours = SyncBatchNorm.convert(make(), group=ProcessGroup.mock())
     for step in range(3):
         x = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(step))
         torch.testing.assert_close(ours(x), theirs(x))
@@ -139,8 +139,8 @@ def test_torchs_own_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         TensorError, match=r"works on GPUs only, and the model is on cpu: .*SyncBatchNorm.convert\(model\)"
     ):
-        DDP(model, ProcessGroup.mock())
-    converted: Any = SyncBatchNorm.convert(model, ProcessGroup.mock())
+        DDP(model, group=ProcessGroup.mock())
+    converted: Any = SyncBatchNorm.convert(model, group=ProcessGroup.mock())
     x, y = batch(SIZE)
     loss_of(DDP(converted, ProcessGroup.mock())(x), y).backward()
     with pytest.raises(TensorError, match=r"of shape \(3,\): it has \(samples, channels, …\)"):

@@ -19,7 +19,7 @@ from axon_nb.parallel import DDP, FSDP, TensorParallelBlock
 from axon_nb.parallel.checkpoint import (
     Checkpoints,
     CheckpointWarning,
-    NoCheckpoint,
+    CheckpointNotFoundError,
     ResumableSampler,
 )
 from tests.comm.models import blocks, loss_of
@@ -191,7 +191,7 @@ def test_the_last_ones_are_kept_whatever_their_steps(tmp_path: Path) -> None:
     assert resumed.step == 15
     assert checkpoints.path(15) == resumed.path == made
     assert float(model.weight.detach().mean()) == 15
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 20: there are 15, 30\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 20: there are 15, 30\."):
         checkpoints.load(20, model=model)
     assert repr(checkpoints) == f"Checkpoints('{tmp_path}', steps=[30, 15])"
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from axon_nb.comm import CommError, World
 from axon_nb.parallel.checkpoint import (
-    BrokenCheckpoint,
+    CorruptCheckpointError,
     CheckpointError,
-    CheckpointMismatch,
+    CheckpointMismatchError,
     Checkpoints,
     CheckpointWarning,
-    NoCheckpoint,
-    SaveFailed,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
     export_safetensors,
 )
 from tests.parallel.conftest import make
@@ -60,7 +60,7 @@ def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any
             try:
                 save(2, model=filled(2))
                 checkpoints.wait()
-            except SaveFailed as error:
+            except CheckpointSaveError as error:
                 told.append(str(error))
         limit_files(-1)
         checkpoints.wait()
@@ -125,13 +125,13 @@ def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
 
     for told in two.run(work, str(tmp_path)):
         assert told[0].startswith(
-            "CheckpointMismatch: step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
+            "CheckpointMismatchError: step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
         )
         assert "1.bias is not in the model" in told[0]
         assert "weight is not in the checkpoint" in told[1]
-        assert told[2] == "CheckpointMismatch: step 1 was saved without an optimizer: load it without one."
-        assert told[3] == "CheckpointMismatch: scaler: not in the checkpoint, which has none."
-        assert told[4].startswith("CheckpointMismatch: SGD has a parameter of shape (2, 2) that is not in the model")
+        assert told[2] == "CheckpointMismatchError: step 1 was saved without an optimizer: load it without one."
+        assert told[3] == "CheckpointMismatchError: scaler: not in the checkpoint, which has none."
+        assert told[4].startswith("CheckpointMismatchError: SGD has a parameter of shape (2, 2) that is not in the model")
         assert told[5].startswith("CheckpointError: extra or an object's state cannot be saved: tensors, numbers")
         assert told[6].startswith("CheckpointError: sampler=int: it has neither state_dict() nor set_epoch()")
         assert told[7] == "CheckpointError: rank 1 saves step 3 and rank 0 step 2: all save the same."
@@ -158,21 +158,21 @@ def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None
 
 def test_half_a_checkpoint_is_told_and_the_one_before_it_resumed(tmp_path: Path) -> None:
     checkpoints, model = Checkpoints(tmp_path), filled(0)
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 1: there is none at all\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 1: there is none at all\."):
         checkpoints.load(1, model=model)
     for step in (1, 2):
         checkpoints.save(step, model=filled(step))
     part = checkpoints.path(2) / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-10])
-    with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp has \d+ bytes, and was written with \d+"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp has \d+ bytes, and was written with \d+"):
         checkpoints.load(2, model=model)
     with pytest.warns(CheckpointWarning, match=r"__0_0.distcp has .* Resuming from step 1\."):
         assert checkpoints.load_latest(model=model)
     assert model.weight[0, 0] == 1
     (tmp_path / "step_00000001" / "manifest.json").write_text("{")
-    with pytest.raises(BrokenCheckpoint, match="it is half of one; remove it"):
+    with pytest.raises(CorruptCheckpointError, match="it is half of one; remove it"):
         checkpoints.load(1, model=model)
-    with pytest.raises(BrokenCheckpoint, match=r"no checkpoint in .* is whole: .*__0_0.distcp has"):
+    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint in .* is whole: .*__0_0.distcp has"):
         checkpoints.load_latest(model=model)
     with pytest.raises(CheckpointError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
@@ -213,7 +213,7 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
     for name, dtype, folder in real_two.run(work, str(path)):
         assert name == str(path)
         assert dtype == "CheckpointError: weight is of complex128, which safetensors does not know: convert it first."
-        assert "SaveFailed: /proc/none/model.safetensors could not be written on rank 0" in folder
+        assert "CheckpointSaveError: /proc/none/model.safetensors could not be written on rank 0" in folder
     expected = build().state_dict()
     found = dict(read_safetensors(path))
     assert list(found) == list(expected)
@@ -237,4 +237,4 @@ def test_torch_reads_what_is_saved(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(7, model=filled(7))
     dcp_to_torch_save(tmp_path / "step_00000007", tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt")["model.weight"], filled(7).weight)
-    assert issubclass(CheckpointMismatch, CheckpointError)
+    assert issubclass(CheckpointMismatchError, CheckpointError)

@@ -84,7 +84,7 @@ def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected
     def work(world: World, folder: str, resume: bool) -> list[float]:
         mesh = make_mesh(dp=1, tp=2, device="cpu") if world.world_size() == 2 else make_mesh(dp=2, tp=2, device="cpu")
         model = blocks()
-        parallelize(model, PLAN, mesh["tp"])
+        parallelize(model, PLAN, mesh=mesh["tp"])
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
@@ -154,7 +154,7 @@ def three_d(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if train else 1.0)
 
     def step() -> float:
-        x, y = map(model.own_samples, batch())
+        x, y = map(model.local_batch, batch())
         return model.mean_loss(model.step(x, y))
 
     return model, optimizer, step

@@ -28,7 +28,7 @@ from axon_nb.parallel import (
     model_states,
 )
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.offload import missing
+from axon_nb.parallel.offload import missing_hooks
 
 S = ShardingStrategy
 OPTIMIZERS: dict[str, Any] = {
@@ -232,8 +232,8 @@ def test_checkpointing_keeps_names_and_tells_misuse() -> None:
 
 def test_torch_has_what_offloading_of_parameters_needs(two: Any) -> None:
     """When this fails torch has changed: `axon_nb/parallel/offload.py` says what is used of it, and for what."""
-    assert two.run(lambda world: missing(FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts)) == [[], []]
-    assert missing([object()]) == [
+    assert two.run(lambda world: missing_hooks(FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts)) == [[], []]
+    assert missing_hooks([object()]) == [
         f"FSDPParam.{name}"
         for name in ("_sharded_param_data", "padded_sharded_param_size", "sharded_param", "sharded_size")
     ]

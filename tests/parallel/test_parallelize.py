@@ -70,9 +70,9 @@ def cut(kind: str, model: nn.Module, mesh: Any = None) -> Any:
     """Cut a model in one of the ways; returns its loss."""
     loss = "loss" in kind
     if kind == "plan":
-        parallelize(model, PLAN, mesh)
+        parallelize(model, PLAN, mesh=mesh)
     else:
-        parallelize(model, "auto", mesh, sequence="sequence" in kind, parallel_loss=loss)
+        parallelize(model, "auto", mesh=mesh, sequence="sequence" in kind, parallel_loss=loss)
 
     def parallel(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return parallel_cross_entropy(logits, targets, group=mesh)
@@ -161,7 +161,7 @@ def test_the_report_says_what_was_cut_and_why_the_rest_was_not(two: Any) -> None
         inputs, targets = tokens()
         next_byte_loss(odd(inputs), targets).backward()
         layers = parallelize(MLP((6, 8, 8, 4)), "auto")
-        return str(report), report._repr_html_(), str(partly), str(layers), report.bytes_here, report.style("block1.up")
+        return str(report), report._repr_html_(), str(partly), str(layers), report.local_bytes, report.style("block1.up")
 
     for text, page, partly, layers, here, style in two.run(work):
         lines = text.splitlines()

@@ -20,13 +20,13 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS")
 
 
 def test_torch_has_the_hooks() -> None:
-    assert torch_hooks.missing() == []
+    assert torch_hooks.missing_hooks() == []
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None:
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, schedule=schedule, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, schedule=schedule, num_microbatches=4, loss=loss_of)
         made: Any = pipe._make_runner()._schedule
         before = [torch_hooks.is_prepared(made, otherwise) for otherwise in (True, False)]
         pipe.step(*batches(1, 8)[0])
@@ -43,7 +43,7 @@ def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: py
         monkeypatch.setattr(runner, "missing", lambda: ["schedules._batch_p2p"])
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of, spans=not hooks)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of, spans=not hooks)
         position = trace.ring.position
         pipe.step(*batches(1, 8)[0])
         spans = [span for span in trace.ring.since(position)[0] if span.stage >= 0]
@@ -132,7 +132,7 @@ def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) 
 
     def work(world: World) -> dict[int, int]:
         pipe = Pipeline.from_modules(
-            [Watched(stage) for stage in range(stages)], world, schedule=schedule, num_microbatches=microbatches
+            [Watched(stage) for stage in range(stages)], group=world, schedule=schedule, num_microbatches=microbatches
         )
         ((x, y),) = batches(1, microbatches)
         pipe.step(x, y, loss_of)

@@ -57,7 +57,7 @@ def _told(call: Any) -> str:
 
 def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4)
         ((x, y),) = batches(1, 10)
         first, last = pipe.is_first, pipe.is_last
         told = [
@@ -114,16 +114,16 @@ def test_models_that_cannot_be_cut() -> None:
         tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         tied[1].weight = tied[0].weight
         return [
-            _told(lambda: Pipeline.split(nn.Linear(2, 2), world)),
-            _told(lambda: Pipeline.split(whole(), world, at=["9"])),
-            _told(lambda: Pipeline.split(whole(), world, at=["0"])),
-            _told(lambda: Pipeline.split(whole(), world, at=["3"], num_stages=4)),
-            _told(lambda: Pipeline.split(blocks(1), world)),
-            _told(lambda: Pipeline.split(whole(), world, split="size")),  # type: ignore[arg-type]
-            _told(lambda: Pipeline.split(whole(), world, split="time")),
-            _told(lambda: Pipeline.split(whole(), world, split=lambda block: -1.0)),
-            _told(lambda: Pipeline.split(tied, world)),
-            _told(lambda: Pipeline.split(whole(), world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))),
+            _told(lambda: Pipeline.split(nn.Linear(2, 2), group=world)),
+            _told(lambda: Pipeline.split(whole(), group=world, at=["9"])),
+            _told(lambda: Pipeline.split(whole(), group=world, at=["0"])),
+            _told(lambda: Pipeline.split(whole(), group=world, at=["3"], num_stages=4)),
+            _told(lambda: Pipeline.split(blocks(1), group=world)),
+            _told(lambda: Pipeline.split(whole(), group=world, split="size")),  # type: ignore[arg-type]
+            _told(lambda: Pipeline.split(whole(), group=world, split="time")),
+            _told(lambda: Pipeline.split(whole(), group=world, split=lambda block: -1.0)),
+            _told(lambda: Pipeline.split(tied, group=world)),
+            _told(lambda: Pipeline.split(whole(), group=world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))),
         ]
 
     starts = [
@@ -149,7 +149,7 @@ def test_what_a_stage_raises_is_raised_as_it_is() -> None:
             raise ValueError("mine")
 
     def work(world: World) -> None:
-        pipe = Pipeline.from_modules([blocks(1), Broken()], world, loss=loss_of)
+        pipe = Pipeline.from_modules([blocks(1), Broken()], group=world, loss=loss_of)
         ((x, y),) = batches(1, 8)
         pipe.step(x, y)
 

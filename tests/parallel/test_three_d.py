@@ -69,7 +69,7 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, y = map(model.own_samples, data(step))
+        x, y = map(model.local_batch, data(step))
         losses.append(model.mean_loss(model.step(x, y)))
         if step == 1:
             model(x)  # a forward between steps changes nothing
@@ -77,7 +77,7 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
         optimizer.step()
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     whole = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
-    x, _ = map(model.own_samples, data(0))
+    x, _ = map(model.local_batch, data(0))
     return losses, norms, whole, held, model(x)
 
 
@@ -120,7 +120,7 @@ def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
     def work(world: World) -> Any:
         model = Parallel3D(build(), make_mesh(pp=2, dp=2, device="cpu"), num_microbatches=2, loss=next_byte_loss)
         for number, rows in enumerate(sizes):
-            x, y = (model.own_samples(part[:rows]) for part in data(number))
+            x, y = (model.local_batch(part[:rows]) for part in data(number))
             model.step(x, y)
         return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
@@ -145,9 +145,9 @@ def test_in_bfloat16(four: Any) -> None:
         losses = []
         for step in range(STEPS):
             optimizer.zero_grad()
-            losses.append(model.mean_loss(model.step(*map(model.own_samples, data(step)))))
+            losses.append(model.mean_loss(model.step(*map(model.local_batch, data(step)))))
             optimizer.step()
-        output = model(model.own_samples(data(0)[0]))
+        output = model(model.local_batch(data(0)[0]))
         return losses, {p.dtype for p in model.parameters()}, None if output is None else output.dtype
 
     expected, _, _ = alone()
@@ -172,9 +172,9 @@ def test_what_is_no_mesh_for_it(two: Any) -> None:
             told(lambda: Parallel3D(model, make_mesh(dp=2, device="cpu"))),
             told(lambda: Parallel3D(model, make_mesh(pp=1, tp=2, device="cpu"))),
             told(lambda: Parallel3D(model, mesh, tp_plan={"block*.gate": ColwiseParallel()})),
-            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).own_samples(torch.ones(5))),
+            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).local_batch(torch.ones(5))),
             told(lambda: Parallel3D(model, mesh, mixed_precision=torch.bfloat16)),
-            str(flat.own_samples(torch.ones(5)).shape),
+            str(flat.local_batch(torch.ones(5)).shape),
         ]
 
     for texts in two.run(work):
