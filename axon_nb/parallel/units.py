@@ -106,7 +106,7 @@ def resolve_mesh(group: GroupLike | Any, mesh: DeviceMesh | None, strategy: Shar
 def _check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     wanted = 2 if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD) else 1
     if mesh.ndim != wanted:
-        raise UsageError(f"{strategy.name} needs a mesh with {wanted} dimension(s); got {mesh.ndim}.")
+        raise UsageError(f"{strategy.name} needs a {wanted}-D mesh; got a {mesh.ndim}-D one.")
     if strategy is ShardingStrategy.NO_SHARD and mesh.size(1) != 1:
         raise UsageError(f"NO_SHARD needs a mesh whose second dimension is 1; got shape {tuple(mesh.shape)}.")
     return mesh

@@ -84,7 +84,12 @@ def train(
 ) -> Trained:
     """Train as one rank of a pipeline."""
     pipe = Pipeline.split(
-        whole(dtype), group=world, num_stages=num_stages, schedule=schedule, num_microbatches=num_microbatches, loss=loss_of
+        whole(dtype),
+        group=world,
+        num_stages=num_stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        loss=loss_of,
     )
     told = Trained()
     for x, y in batches(steps, 2 * num_microbatches, dtype):

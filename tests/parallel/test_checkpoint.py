@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from axon_nb.comm import ProcessGroup, World
 from axon_nb.parallel import DDP, FSDP, TensorParallelBlock
 from axon_nb.parallel.checkpoint import (
+    CheckpointNotFoundError,
     Checkpoints,
     CheckpointWarning,
-    CheckpointNotFoundError,
     ResumableSampler,
 )
 from tests.comm.models import blocks, loss_of
@@ -131,7 +131,7 @@ def test_saved_by_four_loaded_by_two_and_by_one_in_another_layout(
                 assert found.keys() == saved.keys()
                 assert all(torch.equal(value, saved[name]) for name, value in found.items())
                 assert bool(told) == (rank == 0)
-                assert all("saved by 4 ranks and is resumed by" in text for text in told)
+                assert all("saved by 4 ranks and is loaded by" in text for text in told)
 
 
 def test_parts_of_tensor_parallel_layers_are_saved_as_parts(four: Any, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_parts_of_tensor_parallel_layers_are_saved_as_parts(four: Any, tmp_path:
         assert torch.equal(second, second_again)
     block = TensorParallelBlock(16, 4, group=ProcessGroup.mock(), **f64)
     optimizer = torch.optim.AdamW(block.parameters(), lr=1.0)
-    with pytest.warns(CheckpointWarning, match="saved by 4 ranks and is resumed by 1"):
+    with pytest.warns(CheckpointWarning, match="saved by 4 ranks and is loaded by 1"):
         Checkpoints(tmp_path).load(0, model=block, optimizer=optimizer)
     torch.testing.assert_close((step(block, optimizer), step(block, optimizer)), losses[0], rtol=1e-12, atol=0)
 
@@ -191,7 +191,7 @@ def test_the_last_ones_are_kept_whatever_their_steps(tmp_path: Path) -> None:
     assert resumed.step == 15
     assert checkpoints.path(15) == resumed.path == made
     assert float(model.weight.detach().mean()) == 15
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 20: there are 15, 30\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 20; available: 15, 30\."):
         checkpoints.load(20, model=model)
     assert repr(checkpoints) == f"Checkpoints('{tmp_path}', steps=[30, 15])"
 

@@ -40,7 +40,7 @@ def alone(folder: Path) -> list[float]:
         for parameter in model.parameters():
             parameter.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    with pytest.warns(CheckpointWarning, match="is resumed by 1"):
+    with pytest.warns(CheckpointWarning, match="is loaded by 1"):
         Checkpoints(folder).load(2, model=model, optimizer=optimizer)
     return steps(model, optimizer, 2)
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
+from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP
 from tests.comm.models import batch, blocks, loss_of
 
@@ -265,14 +266,14 @@ def test_a_model_that_differs_is_told_with_its_parameter(two: Any) -> None:
 
     with pytest.raises(
         TensorMismatchError,
-        match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 weight of torch.float32 \(3, 4\)",
+        match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 has weight of torch.float32 \(3, 4\)",
     ):
         two.run(work)
 
 
 def test_what_cannot_be_wrapped_is_told() -> None:
     group = ProcessGroup.mock()
-    with pytest.raises(CommError, match="ReLU has no parameter that needs a gradient"):
+    with pytest.raises(UsageError, match="ReLU has no parameter that requires a gradient"):
         DDP(nn.ReLU(), group)
-    with pytest.raises(CommError, match="bucket_size_mb=0: it is a number of MiB above 0"):
+    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 0"):
         DDP(blocks(), group, bucket_size_mb=0)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroupError, ProcessGroup, TensorError, TensorMismatchError, World
+from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorError, TensorMismatchError, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FP16, TopK
 from tests.comm.models import batch, blocks, loss_of
 
@@ -143,7 +144,7 @@ def test_groups_in_all_their_forms(four: Any) -> None:
             model = DDP(linear(), **keywords)
             model(ones(world)).sum().backward()
             seen.append(model.module.weight.grad[0, 0].item())
-        with pytest.raises(CommError, match=r"a mesh of axes node, local; take one of them: mesh\['node'\]"):
+        with pytest.raises(UsageError, match=r"several axes \(node, local\); pass one of them, such as mesh\['node'\]"):
             DDP(linear(), mesh)
         return seen
 
@@ -161,7 +162,7 @@ def test_what_torch_gives_who_is_no_member(two: Any) -> None:
 
     answers = two.run(work)
     assert answers[0] == ""
-    assert "this rank is no member of the group" in answers[1]
+    assert "This rank is not a member of the group" in answers[1]
 
 
 def _frozen(world: World) -> nn.Module:
@@ -178,23 +179,31 @@ def _longer(world: World) -> nn.Module:
     return nn.Sequential(*(linear() for _ in range(1 + world.rank())))
 
 
-ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[CommError], str]] = [
-    (_frozen, CommError, "Linear has no parameter that needs a gradient"),
-    (lambda w: nn.Linear(2, 1, device="meta" if w.rank() else None), TensorError, "are on meta, without data"),
+ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
+    (_frozen, UsageError, "Linear has no parameter that requires a gradient"),
+    (
+        lambda w: nn.Linear(2, 1, device="meta" if w.rank() else None),
+        TensorError,
+        "are on the meta device and have no data",
+    ),
     (
         lambda w: nn.LazyLinear(1) if w.rank() else nn.Linear(2, 1),
         TensorError,
-        "weight has no shape yet: run the model",
+        "weight is lazy and has no shape yet; run the model",
     ),
-    (_with_buffer, TensorMismatchError, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 mean of"),
-    (_longer, TensorMismatchError, "rank 0 has 1 parameters and buffers, rank 1 2; build the same model"),
-    (lambda w: linear().to([torch.float32, torch.float64][w.rank()]), TensorMismatchError, "rank 1 weight of torch.float64"),
+    (_with_buffer, TensorMismatchError, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 has mean of"),
+    (_longer, TensorMismatchError, "rank 0 has 1 parameters and buffers, rank 1 has 2. Build the same model"),
+    (
+        lambda w: linear().to([torch.float32, torch.float64][w.rank()]),
+        TensorMismatchError,
+        "rank 1 has weight of torch.float64",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "dtype"])
 def test_what_is_wrong_on_one_rank_is_told_on_all(
-    two: Any, make: Callable[[World], nn.Module], kind: type[CommError], text: str
+    two: Any, make: Callable[[World], nn.Module], kind: type[UsageError], text: str
 ) -> None:
     def work(world: World) -> float:
         with pytest.raises(kind, match=text):
@@ -227,25 +236,25 @@ def test_parameters_that_torch_was_told_to_leave_alone(two: Any) -> None:
 def test_misuse_is_told() -> None:
     group = ProcessGroup.mock()
     for given in ([0], 0, "gloo"):
-        with pytest.raises(CommError, match="it is a ProcessGroup, a World, a mesh with one axis"):
+        with pytest.raises(UsageError, match="group must be a ProcessGroup, a World, a mesh with one axis"):
             DDP(linear(), given)
-    with pytest.raises(CommError, match=r"it is one of GradSyncStrategy\.SYNCHRONOUS, "):
+    with pytest.raises(UsageError, match=r"strategy must be one of GradSyncStrategy\.SYNCHRONOUS, "):
         DDP(linear(), group, strategy="sometimes")  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="use another strategy than NO_SYNC"):
+    with pytest.raises(UsageError, match="use a strategy other than NO_SYNC"):
         DDP(linear(), group, strategy=NO_SYNC).join()
-    with pytest.raises(CommError, match="use another strategy than NO_SYNC"):
+    with pytest.raises(UsageError, match="use a strategy other than NO_SYNC"):
         DDP(linear(), group, strategy=NO_SYNC).register_hook(FP16())
     model = DDP(linear(), group)
-    with pytest.raises(CommError, match=r"it is one of axon_nb\.parallel's, such as FP16\(\)"):
+    with pytest.raises(UsageError, match=r"hook must be one of axon_nb\.parallel's, such as FP16\(\)"):
         model.register_hook(lambda bucket: bucket)  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="bucket_size_mb='big': it is a number"):
+    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 'big'"):
         DDP(linear(), group, bucket_size_mb="big")  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="is a class: make a model of it first"):
+    with pytest.raises(UsageError, match="Create an instance first"):
         DDP(nn.Linear, group)  # type: ignore[arg-type]
     hook = model.register_hook(FP16())
-    with pytest.raises(CommError, match="this model has a hook already"):
+    with pytest.raises(UsageError, match="This model already has a hook"):
         model.register_hook(TopK())
-    with pytest.raises(CommError, match="this FP16 serves another model"):
+    with pytest.raises(UsageError, match="This FP16 belongs to another model"):
         DDP(linear(), group).register_hook(hook)
 
 

@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.comm import CommError, GradSyncStrategy, ProcessGroup, World
+from axon_nb.comm import GradSyncStrategy, ProcessGroup, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import BF16, DDP, FP16, CommHook, Hierarchical, PowerSGD, TopK
 from tests.comm.models import batch, blocks, loss_of
 
@@ -151,11 +152,13 @@ def test_training_converges_as_without_compression() -> None:
 
 def test_misuse_is_told() -> None:
     model = DDP(blocks(), ProcessGroup.mock())
-    with pytest.raises(CommError, match="PowerSGD needs all gradients in one bucket"):
+    with pytest.raises(UsageError, match="PowerSGD needs all gradients in one bucket"):
         model.register_hook(PowerSGD())
-    with pytest.raises(CommError, match="ratio 0: it is the share of elements"):
+    with pytest.raises(
+        UsageError, match="ratio must be above 0 and at most 1, the fraction of elements to send; got 0"
+    ):
         TopK(0)
-    with pytest.raises(CommError, match="PowerSGD with rank 0 and start_step 2: at least 1 and 2"):
+    with pytest.raises(UsageError, match="PowerSGD needs rank >= 1 and start_step >= 2; got rank=0, start_step=2"):
         PowerSGD(0)
     assert math.isnan(FP16().stats.error)
     assert FP16().stats.ratio == 0

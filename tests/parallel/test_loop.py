@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from axon_nb.comm import CommError, ProcessGroup, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, accumulating, load_checkpoint, reduce_metrics, save_on_main
 from tests.comm.models import batch, blocks, loss_of
 
@@ -48,7 +49,10 @@ def test_accumulating_gives_the_gradients_of_the_whole_batch(two: Any) -> None:
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
     with accumulating(nn.Linear(1, 1), 0, 2) as last:
         assert not last
-    with pytest.raises(CommError, match="every=0"), accumulating(nn.Linear(1, 1), 0, 0):
+    with (
+        pytest.raises(UsageError, match="every must be at least 1 micro-batch; got 0"),
+        accumulating(nn.Linear(1, 1), 0, 0),
+    ):
         pass
 
 
@@ -86,10 +90,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nobody_waiting(two: Any, tmp
 
     for told in two.run(work, str(tmp_path)):
         assert len(told) == 2
-        assert all("could not be written on rank 0" in text for text in told)
+        assert all("Rank 0 could not write the checkpoint" in text for text in told)
     assert good.read_bytes() == b"the last good one"
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
-    with pytest.raises(CommError, match="there is no checkpoint"):
+    with pytest.raises(UsageError, match="No checkpoint"):
         load_checkpoint(tmp_path / "nothing.pt")
 
 
@@ -114,15 +118,15 @@ def test_metrics_that_do_not_fit_are_told_on_all_ranks(two: Any) -> None:
         told = []
         mine: list[dict[str, Any]] = [{"loss": 1.0}, {"accuracy": 1.0, "loss": 1.0}]
         for metrics, weight in ((mine[world.rank()], 1.0), (mine[0], world.rank() - 1.0), ({"a": torch.ones(2)}, 1.0)):
-            with pytest.raises(CommError) as caught:
+            with pytest.raises(UsageError) as caught:
                 reduce_metrics(metrics, weight=weight)
             told.append(str(caught.value))
         return told
 
     for rank, (names, weight, shape) in enumerate(two.run(work)):
-        assert f"and rank {1 - rank} has others" in names
-        assert weight == "weight=-1 on rank 0: it is a number of samples, 0 or more."
-        assert "the metric 'a' is tensor([1., 1.])" in shape
+        assert f"rank {1 - rank} has others" in names
+        assert weight == "weight must be a number of samples, 0 or more; got -1 on rank 0."
+        assert "Metric 'a' must be one number, the mean over samples; got tensor([1., 1.])" in shape
 
 
 def test_helpers_work_in_a_world_of_this_process_alone(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_pictures() -> None:
 
 
 def test_bad_sizes_are_told() -> None:
-    with pytest.raises(ValueError, match="hidden=30 is no multiple of heads=4"):
+    with pytest.raises(ValueError, match=r"hidden must be divisible by heads \(4\); got 30"):
         GPT(GPTConfig(hidden=30))
-    with pytest.raises(ValueError, match=r"have [0-9]+ bytes"):
+    with pytest.raises(ValueError, match=r"num_bytes must be at most [0-9]+"):
         standard_library(1 << 40)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axon_nb.parallel import PipelineMemoryStats
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from tests.parallel.conftest import make
 from tests.parallel.pipelines import CASES, Trained, in_one_process, merged, train
 
@@ -61,7 +61,7 @@ def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int])
     schedule, ranks, stages, microbatches = case
     for rank, told in enumerate(trained("gloo", case)):
         found = Counter((span.name, span.stage, span.microbatch) for span in told.spans)
-        own = stages_of(PipelineSchedule.of(schedule), rank, num_ranks=ranks, num_stages=stages)
+        own = stages_of_rank(PipelineSchedule.of(schedule), rank, num_ranks=ranks, num_stages=stages)
         assert max(found.values()) == 1
         for stage in own:
             done = {name: {m for n, s, m in found if (n, s) == (name, stage)} for name, _, _ in found}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
 from axon_nb.parallel.pipeline import runner, torch_hooks
 from axon_nb.records import trace
@@ -82,7 +83,7 @@ def test_closed_forms() -> None:
     assert stats.interleaved_zero_bubble_peak_activations(8, 8) >= 8
     assert stats.dual_pipe_v_peak_activations(8, 10) == 2 * 4 + 1
     assert stats.of("1F1B", num_ranks=4, num_microbatches=8).peak_bytes(10) == (40, 30, 20, 10)
-    with pytest.raises(CommError, match="1F1B and 4 stages"):
+    with pytest.raises(UsageError, match="1F1B needs at least as many microbatches as stages"):
         stats.one_f_one_b_peak_activations(4, 2)
 
 

@@ -174,7 +174,12 @@ def test_stages_in_ddp(four: Any, schedule: str) -> None:
         mesh = make_mesh(dp=2, pp=2, device="cpu")
         copies = axis_group(mesh, "dp")
         pipe = Pipeline.split(
-            whole(), group=mesh["pp"], schedule=schedule, num_microbatches=3, loss=loss_of, wrap=lambda s: DDP(s, copies)
+            whole(),
+            group=mesh["pp"],
+            schedule=schedule,
+            num_microbatches=3,
+            loss=loss_of,
+            wrap=lambda s: DDP(s, copies),
         )
         ((x, y),) = batches(1, 12)
         mine = slice(6 * copies.rank(), 6 * copies.rank() + 6)

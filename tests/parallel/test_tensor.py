@@ -154,8 +154,8 @@ def test_features_are_never_dropped() -> None:
 
     for told in World.mock(2).run(work):
         assert told == [
-            "out_features=7 over 2 ranks: it must be a multiple of 2; the next is 8.",
-            "in_features=7 over 2 ranks: it must be a multiple of 2; the next is 8.",
-            "3 heads over 2 ranks: each rank has as many, so it is a multiple of that.",
-            "hidden=10 with 4 heads: it must be a multiple of them.",
+            "out_features must be divisible by the group size (2); got 7. The next multiple is 8.",
+            "in_features must be divisible by the group size (2); got 7. The next multiple is 8.",
+            "heads must be divisible by the group size (2); got 3.",
+            "hidden must be divisible by heads (4); got 10.",
         ]

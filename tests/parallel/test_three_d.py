@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import Parallel3D, coordinates, make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from tests.parallel.conftest import make
@@ -161,7 +162,7 @@ def test_what_is_no_mesh_for_it(two: Any) -> None:
     def told(call: Any) -> str:
         try:
             call()
-        except CommError as error:
+        except UsageError as error:
             return str(error)
         return ""
 
@@ -178,9 +179,9 @@ def test_what_is_no_mesh_for_it(two: Any) -> None:
         ]
 
     for texts in two.run(work):
-        assert texts[0].startswith("the mesh has the axes dp: it has pp, and dp and tp where wanted")
-        assert texts[1].startswith("tp=2 without tp_plan: say which layers are cut and how")
-        assert texts[2] == "tp_plan['block*.gate']: no module of the model has a name like that."
-        assert texts[3] == "a batch of 5 samples over dp=2: 5 / 2 = 2.5 is no whole number."
-        assert texts[4].startswith("mixed_precision=torch.bfloat16 without a dp of 2 or more: it comes with FSDP")
+        assert texts[0].startswith("The mesh must have the axis pp, and optionally dp and tp")
+        assert texts[1].startswith("tp=2 needs tp_plan, the layers to shard")
+        assert texts[2] == "tp_plan['block*.gate'] matches no module of the model."
+        assert texts[3] == "The batch size must be divisible by dp (2); got 5."
+        assert texts[4].startswith("mixed_precision=torch.bfloat16 needs dp=2 or more, as FSDP implements it")
         assert texts[5] == "torch.Size([5])"

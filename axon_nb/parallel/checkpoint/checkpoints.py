@@ -125,8 +125,8 @@ class Checkpoints:
             Folder of the checkpoint.
 
         Raises:
-            CheckpointSaveError: the checkpoint, or a previous one in the background, could not be written. Raised on all ranks;
-                the last good checkpoint remains.
+            CheckpointSaveError: this checkpoint, or the previous background save, could not be written; raised
+                on all ranks. The last good checkpoint remains.
             CheckpointError: something cannot be saved, or ranks save different steps or see different folders.
         """
         peers, writer = self._prepare(step, model, optimizer, extra, stateful)

@@ -75,7 +75,7 @@ class ParallelReport:
         for (pattern, kind, style, shapes, reason), group in rows_by_key.items():
             name = f"{pattern} ({len(group)})" if len(group) > 1 else group[0].name or "(the model)"
             local_text = format_bytes(sum(module.local_bytes for module in group))
-            yield name, kind, style or "not sharded", shapes, local_text, reason
+            yield name, kind, style or "replicated", shapes, local_text, reason
 
     def __str__(self) -> str:
         rows = [_HEADER, *self._rows()]
