@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or read: told on all ranks, with the last good one still there."""
+"""Checkpoints that cannot be written or read: raised on all ranks, and the last good one remains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def real_two(gloo_worlds: Any) -> Any:
 
 
 def filled(value: float, width: int = 128) -> nn.Linear:
-    """A layer of one number, 64 KiB large."""
+    """Return a layer of 64 KiB filled with one number."""
     layer = nn.Linear(width, width, bias=False)
     with torch.no_grad():
         layer.weight.fill_(value)
@@ -45,12 +45,12 @@ def filled(value: float, width: int = 128) -> nn.Linear:
 
 
 def limit_files(size: int) -> None:
-    """Let no file of this process grow beyond so many bytes; -1: let it."""
+    """Limit the size of files that this process writes, in bytes; -1 removes the limit."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any, tmp_path: Path) -> None:
+def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints = Checkpoints(folder)
         checkpoints.save(1, model=filled(1))
@@ -81,7 +81,7 @@ def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any
         assert (step, value, steps) == (1, 1.0, [1, 3])
 
 
-def test_a_save_in_the_background_is_of_the_moment_it_began(two: Any, tmp_path: Path) -> None:
+def test_a_background_save_is_a_snapshot(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints, model = Checkpoints(folder), filled(1)
         pending = checkpoints.async_save(5, model=model, extra=[1, 2])
@@ -96,7 +96,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_began(two: Any, tmp_path: 
         assert outcome == (1.0, None, "PendingSave(step=5, done)", [1, 2], 1.0)
 
 
-def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
+def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         checkpoints = Checkpoints(folder)
         saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
         assert len(told) == 9
 
 
-def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None:
+def test_different_folders_raise(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         common, own = Checkpoints(f"{folder}/0"), Checkpoints(f"{folder}/{world.rank()}")
         common.save(1, model=filled(1))
@@ -160,7 +160,7 @@ def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None
     assert [item.name for item in tmp_path.rglob("*") if item.is_dir()] == ["0", "step_00000001"]
 
 
-def test_half_a_checkpoint_is_told_and_the_one_before_it_resumed(tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path: Path) -> None:
     checkpoints, model = Checkpoints(tmp_path), filled(0)
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 1; there are no checkpoints\."):
         checkpoints.load(1, model=model)
@@ -183,7 +183,7 @@ def test_half_a_checkpoint_is_told_and_the_one_before_it_resumed(tmp_path: Path)
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, by the format's definition."""
+    """Read the tensors of a file according to the format's definition."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -227,7 +227,7 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
     assert [item.name for item in path.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+def test_a_program_finishes_its_last_save_before_it_exits(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from axon_nb.parallel.checkpoint import Checkpoints
@@ -237,7 +237,7 @@ Checkpoints(sys.argv[1]).async_save(4, model=torch.nn.Linear(500, 500))
     assert Checkpoints(tmp_path).steps() == [4]
 
 
-def test_torch_reads_what_is_saved(tmp_path: Path) -> None:
+def test_torch_can_read_checkpoints(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     Checkpoints(tmp_path).save(7, model=filled(7))

@@ -1,4 +1,4 @@
-"""The norm of gradients is that of a single process, however the model is laid out over ranks."""
+"""The gradient norm equals that of a single process, for every layout of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZE = 24
 
 
 def _model(count: int = 2, width: int = 8) -> nn.Sequential:
-    """Blocks and a norm, whose parameters tensor parallelism leaves whole; 8 * 2 rows, and 9 that do not divide."""
+    """Blocks and a norm, which tensor parallelism does not shard; 8 * 2 rows, and 9 that are not divisible."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
         parts = blocks(count, width)
@@ -91,7 +91,7 @@ def _sequence_parallel(mesh: Any) -> nn.Sequential:
 
 
 def _stage(index: int, stages: int) -> nn.Module:
-    """What a pipeline's stage holds after backward: the gradients of its layers over the whole batch."""
+    """A stand-in for a pipeline stage after backward: gradients of its layers over the whole batch."""
     model = _train(_model(), 0, 1)
     return nn.Sequential(*list(model)[index::stages])
 
@@ -168,7 +168,7 @@ def test_stages_of_sharded_and_tensor_parallel_blocks_on_8_ranks() -> None:
             assert norms == pytest.approx(expected, rel=1e-10)
 
 
-def test_small_gradients_are_left_alone_and_numbers_that_are_none_are_told() -> None:
+def test_small_gradients_are_unchanged_and_nan_raises() -> None:
     model = nn.Linear(3, 2)
     model.weight.grad = torch.full((2, 3), 0.1)
     assert clip_grad_norm(model, 10.0) == pytest.approx(0.1 * math.sqrt(6))

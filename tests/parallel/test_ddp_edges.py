@@ -1,4 +1,4 @@
-"""DDP where it is easily used wrong, or rarely: each gives the right gradients or says what is the matter."""
+"""Rare and error-prone uses of DDP: each gives the right gradients or a clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linear() -> nn.Linear:
 
 
 def ones(world: World) -> torch.Tensor:
-    """A batch of one, larger on higher ranks: gradients of its sum are 1 on rank 0, 2 on rank 1."""
+    """A batch of one sample, larger on higher ranks: gradients of its sum are 1 on rank 0 and 2 on rank 1."""
     return torch.full((1, 2), world.rank() + 1.0)
 
 
@@ -45,7 +45,7 @@ class Branches(nn.Module):
 
 
 def test_a_forward_without_backward_averages_nothing(two: Any) -> None:
-    """Gradients are accumulated alone, the loss of a validation batch is looked at, then they are averaged."""
+    """Accumulate gradients, compute a validation loss, then average."""
 
     def work(world: World) -> Any:
         model = DDP(linear())
@@ -59,7 +59,7 @@ def test_a_forward_without_backward_averages_nothing(two: Any) -> None:
         assert gradient.tolist() == [[1.5, 1.5]]
 
 
-def test_an_automatic_average_after_accumulation_is_noticed(two: Any) -> None:
+def test_automatic_averaging_after_accumulation_is_detected(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(linear())
         with model.no_sync():
@@ -95,7 +95,7 @@ def test_sparse_gradients(two: Any) -> None:
     assert two.run(work) == [[0.5, 0.5, 0.0]] * 2
 
 
-def test_copies_train_as_the_original(two: Any) -> None:
+def test_copies_train_like_the_original(two: Any) -> None:
     def work(world: World) -> Any:
         original = DDP(linear(), strategy=GradSyncStrategy.SYNCHRONOUS)
         gradients = []
@@ -110,7 +110,7 @@ def test_copies_train_as_the_original(two: Any) -> None:
     assert two.run(work) == [[[[1.5, 1.5]]] * 3] * 2
 
 
-def test_copies_have_hooks_of_their_own(two: Any) -> None:
+def test_copies_have_their_own_hooks(two: Any) -> None:
     def work(world: World) -> Any:
         original: Any = DDP(linear())
         hooks = [original.register_hook(TopK(0.5))]
@@ -131,7 +131,7 @@ def test_copies_have_hooks_of_their_own(two: Any) -> None:
         assert count == 3
 
 
-def test_groups_in_all_their_forms(four: Any) -> None:
+def test_every_kind_of_group(four: Any) -> None:
     def work(world: World) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
         seen = []
@@ -151,7 +151,7 @@ def test_groups_in_all_their_forms(four: Any) -> None:
     assert four.run(work) == [[1.5, 1.5, 1.5, 2.5]] * 2 + [[3.5, 3.5, 3.5, 2.5]] * 2
 
 
-def test_what_torch_gives_who_is_no_member(two: Any) -> None:
+def test_torchs_placeholder_for_non_members(two: Any) -> None:
     def work(world: World) -> str:
         group: Any = dist.new_group([0])
         try:
@@ -202,7 +202,7 @@ ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "dtype"])
-def test_what_is_wrong_on_one_rank_is_told_on_all(
+def test_an_error_on_one_rank_raises_on_all(
     two: Any, make: Callable[[World], nn.Module], kind: type[UsageError], text: str
 ) -> None:
     def work(world: World) -> float:
@@ -219,7 +219,7 @@ def _sum(world: World) -> torch.Tensor:
     return total
 
 
-def test_parameters_that_torch_was_told_to_leave_alone(two: Any) -> None:
+def test_ignored_parameters(two: Any) -> None:
     def work(world: World) -> Any:
         model: Any = nn.ModuleDict({"shared": linear(), "own": nn.Linear(1 + world.rank(), 1)})
         model.forward = model["shared"].forward
@@ -259,7 +259,7 @@ def test_misuse_is_told() -> None:
 
 
 def test_uneven_batches_with_join_train_as_one_process(two: Any) -> None:
-    """Rank 0 has one batch, rank 1 has three: what is missing counts as nothing; all end with the same weights."""
+    """Rank 0 has one batch, rank 1 has three: missing batches count as zero, and the final weights agree."""
 
     def work(world: World) -> Any:
         model = DDP(blocks())
@@ -287,7 +287,7 @@ def test_uneven_batches_with_join_train_as_one_process(two: Any) -> None:
         torch.testing.assert_close(weight, reference.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_state_dicts_are_torchs(two: Any) -> None:
+def test_state_dicts_equal_torchs(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(linear())
         assert model.train() is model.eval() is model

@@ -135,7 +135,7 @@ def _tied() -> nn.Sequential:
     return model
 
 
-def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
+def test_a_shared_parameter_stays_shared(two: Any) -> None:
     def work(world: World) -> Any:
         found = []
         for strategy in (S.FULL_SHARD, S.NO_SHARD, S.OPTIMIZER_STATE):
@@ -161,7 +161,7 @@ def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
             torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_lists_of_blocks_are_units_one_by_one() -> None:
+def test_each_block_of_a_list_is_a_unit() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -201,7 +201,7 @@ def test_misuse_is_told() -> None:
         return told
 
     class Own(FSDP):
-        """Made for no strategy in particular."""
+        """A subclass without a registered strategy."""
 
     with pytest.raises(UsageError, match="Own cannot use OPTIMIZER_STATE; derive it from ZeRO1"):
         Own(blocks(), strategy=S.OPTIMIZER_STATE)

@@ -1,4 +1,4 @@
-"""Helpers of the training loop: true means, checkpoints that are whole or not there, accumulation."""
+"""Helpers of the training loop: correct means, atomic checkpoints, accumulation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_accumulating_gives_the_gradients_of_the_whole_batch(two: Any) -> None:
         pass
 
 
-def test_a_checkpoint_is_there_for_all_when_the_call_returns(two: Any, tmp_path: Path) -> None:
+def test_save_on_main_returns_once_the_checkpoint_exists(two: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
 
     def work(world: World, path: str) -> Any:
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_there_for_all_when_the_call_returns(two: Any, tmp_path:
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nobody_waiting(two: Any, tmp_path: Path) -> None:
+def test_a_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
     good = tmp_path / "model.pt"
     good.write_bytes(b"the last good one")
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nobody_waiting(two: Any, tmp
         load_checkpoint(tmp_path / "nothing.pt")
 
 
-def test_a_distributed_sampler_shows_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
+def test_a_distributed_sampler_yields_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
     def work(world: World) -> Any:
         data = TensorDataset(torch.arange(10))
         sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
@@ -113,7 +113,7 @@ def test_a_distributed_sampler_shows_every_sample_once_and_shuffles_by_epoch(two
     assert first[0] != first[1]
 
 
-def test_metrics_that_do_not_fit_are_told_on_all_ranks(two: Any) -> None:
+def test_invalid_metrics_raise_on_all_ranks(two: Any) -> None:
     def work(world: World) -> list[str]:
         told = []
         mine: list[dict[str, Any]] = [{"loss": 1.0}, {"accuracy": 1.0, "loss": 1.0}]
@@ -129,7 +129,7 @@ def test_metrics_that_do_not_fit_are_told_on_all_ranks(two: Any) -> None:
         assert "Metric 'a' must be one number, the mean over samples; got tensor([1., 1.])" in shape
 
 
-def test_helpers_work_in_a_world_of_this_process_alone(tmp_path: Path) -> None:
+def test_helpers_work_in_a_single_process_group(tmp_path: Path) -> None:
     group = ProcessGroup.mock()
     save_on_main({"epoch": 1}, tmp_path / "state.pt", group=group)
     assert load_checkpoint(tmp_path / "state.pt") == {"epoch": 1}

@@ -1,4 +1,4 @@
-"""Meshes: which rank is where, which groups it is in, and sizes that do not fit."""
+"""Meshes: coordinates, groups, and invalid sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_axes_groups_and_coordinates(four: Any) -> None:
         ({}, "at least one axis"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(axes: dict[str, int], text: str) -> None:
+def test_invalid_sizes_are_refused(axes: dict[str, int], text: str) -> None:
     def work(world: World) -> None:
         make_mesh(device="cpu", **axes)
 

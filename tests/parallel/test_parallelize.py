@@ -1,4 +1,4 @@
-"""Ordinary models cut by a plan: losses, gradients and training of one process, a report, and clear refusals."""
+"""Ordinary models sharded by a plan: training equals one process; the report; clear errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPARED = {torch.float64: 3, torch.float32: 2, torch.bfloat16: 1}
 
 
 def gpt(dtype: torch.dtype, seed: int = 4) -> GPT:
-    """A small one."""
+    """Return a small GPT."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT(CONFIG).to(dtype)
@@ -46,7 +46,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, loss_of: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Two steps: the losses, the gradients of the first, and the parameters afterwards; whole."""
+    """Train two steps; return losses, the first gradients and the final parameters, all in full."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs, targets = tokens()
     losses, gradients = [], {}
@@ -62,13 +62,13 @@ def train(model: nn.Module, loss_of: Any) -> tuple[list[float], dict[str, torch.
 
 
 def whole(value: Any) -> torch.Tensor:
-    """All parts."""
+    """Return the full tensor."""
     tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.detach().clone()
 
 
 def cut(kind: str, model: nn.Module, mesh: Any = None) -> Any:
-    """Cut a model in one of the ways; returns its loss."""
+    """Shard a model in one of the ways; return its loss function."""
     loss = "loss" in kind
     if kind == "plan":
         parallelize(model, PLAN, mesh=mesh)
@@ -154,7 +154,7 @@ def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(gloo_worlds: Any, tm
     )
 
 
-def test_the_report_says_what_was_cut_and_why_the_rest_was_not(two: Any) -> None:
+def test_the_report_lists_styles_and_reasons(two: Any) -> None:
     def work(world: World) -> Any:
         report = parallelize(gpt(torch.float32), "auto")
         odd = GPT(GPTConfig(vocab=33, context=8, hidden=18, heads=3, blocks=2))
@@ -188,7 +188,7 @@ def test_the_report_says_what_was_cut_and_why_the_rest_was_not(two: Any) -> None
         assert [line.split()[2] for line in layers.splitlines()[2:]] == ["column", "row", "replicated"]
 
 
-def test_what_cannot_be_cut_is_refused(two: Any) -> None:
+def test_invalid_plans_are_refused(two: Any) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
@@ -239,7 +239,7 @@ def test_what_cannot_be_cut_is_refused(two: Any) -> None:
         assert told[11].startswith("sequence parallelism needs shape (…, positions, features)")
 
 
-def test_cross_entropy_of_parts_is_that_of_the_whole(world: Any) -> None:
+def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:
     def work(world: World) -> Any:
         generator = torch.Generator().manual_seed(3)
         logits = 30 * torch.randn(5, 7, 12, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Pipelines against one process: losses, gradients and weights with every schedule, and what is recorded."""
+"""Pipelines equal one process for every schedule: losses, gradients, weights; and recorded spans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def trained(gloo_worlds: Any) -> Any:
-    """Trainings, by their case; each once."""
+    """Training results by case; each computed once."""
     done: dict[Any, list[Trained]] = {}
 
     def get(kind: str, case: tuple[str, int, int, int], dtype: torch.dtype = torch.float64) -> list[Trained]:
@@ -83,7 +83,7 @@ def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_live_microbatches_are_those_of_the_formula(trained: Any, case: tuple[str, int, int, int]) -> None:
+def test_live_microbatches_match_the_formula(trained: Any, case: tuple[str, int, int, int]) -> None:
     schedule, ranks, stages, microbatches = case
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     peaks = merged([told.peaks for told in trained("gloo", case)])

@@ -1,4 +1,4 @@
-"""Live microbatches: closed forms, and what autograd really keeps in a run; the ideal timeline and its bubble."""
+"""Live microbatches: closed forms against what autograd keeps; the ideal timeline and its bubble."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_torch_has_the_hooks() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None:
+def test_torch_reports_whether_shapes_are_negotiated(schedule: str) -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, schedule=schedule, num_microbatches=4, loss=loss_of)
         made: Any = pipe._make_runner()._schedule
@@ -39,7 +39,7 @@ def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])
-def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelines_train_without_spans(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hooks:
         monkeypatch.setattr(runner, "missing", lambda: ["schedules._batch_p2p"])
 
@@ -60,7 +60,7 @@ def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
-def test_torch_tells_every_order(schedule: PipelineSchedule) -> None:
+def test_torch_provides_every_order(schedule: PipelineSchedule) -> None:
     stages = 8 if schedule.has_many_stages else 4
     orders = torch_hooks.actions(schedule, num_ranks=4, num_stages=stages, num_microbatches=8)
     assert len(orders) == 4
@@ -91,16 +91,16 @@ class Kept:
     """One tensor that autograd keeps for a backward."""
 
     calls: ClassVar[dict[tuple[int, int], int]] = {}
-    """How much is kept of a stage's forward, by (stage, number of the forward)."""
+    """Number of tensors kept of a stage's forward, by (stage, index of the forward)."""
     peak: ClassVar[dict[int, int]] = {}
-    """Most forwards of which something was kept, by stage."""
+    """Peak number of forwards of which something was kept, by stage."""
 
     def __init__(self, stage: int, tensor: torch.Tensor, call: int) -> None:
         self.stage, self.tensor, self.call = stage, tensor, call
         self.count(+1)
 
     def count(self, change: int) -> None:
-        """Keep books of the forwards of which something is kept."""
+        """Count the forwards of which something is kept."""
         key = (self.stage, self.call)
         Kept.calls[key] = Kept.calls.get(key, 0) + change
         live = sum(1 for (stage, _), held in Kept.calls.items() if stage == self.stage and held)
@@ -111,7 +111,7 @@ class Kept:
 
 
 class Watched(nn.Module):
-    """A stage of which all that autograd keeps is counted, by the forward that it was kept for."""
+    """A stage that counts what autograd keeps, per forward."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_the_ideal_bubble(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_putting_weights_off_makes_the_bubble_smaller(schedule: str) -> None:
+def test_deferring_weight_gradients_reduces_the_bubble(schedule: str) -> None:
     plain = bubble_fraction(ideal_timeline("Interleaved1F1B", num_ranks=4, num_microbatches=8))
     assert bubble_fraction(ideal_timeline(schedule, num_ranks=4, num_microbatches=8)) < plain
 

@@ -1,4 +1,4 @@
-"""What cannot be a pipeline, or a step of one, is refused on all ranks, with the rule and numbers that fit."""
+"""Invalid pipelines and steps raise on all ranks, with the rule and numbers that fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.parallel.pipelines import batches, whole
         ("DualPipeV", 2, 4, 3, "DualPipeV needs at least as many microbatches .* schedule='ZBVZeroBubble'"),
     ],
 )
-def test_numbers_that_do_not_fit_a_schedule(
+def test_invalid_numbers_for_a_schedule(
     schedule: str, ranks: int, stages: int, microbatches: int, told: str
 ) -> None:
     counts = {"num_ranks": ranks, "num_stages": stages, "num_microbatches": microbatches}
@@ -56,7 +56,7 @@ def _told(call: Any) -> str:
     return ""
 
 
-def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
+def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, num_microbatches=4)
         ((x, y),) = batches(1, 10)
@@ -109,7 +109,7 @@ def test_what_a_step_refuses_on_all_ranks(two: Any) -> None:
     assert two.run(work) == [expected] * 2
 
 
-def test_models_that_cannot_be_cut() -> None:
+def test_models_that_cannot_be_split() -> None:
     def work(world: World) -> list[str]:
         alone = axis_group(make_mesh(dp=1, pp=2, device="cpu"), "dp")
         tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -144,7 +144,7 @@ def test_models_that_cannot_be_cut() -> None:
             assert text.startswith(start), text
 
 
-def test_what_a_stage_raises_is_raised_as_it_is() -> None:
+def test_an_exception_in_a_stage_is_raised_unchanged() -> None:
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("mine")

@@ -1,4 +1,4 @@
-"""Pipelines of all kinds of stages: several tensors, buffers, frozen parameters, DDP; batches that change; forwards."""
+"""Pipelines with all kinds of stages: several tensors, buffers, frozen parameters, DDP; changing batches; inference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_gradients_add_up_over_steps_and_batches_may_change(two: Any) -> None:
 
 
 class Two(nn.Module):
-    """Takes and gives two tensors."""
+    """Maps two tensors to two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_running_statistics_count_every_microbatch_once(two: Any, schedule: str)
         torch.testing.assert_close(found[name], buffer)
 
 
-def test_stages_on_devices_and_made_where_they_live(two: Any) -> None:
+def test_stages_with_devices_and_lazily_created_stages(two: Any) -> None:
     def work(world: World) -> Any:
         made = []
 
@@ -139,7 +139,7 @@ def test_stages_on_devices_and_made_where_they_live(two: Any) -> None:
         assert "Pipeline(" in shown
 
 
-def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
+def test_freezing_and_unfreezing_a_stage(two: Any) -> None:
     def steps(model: Any, train: Any) -> list[Any]:
         found = []
         for frozen in (False, True, False):
@@ -168,7 +168,7 @@ def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_stages_in_ddp(four: Any, schedule: str) -> None:
-    """Two copies of a pipeline of two ranks, each with half of the samples."""
+    """Two replicas of a pipeline on two ranks, each with half of the samples."""
 
     def work(world: World) -> Any:
         mesh = make_mesh(dp=2, pp=2, device="cpu")
@@ -215,8 +215,8 @@ def test_a_forward_is_recorded(two: Any) -> None:
     ]
 
 
-def test_other_types_between_stages(two: Any) -> None:
-    """Single precision, then bfloat16 by autocast (within 2 %), then double precision: what is sent changes with it."""
+def test_changing_dtypes_between_stages(two: Any) -> None:
+    """Single precision, bfloat16 autocast (within 2 %), double precision: the messages' dtype changes along."""
 
     def steps(model: Any, train: Any) -> list[Any]:
         found = []

@@ -1,4 +1,4 @@
-"""Cutting models into stages of about the same cost."""
+"""Splitting models into stages of about equal cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from axon_nb.parallel.pipeline.split import balance, child_costs
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
-def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
+def test_the_most_expensive_part_is_minimal(costs: list[int], parts: int) -> None:
     if parts > len(costs):
         return
 
@@ -36,7 +36,7 @@ def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
 
 
 class Busy(nn.Module):
-    """Takes a number of products."""
+    """Computes a number of matrix products."""
 
     def __init__(self, rounds: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_cost_by_measured_time() -> None:
     assert balance(costs, 3) in ([0, 2, 3], [0, 1, 2])
 
 
-def test_all_ranks_cut_at_the_same_places(two: Any) -> None:
+def test_all_ranks_split_at_the_same_places(two: Any) -> None:
     def work(world: World) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(*(Busy(1 + 400 * (number == 5)) for number in range(6)))

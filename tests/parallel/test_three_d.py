@@ -1,4 +1,4 @@
-"""Pipeline x FSDP x tensor parallelism on 8 ranks: the training of one process, with several optimizer steps."""
+"""Pipeline x FSDP x tensor parallelism on 8 ranks equals one process over several optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, BATCH, MAX_NORM = 4, 16, 0.3
 
 
 def plan() -> dict[str, Any]:
-    """How the blocks of a GPT are cut."""
+    """Return the tensor-parallel plan for the blocks of a GPT."""
     cut = {f"block*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
     ends: dict[str, Any] = {"block*.attention.out": RowwiseParallel(), "block*.down": RowwiseParallel()}
     return cut | ends | {"block*.up": ColwiseParallel()}
@@ -55,7 +55,7 @@ def alone(max_norm: float = math.inf) -> tuple[list[float], list[float], GPT]:
 
 
 def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) -> Any:
-    """The same as one rank of a mesh; copies begin with other weights, which must not matter."""
+    """Do the same as one rank of a mesh; replicas start with different weights, which must not matter."""
     mesh = make_mesh(**axes, device="cpu")
     place = coordinates(mesh)
     model = Parallel3D(
@@ -115,7 +115,7 @@ def test_three_axes_train_as_one_process(
 
 
 def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
-    """The first step with other shapes runs a microbatch in advance, after which torch drops gradients of FSDP2."""
+    """The first step with new shapes runs an extra microbatch, after which torch drops gradients of FSDP2."""
     sizes = (8, 8, 16)
 
     def work(world: World) -> Any:
@@ -158,7 +158,7 @@ def test_in_bfloat16(four: Any) -> None:
         assert output == (torch.bfloat16 if rank >= 2 else None)
 
 
-def test_what_is_no_mesh_for_it(two: Any) -> None:
+def test_invalid_meshes_are_refused(two: Any) -> None:
     def told(call: Any) -> str:
         try:
             call()
