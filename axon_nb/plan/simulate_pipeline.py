@@ -40,7 +40,7 @@ def stages_on(request: MemoryRequest, model: nn.Module, place: int) -> dict[int,
         place: Of the rank along the axis pp.
 
     Raises:
-        CommError: the model cannot be cut so, or the schedule cannot run it.
+        UsageError: the model cannot be cut so, or the schedule cannot run it.
         PlanError: the batch cannot be cut so.
     """
     schedule, num_stages, count = _numbers(request)
@@ -79,7 +79,7 @@ def pipeline_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
 
     Raises:
         PlanError: an option has no meaning in a pipeline.
-        CommError: the model cannot be cut so.
+        UsageError: the model cannot be cut so.
     """
     assert meshes.stages is not None
     request = question.request

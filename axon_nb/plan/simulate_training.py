@@ -131,7 +131,7 @@ def training_of(question: Question, model: nn.Module, meshes: Meshes) -> Trainin
         meshes: The ranks.
 
     Raises:
-        CommError: it cannot be sharded so.
+        UsageError: it cannot be sharded so.
     """
     request = question.request
     whole = request.strategy in ("ddp", "optimizer_state")
