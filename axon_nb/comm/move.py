@@ -89,9 +89,7 @@ def all_gather(
     check_device(given, pg, "all_gather")
     block = given.reshape(1) if given.ndim == 0 else given
     if not hasattr(dim, "__index__") or not -block.ndim <= dim < block.ndim:
-        raise TensorError(
-            f"all_gather: dim must be an integer within the tensor's {block.ndim} dimensions; got {dim!r}."
-        )
+        raise TensorError(f"all_gather: dim must be {-block.ndim} to {block.ndim - 1}; got {dim!r}.")
     if uneven and async_op:
         raise TensorError("all_gather: uneven=True cannot be combined with async_op, as it first waits for the sizes.")
     rows = block.movedim(dim, 0) if dim else block

@@ -80,12 +80,12 @@ CASES: list[Case] = [
         TensorError,
         r"dim 0 must be divisible by the group size \(4\)",
     ),
-    ("dim", lambda w: comm.all_gather(torch.ones(2), dim=1), TensorError, "within the tensor's 1 dimensions; got 1"),
+    ("dim", lambda w: comm.all_gather(torch.ones(2), dim=1), TensorError, "all_gather: dim must be -1 to 0; got 1"),
     (
         "no dim",
         lambda w: comm.all_gather(torch.ones(2), dim=None),
         TensorError,
-        "1 dimensions; got None",
+        "all_gather: dim must be -1 to 0; got None",
     ),  # type: ignore[arg-type]
     (
         "uneven async",

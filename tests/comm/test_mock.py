@@ -227,9 +227,7 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     def ring(world: World) -> None:
         comm.recv((world.rank() + 1) % 2)
 
-    with pytest.raises(
-        DeadlockError, match="rank 0 is waiting in recv for rank 1; rank 1 is waiting in recv for rank 0"
-    ):
+    with pytest.raises(DeadlockError, match="rank 0 is waiting in recv for rank 1; rank 1 .* in recv for rank 0"):
         World.mock(2).run(ring)
 
 
@@ -246,9 +244,7 @@ def test_mismatched_calls_and_shapes_raise() -> None:
     def shapes(world: World) -> None:
         comm.all_reduce_sum(torch.ones(2 + world.rank()))
 
-    with pytest.raises(
-        TensorMismatchError, match=r"rank 0 passed torch.float32 of shape \(2,\), rank 1 .* shape \(3,\)"
-    ):
+    with pytest.raises(TensorMismatchError, match=r"rank 0 passed .* of shape \(2,\), rank 1 .* shape \(3,\)"):
         World.mock(2).run(shapes)
 
 

@@ -30,9 +30,7 @@ from tests.parallel.pipelines import batches, whole
         ("DualPipeV", 2, 4, 3, "DualPipeV needs at least as many microbatches .* schedule='ZBVZeroBubble'"),
     ],
 )
-def test_invalid_numbers_for_a_schedule(
-    schedule: str, ranks: int, stages: int, microbatches: int, told: str
-) -> None:
+def test_invalid_numbers_for_a_schedule(schedule: str, ranks: int, stages: int, microbatches: int, told: str) -> None:
     counts = {"num_ranks": ranks, "num_stages": stages, "num_microbatches": microbatches}
     with pytest.raises(UsageError, match=told):
         check_counts(PipelineSchedule.of(schedule), **counts)
