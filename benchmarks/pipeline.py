@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from axon_nb.comm import World
 from axon_nb.parallel import Pipeline, bubble_fraction, ideal_timeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.parallel.pipeline.split import balanced_starts, sections
+from axon_nb.parallel.pipeline.split import balanced_stage_starts, split_sections
 from axon_nb.records import Span, trace
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, median, write
@@ -75,8 +75,8 @@ def our_step(schedule: str, *, spans: bool = True) -> Step:
 def torch_step(schedule: str) -> Step:
     """The same, written directly with torch."""
     whole, count, rank = model(), STAGES[schedule], dist.get_rank()
-    starts = balanced_starts(whole, "params", count, sample=None, group=World().default_group())
-    parts = sections(whole, starts)
+    starts = balanced_stage_starts(whole, "params", count, sample=None, group=World().default_group())
+    parts = split_sections(whole, starts)
     own = list(range(rank, count, dist.get_world_size()))
     stages = [PipelineStage(parts[index], index, count, torch.device("cpu")) for index in own]
     made: Any

@@ -50,7 +50,7 @@ def model_here() -> GPT:
 def ours(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
     """A step of a model that `parallelize` has cut."""
     model = model_here()
-    parallelize(model, "auto", mesh, sequence=kind == "sequence", parallel_loss=kind == "sequence")
+    parallelize(model, "auto", mesh=mesh, sequence=kind == "sequence", parallel_loss=kind == "sequence")
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> None:
         loss = parallel_cross_entropy if kind == "sequence" else next_byte_loss

@@ -189,7 +189,7 @@ plan = {
     "block*.down": "row",
 }
 report = parallelize(GPT(config), plan)
-print(f"{report.bytes_here:,} of {report.bytes_whole:,} bytes of parameters")
+print(f"{report.local_bytes:,} of {report.total_bytes:,} bytes of parameters")
 
 try:
     parallelize(GPT(config), {"layer*.up": "column"})

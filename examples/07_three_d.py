@@ -77,7 +77,7 @@ print(
 # %% [markdown]
 # ## Training
 #
-# Ranks with the same place on `dp` see the same samples: `own_samples` takes them from a batch that all have. Beside
+# Ranks with the same place on `dp` see the same samples: `local_batch` takes them from a batch that all have. Beside
 # it, rank 0 trains the same model by itself, on the whole batch. The losses are the same, but for rounding.
 
 # %%
@@ -90,7 +90,7 @@ first = last = 0.0
 for number in range(60):
     x, target = windows(text, batch=32, seq=config.context, generator=generator)
     optimizer.zero_grad()
-    losses = model.step(model.own_samples(x), model.own_samples(target))
+    losses = model.step(model.local_batch(x), model.local_batch(target))
     optimizer.step()
     last = model.mean_loss(losses)
     first = first or last

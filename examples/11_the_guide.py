@@ -656,7 +656,7 @@ def train_3d(mesh, steps=5):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for data, target in batches[:steps]:
         optimizer.zero_grad()
-        losses = model.step(model.own_samples(data), model.own_samples(target))
+        losses = model.step(model.local_batch(data), model.local_batch(target))
         optimizer.step()
     return model.mean_loss(losses)
 

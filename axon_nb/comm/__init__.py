@@ -1,7 +1,7 @@
-"""Communication between ranks: a library of its own, in cells, under torchrun and in plain scripts.
+"""Communication between ranks. Works in notebook cells, under torchrun and in plain scripts.
 
-Collectives take torch tensors, NumPy and CuPy arrays; `group=None` is the default group, `async_op=True` gives a
-`Handle`. `rank`, `world_size` and `is_main_process` are here too, but not in `__all__`: cells have the first two as
+Collectives accept torch tensors, NumPy and CuPy arrays. `group=None` is the default group; `async_op=True` returns a
+`Handle`. `rank`, `world_size` and `is_main_process` are importable but not in `__all__`: in cells, the first two are
 numbers.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 from axon_nb.comm.bucket import GradientBucket
 from axon_nb.comm.checks import checking
 from axon_nb.comm.errors import (
-    CallMismatch,
+    CollectiveMismatchError,
     CommError,
-    InvalidRank,
+    DeadlockError,
+    InvalidArgumentError,
+    InvalidRankError,
     NcclError,
-    NotInGroup,
+    NotInGroupError,
     TensorError,
-    TensorMismatch,
-    WorldClosed,
-    WorldStuck,
+    TensorMismatchError,
+    WorldClosedError,
 )
 from axon_nb.comm.gradients import sync_gradient, sync_gradients
 from axon_nb.comm.group import ProcessGroup
@@ -45,24 +46,25 @@ from axon_nb.comm.world import World
 
 __all__ = [
     "Backend",
-    "CallMismatch",
+    "CollectiveMismatchError",
     "CommError",
+    "DeadlockError",
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
     "Handle",
-    "InvalidRank",
+    "InvalidArgumentError",
+    "InvalidRankError",
     "MockBackend",
     "MockWorld",
     "NcclError",
-    "NotInGroup",
+    "NotInGroupError",
     "ProcessGroup",
     "ReduceOp",
     "TensorError",
-    "TensorMismatch",
+    "TensorMismatchError",
     "World",
-    "WorldClosed",
-    "WorldStuck",
+    "WorldClosedError",
     "all_gather",
     "all_reduce",
     "all_reduce_max",

@@ -1,4 +1,4 @@
-"""Tensors, NumPy and CuPy arrays as what is communicated: the same memory, whatever it is called."""
+"""View tensors, NumPy and CuPy arrays as torch tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack
 
 from axon_nb.comm.errors import TensorError
 
-__all__ = ["Array", "as_tensor", "like_given"]
+__all__ = ["Array", "as_input_type", "as_tensor"]
 
 _KINDS = "torch.Tensor, a NumPy array or a CuPy array"
 Array = Any
@@ -18,14 +18,14 @@ Array = Any
 
 
 def as_tensor(array: Array, name: str = "tensor") -> torch.Tensor:
-    """A tensor on the memory of `array`; what is written to it is seen in the array.
+    """Return a tensor that shares the memory of `array`: writing to it changes the array.
 
     Raises:
-        TensorError: it is no array, cannot be written, or has a dtype or layout that torch does not know.
+        TensorError: `array` is not an array, is read-only, or has a dtype or layout that torch does not support.
     """
     if type(array) is torch.Tensor or isinstance(array, torch.Tensor):
         if array.layout is not torch.strided:
-            raise TensorError(f"{name} has layout {array.layout}: collectives take dense tensors; use to_dense().")
+            raise TensorError(f"{name} has layout {array.layout}; collectives need a dense tensor, so use to_dense().")
         return array.detach() if array.requires_grad else array
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):
@@ -34,21 +34,21 @@ def as_tensor(array: Array, name: str = "tensor") -> torch.Tensor:
         try:
             return from_dlpack(array)
         except (BufferError, RuntimeError, TypeError) as error:
-            raise TensorError(f"{name} cannot be shared with torch: {error}.") from None
-    raise TensorError(f"{name} is a {type(array).__name__}: it must be a {_KINDS}.")
+            raise TensorError(f"{name}: torch cannot share the memory of this array: {error}.") from None
+    raise TensorError(f"{name} must be a {_KINDS}; got {type(array).__name__}.")
 
 
 def _from_numpy(array: Any, name: str) -> torch.Tensor:
     if not array.flags.writeable:
-        raise TensorError(f"{name} is a NumPy array that cannot be written, and results come in place: copy it first.")
+        raise TensorError(f"{name} is a read-only NumPy array, and results are written in place; pass a copy.")
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
-        raise TensorError(f"{name} is a NumPy array that torch cannot share: {error}.") from None
+        raise TensorError(f"{name}: torch cannot share the memory of this NumPy array: {error}.") from None
 
 
-def like_given(result: torch.Tensor, given: Array) -> Array:
-    """A new result in the kind of array that was given."""
+def as_input_type(result: torch.Tensor, given: Array) -> Array:
+    """Return `result` as the same kind of array as `given`."""
     if isinstance(given, torch.Tensor):
         return result
     numpy = sys.modules.get("numpy")

@@ -1,4 +1,4 @@
-"""Asking, before a collective, whether all ranks bring what fits together: on request, as it costs a round trip."""
+"""Optional check before each collective that all ranks make the same call. Opt-in, as it costs one round trip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.errors import CallMismatch, TensorMismatch
+from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend, ReduceOp
 from axon_nb.records.environment import CHECK
@@ -28,33 +28,33 @@ _NAMES = (
 )
 _MAX_DIMS = 8
 _FROM_START = CHECK.on()
-# A context variable: ranks of a mock world are threads, and each asks for itself.
-_asked = contextvars.ContextVar("axon_nb_check", default=_FROM_START)
-is_checking = _asked.get
-"""Whether this thread asks."""
+# A context variable: the ranks of a mock world are threads, and each has its own setting.
+_enabled = contextvars.ContextVar("axon_nb_check", default=_FROM_START)
+is_checking = _enabled.get
+"""Whether checks are on in this thread."""
 
 
 @contextlib.contextmanager
 def checking(on: bool = True) -> Iterator[None]:
-    """Within it, every collective first asks whether all ranks make the same call with tensors that fit.
+    """Check inside this context, before each collective, that all ranks make the same call with matching tensors.
 
-    One small all_gather more for each call. `AXON_NB_CHECK=1` in the environment has the same effect everywhere.
+    Costs one small all_gather per call. Set `AXON_NB_CHECK=1` in the environment to turn it on everywhere.
     """
-    token = _asked.set(on)
+    token = _enabled.set(on)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _enabled.reset(token)
 
 
 def check_agreement(
     group: ProcessGroup, name: str, tensor: torch.Tensor, *, op: ReduceOp | None = None, root: int = -1
 ) -> None:
-    """Compare name, operation, root, dtype and shape with all ranks of the group, where that is asked for.
+    """Compare name, operation, root, dtype and shape with all ranks of the group, if checks are on.
 
     Raises:
-        CallMismatch: a rank makes another call.
-        TensorMismatch: a rank brings another dtype or shape.
+        CollectiveMismatchError: a rank makes a different call.
+        TensorMismatchError: a rank passes a different dtype or shape.
     """
     if not is_checking():
         return
@@ -65,14 +65,14 @@ def check_agreement(
     rows = [row.tolist() for row in everyone]
     for rank, row in enumerate(rows):
         if row[:3] != rows[0][:3]:
-            raise CallMismatch(
-                f"rank {group.ranks[0]} calls {_call(rows[0])} while rank {group.ranks[rank]} calls {_call(row)}, as "
-                "the same call of one group: every rank makes the same calls in the same order."
+            raise CollectiveMismatchError(
+                f"Collective mismatch: rank {group.ranks[0]} called {_call(rows[0])}, rank {group.ranks[rank]} called "
+                f"{_call(row)} on the same group; all ranks must make the same calls in the same order."
             )
         if row != rows[0]:
-            raise TensorMismatch(
-                f"{name}: rank {group.ranks[0]} brings {_tensor(rows[0])}, rank {group.ranks[rank]} {_tensor(row)}; "
-                "dtype and shape must be the same on all ranks."
+            raise TensorMismatchError(
+                f"{name}: rank {group.ranks[0]} passed {_tensor(rows[0])}, rank {group.ranks[rank]} passed "
+                f"{_tensor(row)}; dtype and shape must match on all ranks."
             )
 
 

@@ -1,7 +1,7 @@
-"""Collectives straight on torch's groups: `dist.all_reduce` and its like take some 5 us a call for checks and set-up.
+"""Collectives that call torch's groups directly: `dist.all_reduce` and the like spend some 5 us per call on checks.
 
-What they check is known here already. Where they do more than that (in a coalescing block, under `torch.compile`, with
-subclasses and modes of tensors, on a torch whose groups lack the methods) torch's own functions are called.
+These checks have already been made here. Where the public functions do more than that (in a coalescing block, under
+`torch.compile`, with tensor subclasses and modes, on a torch whose groups lack the methods), they are called instead.
 """
 
 from __future__ import annotations
@@ -19,69 +19,69 @@ from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
 from axon_nb.torch_api import torch_api
 
 __all__ = [
-    "BACKENDS",
-    "GATHER",
-    "IS_MISSING",
-    "SCATTER",
+    "BACKEND_METHODS",
+    "GATHER_METHOD",
+    "HOOKS_MISSING",
+    "SCATTER_METHOD",
     "TorchWorld",
     "all_gather",
     "all_reduce",
     "broadcast",
-    "is_native",
-    "is_plain",
+    "can_call_directly",
+    "is_torch_group",
     "missing_direct_hooks",
-    "num_modes",
-    "options_of",
+    "num_dispatch_modes",
     "reduce_scatter",
+    "shared_options",
 ]
 
 
-GATHER = torch_api().gather_method
-"""The method of torch's groups that gathers into one tensor."""
-SCATTER = torch_api().scatter_method
-"""The method of torch's groups that reduces one tensor and scatters it."""
-BACKENDS = ("_allgather_base", "_reduce_scatter_base")
-"""What backends call the two."""
+GATHER_METHOD = torch_api().gather_method
+"""Name of the group method that gathers into one tensor."""
+SCATTER_METHOD = torch_api().scatter_method
+"""Name of the group method that reduces one tensor and scatters the result."""
+BACKEND_METHODS = ("_allgather_base", "_reduce_scatter_base")
+"""Names of the same two methods on backends."""
 TorchWorld: Any = getattr(c10d, "_World", None)
-"""The class of what torch keeps its groups in."""
-num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) or (lambda: 1)
-"""How many modes look on at what is dispatched; where that is not known: one."""
+"""The class of the object in which torch keeps its groups."""
+num_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) or (lambda: 1)
+"""Number of active torch dispatch modes; one if torch does not say."""
 
 
 def missing_direct_hooks() -> list[str]:
-    """Names of what is used here that this torch does not have."""
-    methods = (GATHER, "allreduce", "broadcast", SCATTER)
+    """Return the names of the torch internals used here that this torch lacks."""
+    methods = (GATHER_METHOD, "allreduce", "broadcast", SCATTER_METHOD)
     wanted = {f"ProcessGroup.{name}": hasattr(dist.ProcessGroup, name) for name in methods}
     wanted["_world.pg_coalesce_state"] = getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None
     world = getattr(c10d, "_world", None)
-    if type(world) is TorchWorld:  # else within a mock world
+    if type(world) is TorchWorld:  # else inside a mock world
         wanted |= {f"_world.{name}": hasattr(world, name) for name in ("_default_pg", "_pg_coalesce_state")}
     options = ("AllgatherOptions", "AllreduceOptions", "BroadcastOptions", "ReduceScatterOptions")
-    gone = [name for name, there in wanted.items() if not there]
-    return gone + [name for name in options if not hasattr(c10d, name)]
+    absent = [name for name, there in wanted.items() if not there]
+    return absent + [name for name in options if not hasattr(c10d, name)]
 
 
-IS_MISSING = bool(missing_direct_hooks())
-"""Whether any of it is: then all is left to torch's public functions."""
+HOOKS_MISSING = bool(missing_direct_hooks())
+"""Whether any of them is missing: then only torch's public functions are called."""
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the public function would do nothing more than to call the group."""
-    if IS_MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
+def can_call_directly(tensor: torch.Tensor) -> bool:
+    """Whether the public function would do nothing but call the group."""
+    if HOOKS_MISSING or has_torch_function((tensor,)) or torch.compiler.is_compiling():
         return False
     return not c10d._world.pg_coalesce_state
 
 
-def is_native(group: Any) -> bool:
-    """Whether it is torch's own group, whose backend can be called."""
-    names = ("allreduce", "broadcast", *BACKENDS)
+def is_torch_group(group: Any) -> bool:
+    """Whether `group` is torch's own class, so that its backend can be called."""
+    names = ("allreduce", "broadcast", *BACKEND_METHODS)
     backend = getattr(_distributed_c10d, "Backend", None)
     return type(group) is dist.ProcessGroup and all(hasattr(backend, name) for name in names)
 
 
 @functools.cache
-def options_of(kind: str, async_op: bool, /, **values: Any) -> Any:
-    """Options of one kind: read by the groups, never changed, and so shared by all calls."""
+def shared_options(kind: str, async_op: bool, /, **values: Any) -> Any:
+    """Return shared options of one kind. Groups only read them, so all calls can use the same object."""
     options: Any = getattr(c10d, kind)()
     for name, value in values.items():
         setattr(options, name, value)
@@ -89,39 +89,39 @@ def options_of(kind: str, async_op: bool, /, **values: Any) -> Any:
     return options
 
 
-def _waited(work: Any, async_op: bool) -> Any:
+def _wait(work: Any, async_op: bool) -> Any:
     if async_op:
         return work
-    if work is not None:  # else the backend has waited itself
+    if work is not None:  # else the backend has already waited
         work.wait()
     return None
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, *, group: Any, async_op: bool) -> Any:
-    """As torch's: the work when `async_op`, else None, when the result is there."""
-    if not is_plain(tensor) or tensor.is_complex():
+    """Like `dist.all_reduce`: returns the work if `async_op`, else None once the result is there."""
+    if not can_call_directly(tensor) or tensor.is_complex():
         return dist.all_reduce(tensor, op, group=group, async_op=async_op)
-    return _waited(group.allreduce([tensor], options_of("AllreduceOptions", async_op, reduceOp=op)), async_op)
+    return _wait(group.allreduce([tensor], shared_options("AllreduceOptions", async_op, reduceOp=op)), async_op)
 
 
 def broadcast(tensor: torch.Tensor, root: int, *, group: Any, async_op: bool) -> Any:
-    """As torch's, but `root` is a rank of the group."""
-    if not is_plain(tensor) or tensor.is_complex():
+    """Like `dist.broadcast`, but `root` is a rank within the group."""
+    if not can_call_directly(tensor) or tensor.is_complex():
         return dist.broadcast(tensor, group=group, async_op=async_op, group_src=root)
-    options = options_of("BroadcastOptions", async_op, rootRank=root, rootTensor=0)
-    return _waited(group.broadcast([tensor], options), async_op)
+    options = shared_options("BroadcastOptions", async_op, rootRank=root, rootTensor=0)
+    return _wait(group.broadcast([tensor], options), async_op)
 
 
 def all_gather(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> Any:
-    """As torch's `all_gather_single`."""
-    if not is_plain(tensor) or tensor.is_complex():
+    """Like torch's `all_gather_single`."""
+    if not can_call_directly(tensor) or tensor.is_complex():
         return all_gather_single(out, tensor, group=group, async_op=async_op)
-    return _waited(getattr(group, GATHER)(out, tensor, options_of("AllgatherOptions", async_op)), async_op)
+    return _wait(getattr(group, GATHER_METHOD)(out, tensor, shared_options("AllgatherOptions", async_op)), async_op)
 
 
 def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, op: Any, *, group: Any, async_op: bool) -> Any:
-    """As torch's `reduce_scatter_single`."""
-    if not is_plain(tensor) or tensor.is_complex():
+    """Like torch's `reduce_scatter_single`."""
+    if not can_call_directly(tensor) or tensor.is_complex():
         return reduce_scatter_single(out, tensor, op=op, group=group, async_op=async_op)
-    options = options_of("ReduceScatterOptions", async_op, reduceOp=op)
-    return _waited(getattr(group, SCATTER)(out, tensor, options), async_op)
+    options = shared_options("ReduceScatterOptions", async_op, reduceOp=op)
+    return _wait(getattr(group, SCATTER_METHOD)(out, tensor, options), async_op)

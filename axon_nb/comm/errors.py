@@ -1,64 +1,70 @@
-"""What can go wrong in communication, as types.
+"""Exceptions of `axon_nb.comm`.
 
-CommError                    base: a call that cannot be made, found before anything is sent
- ├── InvalidRank             a rank that the group does not have
- ├── NotInGroup              this rank is no member of the group
- ├── TensorError             a tensor that the operation cannot take: shape, dtype, device, layout
- │    └── TensorMismatch     ranks bring tensors that do not fit together
- ├── WorldClosed             the world was closed, or never formed
- ├── CallMismatch            ranks make different calls as the same one of a group (mock worlds say so at once)
- ├── WorldStuck              no rank of a mock world can go on
- └── NcclError               NCCL is not there, or refuses
+CommError                       base of all communication errors
+ ├── InvalidArgumentError       an argument is invalid; also a `UsageError`
+ │    ├── InvalidRankError      the group has no such rank
+ │    └── TensorError           the operation does not support the tensor's shape, dtype, device or layout
+ │         └── TensorMismatchError  ranks passed tensors that do not fit together
+ ├── NotInGroupError            this rank is not a member of the group
+ ├── WorldClosedError           the world was closed or never initialized
+ ├── CollectiveMismatchError    ranks called different collectives on the same group
+ ├── DeadlockError              every rank of a mock world waits for another
+ └── NcclError                  NCCL is unavailable or reported an error
 """
 
 from __future__ import annotations
 
-from axon_nb.errors import UsageError
+from axon_nb.errors import AxonError, UsageError
 
 __all__ = [
-    "CallMismatch",
+    "CollectiveMismatchError",
     "CommError",
-    "InvalidRank",
+    "DeadlockError",
+    "InvalidArgumentError",
+    "InvalidRankError",
     "NcclError",
-    "NotInGroup",
+    "NotInGroupError",
     "TensorError",
-    "TensorMismatch",
-    "WorldClosed",
-    "WorldStuck",
+    "TensorMismatchError",
+    "WorldClosedError",
 ]
 
 
-class CommError(UsageError):
-    """A communication call that cannot be made; the message gives the value, the rule and the fix."""
+class CommError(AxonError, RuntimeError):
+    """Base of all communication errors; the message gives the value, the rule and the fix."""
 
 
-class InvalidRank(CommError):
-    """A rank that the group does not have."""
+class InvalidArgumentError(CommError, UsageError):
+    """An argument of a communication call is invalid."""
 
 
-class NotInGroup(CommError):
-    """This rank is no member of the group."""
+class InvalidRankError(InvalidArgumentError):
+    """The group has no such rank."""
 
 
-class TensorError(CommError):
-    """A tensor that the operation cannot take."""
+class NotInGroupError(CommError):
+    """This rank is not a member of the group."""
 
 
-class TensorMismatch(TensorError):
-    """Ranks bring tensors that do not fit together."""
+class TensorError(InvalidArgumentError):
+    """The operation does not support this tensor."""
 
 
-class WorldClosed(CommError):
-    """The world was closed, or never formed."""
+class TensorMismatchError(TensorError):
+    """Ranks passed tensors that do not fit together."""
 
 
-class CallMismatch(CommError):
-    """Ranks make different calls as the same one of a group."""
+class WorldClosedError(CommError):
+    """The world was closed or never initialized."""
 
 
-class WorldStuck(CommError):
-    """No rank of a mock world can go on: each waits for another."""
+class CollectiveMismatchError(CommError):
+    """Ranks called different collectives on the same group."""
+
+
+class DeadlockError(CommError):
+    """No rank of a mock world can continue: each waits for another."""
 
 
 class NcclError(CommError):
-    """NCCL is not there, or refuses."""
+    """NCCL is unavailable or reported an error."""

@@ -1,23 +1,24 @@
-"""How often the process groups of this process have been formed anew under the objects that hold them.
+"""Counts how often the process groups of this process were rebuilt underneath the objects that hold them.
 
-After that nothing is under way in any group: who keeps books about calls that have begun looks here and forgets them.
+After a rebuild no communication is pending in any group: code that tracks pending calls compares the count and drops
+its records.
 """
 
 from __future__ import annotations
 
 import itertools
 
-__all__ = ["formed_anew", "forming"]
+__all__ = ["mark_rebuilt", "rebuild_count"]
 
-_count = itertools.count(1)
-_forming = [0]
-
-
-def forming() -> int:
-    """The number of the last forming; 0: the groups are those that were formed first."""
-    return _forming[0]
+_counter = itertools.count(1)
+_last = [0]
 
 
-def formed_anew() -> None:
-    """All groups of this process have been, or are being, formed anew."""
-    _forming[0] = next(_count)
+def rebuild_count() -> int:
+    """Return the number of the last rebuild; 0 if the groups are still the original ones."""
+    return _last[0]
+
+
+def mark_rebuilt() -> None:
+    """Record that all groups of this process have been, or are being, rebuilt."""
+    _last[0] = next(_counter)

@@ -1,4 +1,4 @@
-"""Gradients of all ranks made one: the mean, in few messages."""
+"""Average gradients over ranks, in few messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUCKET_ELEMENTS = 6_553_600  # 25 MiB of float32, as DDP's default
 
 
 def sync_gradient(gradient: Any, *, group: GroupLike = None, async_op: bool = False) -> Any:
-    """The mean of one gradient over ranks, in place. See `all_reduce_mean`."""
+    """Average one gradient over ranks, in place. See `all_reduce_mean`."""
     return all_reduce_mean(gradient, group=group, async_op=async_op)
 
 
@@ -28,32 +28,32 @@ def sync_gradients(
     group: GroupLike = None,
     bucket_elements: int = _BUCKET_ELEMENTS,
 ) -> None:
-    """The mean of many gradients over ranks, in place, in buckets: one message for many small ones.
+    """Average many gradients over ranks, in place, in buckets: one message for many small gradients.
 
     Args:
-        gradients: Tensors, or parameters, whose `.grad` is meant; None and parameters without a gradient are left
-            out, so every rank must have gradients for the same ones.
-        group: The ranks that take part; None: all.
-        bucket_elements: Elements of a bucket.
+        gradients: Tensors, or parameters, whose `.grad` is used. None and parameters without a gradient are skipped,
+            so every rank must have gradients for the same ones.
+        group: The participating ranks; None means all.
+        bucket_elements: Elements per bucket.
 
     Raises:
-        TensorError: one is no tensor.
+        TensorError: an item is not a tensor.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
-    begun = []
+    started = []
     for item in gradients:
         gradient = item.grad if isinstance(item, torch.nn.Parameter) else item
         if gradient is None:
             continue
         if not isinstance(gradient, torch.Tensor):
-            raise TensorError(f"gradients: {gradient!r} is no tensor and no parameter.")
+            raise TensorError(f"gradients must be tensors or parameters; got {gradient!r}.")
         kind = (gradient.dtype, gradient.device)
         bucket = open_buckets.setdefault(kind, GradientBucket(bucket_elements))
         if not bucket.fits(gradient) and bucket.num_gradients:
-            begun.append((bucket, bucket.begin(group=group)))
+            started.append((bucket, bucket.start(group=group)))
             bucket = open_buckets[kind] = GradientBucket(bucket_elements)
         bucket.add(gradient)
-    begun += [(bucket, bucket.begin(group=group)) for bucket in open_buckets.values() if bucket.num_gradients]
-    for bucket, handle in begun:
+    started += [(bucket, bucket.start(group=group)) for bucket in open_buckets.values() if bucket.num_gradients]
+    for bucket, handle in started:
         handle.wait()
         bucket.write_back()

@@ -1,4 +1,4 @@
-"""What `async_op=True` returns: the result when it is there."""
+"""The handle that `async_op=True` returns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Handle"]
 
 
 class Handle:
-    """One communication that has begun.
+    """One communication in progress.
 
     Args:
-        work: torch's handle; None when there is nothing to wait for.
-        finish: Called once, when the communication is over; gives the result.
+        work: torch's handle; None if there is nothing to wait for.
+        finish: Called once, when the communication has completed; returns the result.
     """
 
     def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
@@ -22,7 +22,7 @@ class Handle:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """Wait for the communication; returns what the call without `async_op` returns. A second call does nothing."""
+        """Wait for completion and return what the call returns without `async_op`. Later calls return the same."""
         if self._finish is not None:
             if self._work is not None:
                 self._work.wait()
@@ -31,7 +31,7 @@ class Handle:
         return self._result
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` would return at once."""
         return self._finish is None or self._work is None or bool(self._work.is_completed())
 
     is_completed = done

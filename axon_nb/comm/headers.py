@@ -1,4 +1,4 @@
-"""The small tensor that travels before a tensor whose shape the receiver does not know."""
+"""The small header tensor sent before a tensor whose shape the receiver does not know."""
 
 from __future__ import annotations
 
@@ -30,35 +30,33 @@ _DTYPES = (
 _MAX_DIMS = 12
 _MARK = 0x41784F6E
 SIZE = 3 + _MAX_DIMS
-"""Elements (int64) of a header."""
+"""Number of elements (int64) of a header."""
 
 
 def pack(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The header of `tensor`; None: an empty one, to receive into.
+    """Return the header of `tensor`; for None an empty one, to receive into.
 
     Raises:
-        TensorError: a dtype without a number, or too many dimensions.
+        TensorError: the dtype is not supported, or the tensor has too many dimensions.
     """
     header = torch.zeros(SIZE, dtype=torch.int64)
     if tensor is None:
         return header
     if tensor.dtype not in _DTYPES:
-        raise TensorError(f"a tensor of {tensor.dtype} cannot be announced: give `out=` on the receiving ranks.")
+        raise TensorError(f"a header cannot describe {tensor.dtype}; pass `out=` on the receiving ranks.")
     if tensor.ndim > _MAX_DIMS:
-        raise TensorError(f"a tensor of {tensor.ndim} dimensions: at most {_MAX_DIMS} can be announced; flatten it.")
+        raise TensorError(f"a header holds at most {_MAX_DIMS} dimensions; got {tensor.ndim}. Flatten the tensor.")
     header[: 3 + tensor.ndim] = torch.tensor([_MARK, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
     return header
 
 
 def unpack(header: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An empty tensor as announced.
+    """Return an empty tensor as described by the header.
 
     Raises:
-        TensorError: what came is no header.
+        TensorError: the received tensor is not a header.
     """
     mark, dtype, ndim, *shape = header.tolist()
     if mark != _MARK:
-        raise TensorError(
-            "what came is no header: the other side sends without one; use `recv(src, out=…, header=False)`."
-        )
+        raise TensorError("the sender sends no header; use `recv(src, out=…, header=False)`.")
     return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device)

@@ -1,4 +1,4 @@
-"""Backends and reduce operations, by name."""
+"""Backends and reduce operations."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import enum
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.errors import CommError
+from axon_nb.comm.errors import InvalidArgumentError
 
 __all__ = ["Backend", "ReduceOp", "as_backend", "as_op", "choose_backend"]
 
 
 class Backend(enum.StrEnum):
-    """What carries the messages."""
+    """The transport that carries messages between ranks."""
 
     GLOO = "gloo"
-    """Processes, on CPUs; takes CUDA tensors too, over the host's memory."""
+    """Processes on CPUs; accepts CUDA tensors too, copied through host memory."""
     NCCL = "nccl"
-    """Processes with a GPU each."""
+    """Processes with one GPU each."""
     MOCK = "mock"
-    """All ranks in this process, in turns; deterministic."""
+    """All ranks in this process, one at a time; deterministic."""
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one."""
+    """How values from several ranks are combined."""
 
     SUM = "sum"
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
     AVERAGE = "average"
-    """The mean over ranks; refused for integers, which cannot hold it."""
+    """The mean over ranks; not defined for integers, which cannot represent it."""
 
     torch_op: dist.ReduceOp.RedOpType
-    """Torch's operation; an average is a sum that is divided afterwards."""
+    """torch's operation; an average is a sum that is divided afterwards."""
 
-    __hash__ = object.__hash__  # that of enumerations is Python, and it is in the way of every call
+    __hash__ = object.__hash__  # the enum's own is written in Python and slows down every call
 
 
 ReduceOp.SUM.torch_op = ReduceOp.AVERAGE.torch_op = dist.ReduceOp.SUM
@@ -44,39 +44,43 @@ ReduceOp.PRODUCT.torch_op = dist.ReduceOp.PRODUCT
 ReduceOp.MIN.torch_op = dist.ReduceOp.MIN
 ReduceOp.MAX.torch_op = dist.ReduceOp.MAX
 
-_OF_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
-_OF_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
-_OTHER_NAMES = {"avg": "average", "mean": "average", "prod": "product"}
+_FROM_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
+_FROM_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
+_ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
 
 
 def as_op(given: object) -> ReduceOp:
-    """Ours, for one of ours, of torch's, or a name.
+    """Convert one of our operations, one of torch's, or a name.
 
     Raises:
-        CommError: it is none of them.
+        InvalidArgumentError: the operation is unknown.
     """
     if type(given) is ReduceOp:
         return given
     name = given.lower() if isinstance(given, str) else ""
-    for known, op in _OF_TORCH.items():
-        if given == known or _OTHER_NAMES.get(name, name) == op.value:
+    for known, op in _FROM_TORCH.items():
+        if given == known or _ALIASES.get(name, name) == op.value:
             return op
-    raise CommError(f"op={given!r}: it is one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}.")
+    raise InvalidArgumentError(
+        f"op must be one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}; got {given!r}."
+    )
 
 
 def as_backend(given: Backend | str) -> Backend:
-    """The backend of that name.
+    """Return the backend with this name.
 
     Raises:
-        CommError: there is none.
+        InvalidArgumentError: the backend is unknown.
     """
     try:
         return Backend(str(given).lower())
     except ValueError:
-        raise CommError(f"backend={given!r}: it is one of {', '.join(map(repr, map(str, Backend)))}.") from None
+        raise InvalidArgumentError(
+            f"backend must be one of {', '.join(map(repr, map(str, Backend)))}; got {given!r}."
+        ) from None
 
 
 def choose_backend(local_ranks: int) -> Backend:
-    """NCCL when each of the ranks on this host can have a GPU of its own, else Gloo."""
-    there = torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_ranks
-    return Backend.NCCL if there else Backend.GLOO
+    """Choose NCCL if each of the `local_ranks` on this host can have its own GPU, else Gloo."""
+    has_gpus = torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_ranks
+    return Backend.NCCL if has_gpus else Backend.GLOO

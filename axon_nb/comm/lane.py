@@ -1,9 +1,8 @@
-"""The short way of a collective: for tensors that need nothing done to them, with little between call and wire.
+"""Fast path of collectives: for tensors that need no conversion, with little Python between the call and the wire.
 
-Such a tensor is torch's own, dense, on the CPU, without gradient and of a dtype that Gloo knows; its group is one of
-Gloo's, and no mode of torch looks on. What is to be checked for it, and the options that it is sent with, are known
-beforehand. All else, and all that is wrong, is left to the careful way, which knows what to do and to say: for it the
-functions here return None, before anything is sent.
+Such a tensor is a plain torch.Tensor: dense, on the CPU, without gradient, and of a dtype that Gloo supports. Its
+group uses Gloo, and no torch mode is active. All checks and options for it are prepared in advance. Everything else,
+including every error, takes the general path: the functions here then return None before anything is sent.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ _Tensor, _STRIDED, _AVERAGE, _CPU = torch.Tensor, torch.strided, ReduceOp.AVERAG
 _is_compiling, _World = torch.compiler.is_compiling, direct.TorchWorld
 
 
-class _Lane:
-    """What the short way has to know of a group. It does not keep the group alive."""
+class _FastPath:
+    """Cached properties of a group for the fast path. Does not keep the group alive."""
 
-    __slots__ = ("gather", "global_rank", "group", "name", "native", "records", "scatter", "size")
+    __slots__ = ("calls_backend", "gather", "global_rank", "group", "name", "records_spans", "scatter", "size")
 
     def __init__(self, own: ProcessGroup) -> None:
-        torch_group, facts = own.torch_group, own.facts
-        self.group: Any = weakref.ref(torch_group, functools.partial(_lanes.pop, id(torch_group)))
-        self.size, self.name, self.global_rank = len(facts.ranks), facts.name, facts.ranks[facts.rank]
-        self.records = not facts.emits_spans
-        self.native = direct.is_native(torch_group)
-        """Whether its backend is called: torch's dispatcher, which is between, does nothing more for such a tensor."""
-        self.gather: str = direct.BACKENDS[0] if self.native else direct.GATHER
-        self.scatter: str = direct.BACKENDS[1] if self.native else direct.SCATTER
+        torch_group, info = own.torch_group, own.info
+        self.group: Any = weakref.ref(torch_group, functools.partial(_fast_paths.pop, id(torch_group)))
+        self.size, self.name, self.global_rank = len(info.ranks), info.name, info.ranks[info.rank]
+        self.records_spans = not info.emits_spans
+        self.calls_backend = direct.is_torch_group(torch_group)
+        """Whether to call the backend directly: torch's dispatcher would do nothing more for such a tensor."""
+        self.gather: str = direct.BACKEND_METHODS[0] if self.calls_backend else direct.GATHER_METHOD
+        self.scatter: str = direct.BACKEND_METHODS[1] if self.calls_backend else direct.SCATTER_METHOD
 
-    def carrier(self) -> Any:
-        """What carries the calls; asked for each time, as it may be exchanged."""
-        return self.group()._get_backend(_CPU) if self.native else self.group()
+    def backend(self) -> Any:
+        """Return the object to call; looked up for each call, as a rebuild can replace it."""
+        return self.group()._get_backend(_CPU) if self.calls_backend else self.group()
 
-    def over(self, name: str, start_ns: int, size: int) -> None:
-        """One call is over."""
-        if self.records:
+    def record(self, name: str, start_ns: int, size: int) -> None:
+        """Record the span of a finished call."""
+        if self.records_spans:
             emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0)))
 
 
-_lanes: dict[int, _Lane] = {}
-"""By the identity of torch's group, as long as it lives: a dictionary of weak keys takes ten times as long."""
+_fast_paths: dict[int, _FastPath] = {}
+"""By the id of torch's group, while it lives: a WeakKeyDictionary takes ten times as long."""
 
 
-def _lane(tensor: Any, group: Any) -> _Lane | None:
-    """The lane of a group, when this tensor may take it now."""
+def _fast_path(tensor: Any, group: Any) -> _FastPath | None:
+    """Return the fast path of the group if this tensor can use it now, else None."""
     if (
-        direct.IS_MISSING
+        direct.HOOKS_MISSING
         or type(tensor) is not _Tensor
         or not tensor.is_cpu
         or tensor.dtype not in NATIVE
@@ -71,106 +70,106 @@ def _lane(tensor: Any, group: Any) -> _Lane | None:
         or tensor.layout is not _STRIDED
         or not tensor.is_contiguous()
         or is_checking()
-        or direct.num_modes()
+        or direct.num_dispatch_modes()
         or has_torch_function((tensor,))
         or _is_compiling()
     ):
         return None
     world: Any = c10d._world
     if type(world) is not _World or world._pg_coalesce_state:
-        return None  # a mock world's, or calls are collected
+        return None  # a mock world, or calls are being coalesced
     torch_group = world._default_pg if group is None else group._torch if type(group) is ProcessGroup else group
-    return _lanes.get(id(torch_group)) or _opened(group)
+    return _fast_paths.get(id(torch_group)) or _open(group)
 
 
-def _opened(group: Any) -> _Lane | None:
+def _open(group: Any) -> _FastPath | None:
     own = resolve(group)
     if own.backend is not Backend.GLOO or not own.is_member:
         return None
-    return _lanes.setdefault(id(own.torch_group), _Lane(own))
+    return _fast_paths.setdefault(id(own.torch_group), _FastPath(own))
 
 
 @functools.cache
-def _reducing(op: ReduceOp) -> Any:
-    return direct.options_of("AllreduceOptions", False, reduceOp=op.torch_op)
+def _all_reduce_options(op: ReduceOp) -> Any:
+    return direct.shared_options("AllreduceOptions", False, reduceOp=op.torch_op)
 
 
 @functools.cache
-def _scattering(op: ReduceOp) -> Any:
-    return direct.options_of("ReduceScatterOptions", False, reduceOp=op.torch_op)
+def _reduce_scatter_options(op: ReduceOp) -> Any:
+    return direct.shared_options("ReduceScatterOptions", False, reduceOp=op.torch_op)
 
 
 @functools.cache
-def _moving(root: int) -> Any:
-    return direct.options_of("BroadcastOptions", False, rootRank=root, rootTensor=0)
+def _broadcast_options(root: int) -> Any:
+    return direct.shared_options("BroadcastOptions", False, rootRank=root, rootTensor=0)
 
 
 @functools.cache
-def _gathering() -> Any:
-    return direct.options_of("AllgatherOptions", False)
+def _all_gather_options() -> Any:
+    return direct.shared_options("AllgatherOptions", False)
 
 
-def _reduces(tensor: torch.Tensor, op: Any) -> bool:
+def _supports_op(tensor: torch.Tensor, op: Any) -> bool:
     return type(op) is ReduceOp and (op is not _AVERAGE or tensor.is_floating_point())
 
 
 def all_reduce(tensor: Any, op: Any, group: Any) -> Any:
-    """`tensor`, combined over ranks in place; None: it takes the careful way."""
-    if (lane := _lane(tensor, group)) is None or not _reduces(tensor, op):
+    """Combine `tensor` over ranks in place; None means: take the general path."""
+    if (path := _fast_path(tensor, group)) is None or not _supports_op(tensor, op):
         return None
     start: int = now()
-    work = lane.carrier().allreduce([tensor], _reducing(op))
-    size = tensor.nbytes  # while it is under way
-    if work is not None:  # else the group has waited itself
+    work = path.backend().allreduce([tensor], _all_reduce_options(op))
+    size = tensor.nbytes  # computed while the call is in progress
+    if work is not None:  # else the group has already waited
         work.wait()
-    if op is _AVERAGE and lane.size > 1:
-        tensor.div_(lane.size)
-    lane.over("all_reduce", start, size)
+    if op is _AVERAGE and path.size > 1:
+        tensor.div_(path.size)
+    path.record("all_reduce", start, size)
     return tensor
 
 
 def broadcast(tensor: Any, src: Any, group: Any) -> Any:
-    """`tensor`, as rank `src` has it, in place; None: it takes the careful way."""
-    if (lane := _lane(tensor, group)) is None or type(src) is not int or not 0 <= src < lane.size:
+    """Copy rank `src`'s `tensor` to all ranks in place; None means: take the general path."""
+    if (path := _fast_path(tensor, group)) is None or type(src) is not int or not 0 <= src < path.size:
         return None
     start: int = now()
-    work = lane.carrier().broadcast([tensor], _moving(src))
+    work = path.backend().broadcast([tensor], _broadcast_options(src))
     size = tensor.nbytes
     if work is not None:
         work.wait()
-    lane.over("broadcast", start, size)
+    path.record("broadcast", start, size)
     return tensor
 
 
 def all_gather(tensor: Any, group: Any) -> Any:
-    """The tensors of all ranks, joined along dim 0; None: it takes the careful way."""
-    if (lane := _lane(tensor, group)) is None or not tensor.ndim:
+    """Join the tensors of all ranks along dim 0; None means: take the general path."""
+    if (path := _fast_path(tensor, group)) is None or not tensor.ndim:
         return None
     rows, *rest = tensor.shape
     start: int = now()
-    whole = tensor.new_empty(rows * lane.size, *rest)
-    work = getattr(lane.carrier(), lane.gather)(whole, tensor, _gathering())
+    whole = tensor.new_empty(rows * path.size, *rest)
+    work = getattr(path.backend(), path.gather)(whole, tensor, _all_gather_options())
     size = tensor.nbytes
     if work is not None:
         work.wait()
-    lane.over("all_gather", start, size)
+    path.record("all_gather", start, size)
     return whole
 
 
 def reduce_scatter(tensor: Any, op: Any, group: Any) -> Any:
-    """This rank's rows of the combined tensor; None: it takes the careful way."""
-    if (lane := _lane(tensor, group)) is None or not tensor.ndim or not _reduces(tensor, op):
+    """Return this rank's rows of the combined tensor; None means: take the general path."""
+    if (path := _fast_path(tensor, group)) is None or not tensor.ndim or not _supports_op(tensor, op):
         return None
     rows, *rest = tensor.shape
-    if rows % lane.size:
+    if rows % path.size:
         return None
     start: int = now()
-    part = tensor.new_empty(rows // lane.size, *rest)
-    work = getattr(lane.carrier(), lane.scatter)(part, tensor, _scattering(op))
+    part = tensor.new_empty(rows // path.size, *rest)
+    work = getattr(path.backend(), path.scatter)(part, tensor, _reduce_scatter_options(op))
     size = tensor.nbytes
     if work is not None:
         work.wait()
     if op is _AVERAGE:
-        part.div_(lane.size)
-    lane.over("reduce_scatter", start, size)
+        part.div_(path.size)
+    path.record("reduce_scatter", start, size)
     return part

@@ -1,4 +1,4 @@
-"""Who this process is, from the environment that a launcher sets: torchrun, Open MPI, MPICH and Intel MPI, Slurm."""
+"""Read rank and world size from a launcher's environment: torchrun, Open MPI, MPICH and Intel MPI, Slurm."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from axon_nb.records.environment import MASTER_ADDR, MASTER_PORT, MPICH, OPEN_MP
 
 __all__ = ["torchrun_environment"]
 
-# Of each launcher: rank, world size, local rank, local world size.
+# For each launcher: rank, world size, local rank, local world size.
 _LAUNCHERS = (TORCHRUN.names, OPEN_MPI.names, MPICH.names, SLURM.names)
 _NAMES = TORCHRUN.names
 
 
 def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Torchrun's variables, whichever launcher has set them; None when none has.
+    """Return torchrun's variables, whichever launcher set them; None if none did.
 
-    MASTER_ADDR is taken as it is; without it, it is the first host of a Slurm job, or this host when all ranks are on
-    it.
+    MASTER_ADDR is used if set. Otherwise it is the first host of the Slurm job, or this host if all ranks run on it.
     """
     for launcher in _LAUNCHERS:
         if launcher[0] in environment and launcher[1] in environment:
@@ -36,7 +35,7 @@ def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """The first name of Slurm's list, such as ``node[03-07,9]``."""
+    """Return the first host of Slurm's list, such as ``node[03-07,9]``."""
     hosts = SLURM_HOSTS.get(environment)
     match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
     return match[1] + (match[2] or "") if match else "127.0.0.1"

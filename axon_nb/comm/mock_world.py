@@ -1,4 +1,4 @@
-"""A world of n ranks inside this process, for notebooks without a cluster, teaching and tests."""
+"""A world of several ranks inside this process, for notebooks without a cluster, teaching and tests."""
 
 from __future__ import annotations
 
@@ -11,54 +11,63 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from axon_nb.comm.errors import CommError, InvalidRank
-from axon_nb.comm.group import GroupFacts, ProcessGroup, checked_ranks
+from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError
+from axon_nb.comm.group import GroupInfo, ProcessGroup, validate_ranks
 from axon_nb.comm.kinds import Backend
-from axon_nb.comm.mock import NAME, Hub, MockBackend, MockGroup, RankContext, Turns, isolated_threads, missing
+from axon_nb.comm.mock import (
+    NAME,
+    Hub,
+    MockBackend,
+    MockGroup,
+    RankContext,
+    TurnScheduler,
+    missing_hooks,
+    set_thread_isolation,
+)
 from axon_nb.torch_api import torch_api
 
 __all__ = ["MockWorld"]
 
-_active: list[_Run] = []
+_active: list[_MockRun] = []
 
 
 class MockWorld:
-    """n ranks that take turns in this process.
+    """Several ranks that run in this process, one at a time.
 
     Args:
-        n: Number of ranks.
-        view: Makes what a rank's function gets as its first argument, on the rank; `World.mock(n)` gives it a World.
+        world_size: Number of ranks.
+        view: Creates, on each rank, the first argument of the rank's function; `World.mock` passes a World.
 
     Raises:
-        InvalidRank: n is below 1.
+        InvalidRankError: `world_size` is below 1.
     """
 
-    def __init__(self, n: int = 1, *, view: Callable[[], Any]) -> None:
-        if n < 1:
-            raise InvalidRank(f"a world of {n} ranks: it has at least 1.")
-        self._size = n
+    def __init__(self, world_size: int = 1, *, view: Callable[[], Any]) -> None:
+        if world_size < 1:
+            raise InvalidRankError(f"world_size must be at least 1; got {world_size}.")
+        self._size = world_size
         self._view = view
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `function(world, *args, **kwargs)` as every rank, and return the results in the order of ranks.
+        """Run `function(world, *args, **kwargs)` on every rank and return the results in rank order.
 
         Each rank has its own torch.distributed (default group and subgroups, so DDP, FSDP2, tensor parallelism and
-        pipelines work) and its own random numbers, which all begin in the state of the caller's. Arguments are deep
-        copies, as if they had been sent to a process. One rank runs at a time, in an order that only the program
-        decides: the same bits every time.
+        pipelines work) and its own random number generators, which start in the caller's state. Arguments are deep
+        copies, as if sent to another process. One rank runs at a time, in an order that depends on the program alone,
+        so every run gives the same bits.
 
         Raises:
-            CommError: `function` cannot be called.
-            BaseException: what the first rank to fail raised; a note says which.
-            WorldStuck: no rank can go on.
+            CommError: `function` is not callable, or a mock world is already running.
+            BaseException: the first rank's failure; a note names the rank.
+            DeadlockError: no rank can continue.
         """
         if not callable(function):
-            raise CommError(f"run({function!r}): give it a function of the world, which runs on each rank.")
+            raise InvalidArgumentError(f"run() needs a function that takes the world; got {function!r}.")
         if _active:
-            raise CommError("A mock world runs already, and its ranks cannot have one of their own.")
-        if lost := missing():
-            raise CommError(f"Mock worlds need {', '.join(lost)}, which torch {torch.__version__} does not have.")
-        run = _Run(self._size)
+            raise CommError("A mock world is already running; its ranks cannot start another one.")
+        if absent := missing_hooks():
+            raise CommError(f"Mock worlds need {', '.join(absent)}, which torch {torch.__version__} does not have.")
+        run = _MockRun(self._size)
         _active.append(run)
         try:
             copies = [copy.deepcopy((args, kwargs)) for _ in range(self._size)]
@@ -67,69 +76,69 @@ class MockWorld:
                 own_args, own_kwargs = copies[rank]
                 return run.as_rank(rank, lambda: function(self._view(), *own_args, **own_kwargs))
 
-            return run.turns.run(as_rank)
+            return run.scheduler.run(as_rank)
         finally:
             _active.clear()
-            run.end()
+            run.close()
 
     def create(self) -> list[ProcessGroup]:
-        """One group a rank, all driven by the caller: each call is made on every one, with `async_op=True`."""
+        """Return one group per rank, all driven by the caller: make each call on every group with `async_op=True`."""
         return [ProcessGroup.from_backend(backend) for backend in MockBackend.create_world(self._size)]
 
     def default_group(self) -> ProcessGroup:
-        """The group of a world of one rank.
+        """Return the group of a world of one rank.
 
         Raises:
-            CommError: it has more, and this is none of them.
+            CommError: the world has several ranks.
         """
-        self._only_one("default_group()")
+        self._require_single_rank("default_group()")
         return ProcessGroup.mock()
 
     def rank(self) -> int:
-        """0, in a world of one rank.
+        """Return 0, the only rank of a world of one rank.
 
         Raises:
-            CommError: it has more, and this is none of them.
+            CommError: the world has several ranks.
         """
-        self._only_one("rank()")
+        self._require_single_rank("rank()")
         return 0
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def new_group(self, ranks: Any) -> ProcessGroup:
-        """A subgroup, as one who is no member sees it: it can be asked for its ranks."""
-        return ProcessGroup.with_facts(None, GroupFacts(checked_ranks(ranks, self._size), Backend.MOCK))
+        """Return a subgroup as a non-member sees it: its ranks can be queried."""
+        return ProcessGroup.from_info(None, GroupInfo(validate_ranks(ranks, self._size), Backend.MOCK))
 
-    def _only_one(self, what: str) -> None:
+    def _require_single_rank(self, what: str) -> None:
         if self._size > 1:
-            raise CommError(f"{what} of a mock world of {self._size}: ask within `World.mock({self._size}).run(fn)`.")
+            raise CommError(f"{what}: call it on a rank, inside `World.mock({self._size}).run(fn)`.")
 
     def __repr__(self) -> str:
         return f"World.mock({self._size})"
 
 
-class _Run:
-    """One run of one world: the hubs in which its ranks' groups meet."""
+class _MockRun:
+    """One run of one world, with the hubs that connect its ranks' groups."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.turns = Turns([RankContext() for _ in range(size)])
+        self.scheduler = TurnScheduler([RankContext() for _ in range(size)])
         self._hubs: dict[str, Hub] = {}
         self._store = HashStore()
         _register()
-        isolated_threads(True)
+        set_thread_isolation(True)
         torch_api().prepare_threads()
 
     def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> MockGroup:
-        """One rank's end of the group called `name`."""
+        """Return one rank's handle on the group called `name`."""
         hub = self._hubs.setdefault(name, Hub(ranks))
-        return MockGroup(hub, rank, self.turns, name)
+        return MockGroup(hub, rank, self.scheduler, name)
 
     def as_rank(self, rank: int, function: Callable[[], Any]) -> Any:
-        """What a rank's thread does."""
-        torch.autograd.set_multithreading_enabled(False).__enter__()  # backward stays in this rank's thread
+        """Run `function` as one rank, in that rank's thread."""
+        torch.autograd.set_multithreading_enabled(False).__enter__()  # run backward in this rank's thread
         dist.init_process_group(NAME, store=self._store, rank=rank, world_size=self.size, timeout=timedelta(seconds=60))
         try:
             return function()
@@ -137,9 +146,9 @@ class _Run:
             error.add_note(f"raised on rank {rank} of {self.size} of a mock world")
             raise
 
-    def end(self) -> None:
-        """Take the hooks away."""
-        isolated_threads(False)
+    def close(self) -> None:
+        """Restore torch's state."""
+        set_thread_isolation(False)
 
 
 def _register() -> None:

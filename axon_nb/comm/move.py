@@ -1,4 +1,4 @@
-"""Collectives that move tensors as they are: broadcast, gather, scatter, and barrier."""
+"""Collectives that move tensors unchanged: broadcast, gather, scatter, and barrier."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm import direct, lane
-from axon_nb.comm.arrays import Array, as_tensor, like_given
-from axon_nb.comm.carry import check_device, check_in_place, to_move
+from axon_nb.comm.arrays import Array, as_input_type, as_tensor
+from axon_nb.comm.carry import check_device, check_in_place, prepare_move
 from axon_nb.comm.checks import check_agreement, is_checking
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
@@ -22,20 +22,20 @@ __all__ = ["all_gather", "barrier", "broadcast", "broadcast_from", "gather_tenso
 
 
 def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Any:
-    """Give every rank the tensor of rank `src`, in place.
+    """Copy the tensor of rank `src` to every rank, in place.
 
     Args:
-        tensor: Any shape and dtype, the same on all ranks; a torch tensor, a NumPy or CuPy array.
+        tensor: Any shape and dtype, the same on all ranks; a torch tensor, NumPy or CuPy array.
         src: Rank within the group.
-        group: The ranks that take part; None: all.
-        async_op: Return a `Handle` at once; its `wait` gives the tensor.
+        group: The participating ranks; None means all.
+        async_op: Return a `Handle` at once; its `wait` returns the tensor.
 
     Returns:
-        `tensor` itself, changed on all ranks but `src`.
+        `tensor` itself, overwritten on all ranks but `src`.
 
     Raises:
-        InvalidRank: the group has no rank `src`.
-        NotInGroup: this rank is no member of the group.
+        InvalidRankError: the group has no rank `src`.
+        NotInGroupError: this rank is not a member of the group.
     """
     if not async_op and (done := lane.broadcast(tensor, src, group)) is not None:
         return done
@@ -45,12 +45,12 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
     check_in_place(given, "broadcast")
     root = pg.check_rank(src, "src")
     check_agreement(pg, "broadcast", given, root=src)
-    cargo = to_move(given)
+    wire = prepare_move(given)
     start, size = now(), given.nbytes
-    work = direct.broadcast(cargo.buffer, root, group=pg.torch_group, async_op=async_op)
+    work = direct.broadcast(wire.buffer, root, group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
-        cargo.unload()
+        wire.copy_back()
         record(pg, "broadcast", start, size)
         return tensor
 
@@ -58,29 +58,29 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
 
 
 def broadcast_from(tensor: Array, src: int, *, group: GroupLike = None, async_op: bool = False) -> Any:
-    """`broadcast` from the rank that is named."""
+    """`broadcast` with `src` as a positional argument."""
     return broadcast(tensor, src=src, group=group, async_op=async_op)
 
 
 def all_gather(
     tensor: Array, *, dim: int = 0, uneven: bool = False, group: GroupLike = None, async_op: bool = False
 ) -> Any:
-    """Join the tensors of all ranks along a dimension, in the order of ranks; every rank gets the result.
+    """Join the tensors of all ranks along a dimension, in rank order; every rank gets the result.
 
     Args:
         tensor: The same dtype on all ranks, and the same shape; with `uneven` the size in `dim` may differ. A 0-dim
-            tensor counts as one of shape (1,).
-        dim: Dimension along which they are joined.
-        uneven: Ask for the sizes first (one small round trip).
-        group: The ranks that take part; None: all.
+            tensor counts as shape (1,).
+        dim: Dimension along which to join.
+        uneven: Exchange the sizes first (one small round trip).
+        group: The participating ranks; None means all.
         async_op: Return a `Handle` at once (not with `uneven`).
 
     Returns:
         A new array.
 
     Raises:
-        TensorError: there is no such dimension; `uneven` with `async_op`.
-        NotInGroup: this rank is no member of the group.
+        TensorError: `dim` is out of range, or `uneven` is combined with `async_op`.
+        NotInGroupError: this rank is not a member of the group.
     """
     if not (uneven or async_op) and dim == 0 and (done := lane.all_gather(tensor, group)) is not None:
         return done
@@ -89,22 +89,22 @@ def all_gather(
     check_device(given, pg, "all_gather")
     block = given.reshape(1) if given.ndim == 0 else given
     if not hasattr(dim, "__index__") or not -block.ndim <= dim < block.ndim:
-        raise TensorError(f"all_gather with dim={dim!r}: the tensor has {block.ndim} dimensions, counted from 0.")
+        raise TensorError(f"all_gather: dim must be {-block.ndim} to {block.ndim - 1}; got {dim!r}.")
     if uneven and async_op:
-        raise TensorError("all_gather with uneven=True waits for the sizes first: leave async_op out.")
+        raise TensorError("all_gather: uneven=True cannot be combined with async_op, as it first waits for the sizes.")
     rows = block.movedim(dim, 0) if dim else block
-    sizes = _sizes(rows, pg) if uneven else [int(rows.shape[0])] * pg.size()
+    sizes = _gather_sizes(rows, pg) if uneven else [int(rows.shape[0])] * pg.size()
     if not uneven:
         check_agreement(pg, "all_gather", given)
     start, size, longest = now(), given.nbytes, max(sizes)
-    cargo = to_move(_padded(rows, longest))
-    if cargo.buffer is given and not uneven:  # what arrives is the result
+    wire = prepare_move(_padded(rows, longest))
+    if wire.buffer is given and not uneven:  # the received tensor is the result
         whole = given.new_empty((longest * pg.size(), *given.shape[1:]))
         work = direct.all_gather(whole, given, group=pg.torch_group, async_op=async_op)
     else:
         whole = None
-        everyone = cargo.buffer.new_empty(pg.size() * cargo.buffer.numel())
-        work = direct.all_gather(everyone, cargo.buffer.reshape(-1), group=pg.torch_group, async_op=async_op)
+        everyone = wire.buffer.new_empty(pg.size() * wire.buffer.numel())
+        work = direct.all_gather(everyone, wire.buffer.reshape(-1), group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
         if whole is not None:
@@ -114,19 +114,19 @@ def all_gather(
             joined = torch.cat([parts[rank, :n] for rank, n in enumerate(sizes)]) if uneven else parts.flatten(0, 1)
             joined = joined.movedim(0, dim)
         record(pg, "all_gather", start, size)
-        return like_given(joined, tensor)
+        return as_input_type(joined, tensor)
 
     return Handle(work, finish) if async_op else finish()
 
 
-def _sizes(rows: torch.Tensor, pg: ProcessGroup) -> list[int]:
-    own = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_small_device(rows, pg))
+def _gather_sizes(rows: torch.Tensor, pg: ProcessGroup) -> list[int]:
+    own = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_header_device(rows, pg))
     everyone = own.new_empty(pg.size())
     direct.all_gather(everyone, own, group=pg.torch_group, async_op=False)
     return [int(size) for size in everyone.tolist()]
 
 
-def _small_device(tensor: torch.Tensor, pg: ProcessGroup) -> torch.device:
+def _header_device(tensor: torch.Tensor, pg: ProcessGroup) -> torch.device:
     return tensor.device if pg.backend is Backend.NCCL else torch.device("cpu")
 
 
@@ -140,17 +140,17 @@ def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async
     """Join the tensors of all ranks along dim 0 on rank `dst`.
 
     Args:
-        tensor: The same dtype and shape on all ranks; a 0-dim tensor counts as one of shape (1,).
+        tensor: The same dtype and shape on all ranks; a 0-dim tensor counts as shape (1,).
         dst: Rank within the group.
-        group: The ranks that take part; None: all.
+        group: The participating ranks; None means all.
         async_op: Return a `Handle` at once.
 
     Returns:
         A new array on `dst`, None on the other ranks.
 
     Raises:
-        InvalidRank: the group has no rank `dst`.
-        NotInGroup: this rank is no member of the group.
+        InvalidRankError: the group has no rank `dst`.
+        NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
     given = as_tensor(tensor)
@@ -158,18 +158,18 @@ def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async
     root = pg.ranks[pg.check_rank(dst, "dst")]
     check_agreement(pg, "gather_tensor", given, root=dst)
     block = given.reshape(1) if given.ndim == 0 else given
-    cargo = to_move(block)
+    wire = prepare_move(block)
     start, size = now(), given.nbytes
-    here = pg.rank() == dst
-    parts = [torch.empty_like(cargo.buffer) for _ in pg.ranks] if here else None
-    work = dist.gather(cargo.buffer, parts, dst=root, group=pg.torch_group, async_op=async_op)
+    is_root = pg.rank() == dst
+    parts = [torch.empty_like(wire.buffer) for _ in pg.ranks] if is_root else None
+    work = dist.gather(wire.buffer, parts, dst=root, group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
         record(pg, "gather", start, size)
         if parts is None:
             return None
         joined = torch.cat([part.view(given.dtype).view(block.shape) for part in parts])
-        return like_given(joined, tensor)
+        return as_input_type(joined, tensor)
 
     return Handle(work, finish) if async_op else finish()
 
@@ -177,60 +177,60 @@ def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async
 def scatter_tensor(
     tensor: Array | None, *, src: int = 0, out: Array | None = None, group: GroupLike = None, async_op: bool = False
 ) -> Any:
-    """Cut the tensor of rank `src` along dim 0 and give each rank its part.
+    """Split the tensor of rank `src` along dim 0 and send one part to each rank.
 
     Args:
-        tensor: On `src`: shape (n * world size, …). On other ranks it is not read and may be None.
+        tensor: On `src`: shape (n * world_size, …). Ignored on other ranks, where it may be None.
         src: Rank within the group.
-        out: Where this rank's part goes, shape (n, …), dense; None: a new tensor (a small header travels first, so
-            either all ranks give `out` or none does).
-        group: The ranks that take part; None: all.
-        async_op: Return a `Handle` at once (only with `out`).
+        out: Dense tensor of shape (n, …) that receives this rank's part. None: a new tensor; a small header is sent
+            first, so pass `out` either on all ranks or on none.
+        group: The participating ranks; None means all.
+        async_op: Return a `Handle` at once (requires `out`).
 
     Returns:
         This rank's part.
 
     Raises:
-        TensorError: dim 0 cannot be cut into equal parts; `src` has no tensor.
-        InvalidRank: the group has no rank `src`.
-        NotInGroup: this rank is no member of the group.
+        TensorError: dim 0 is not divisible by the group size, or `src` passed no tensor.
+        InvalidRankError: the group has no rank `src`.
+        NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
     root = pg.ranks[pg.check_rank(src, "src")]
-    here = pg.rank() == src
-    blocks = _blocks(tensor, pg) if here else None
+    is_root = pg.rank() == src
+    blocks = _split_for_ranks(tensor, pg) if is_root else None
     if out is None and async_op:
-        raise TensorError("scatter_tensor with async_op needs `out`: the shape is not known before.")
-    target = _announced(blocks, root, pg) if out is None else as_tensor(out, "out")
+        raise TensorError("scatter_tensor: async_op needs `out`, as the shape is not known in advance.")
+    target = _target_from_header(blocks, root, pg) if out is None else as_tensor(out, "out")
     check_device(target, pg, "scatter_tensor")
     check_in_place(target, "scatter_tensor")
-    cargo = to_move(target)
+    wire = prepare_move(target)
     start, size = now(), target.nbytes
-    parts = None if blocks is None else [to_move(block).buffer.view(cargo.buffer.shape) for block in blocks]
-    work = dist.scatter(cargo.buffer, parts, src=root, group=pg.torch_group, async_op=async_op)
+    parts = None if blocks is None else [prepare_move(block).buffer.view(wire.buffer.shape) for block in blocks]
+    work = dist.scatter(wire.buffer, parts, src=root, group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
-        cargo.unload()
+        wire.copy_back()
         record(pg, "scatter", start, size)
-        return out if out is not None else like_given(target, tensor) if tensor is not None else target
+        return out if out is not None else as_input_type(target, tensor) if tensor is not None else target
 
     return Handle(work, finish) if async_op else finish()
 
 
-def _blocks(tensor: Array | None, pg: ProcessGroup) -> list[torch.Tensor]:
+def _split_for_ranks(tensor: Array | None, pg: ProcessGroup) -> list[torch.Tensor]:
     if tensor is None:
-        raise TensorError("scatter_tensor: rank `src` gives the tensor, and it is None here.")
+        raise TensorError("scatter_tensor: tensor is None on rank `src`; pass the tensor to split.")
     whole = as_tensor(tensor)
     if whole.ndim == 0 or whole.shape[0] % pg.size():
         raise TensorError(
-            f"scatter_tensor of shape {tuple(whole.shape)} over {pg.size()} ranks: dim 0 must be a multiple of "
-            f"{pg.size()}; pad the tensor."
+            f"scatter_tensor: dim 0 must be divisible by the group size ({pg.size()}); got shape "
+            f"{tuple(whole.shape)}. Pad the tensor."
         )
     return list(whole.contiguous().chunk(pg.size())) if whole.shape[0] else [whole] * pg.size()
 
 
-def _announced(blocks: list[torch.Tensor] | None, root: int, pg: ProcessGroup) -> torch.Tensor:
-    """An empty tensor of the shape and dtype that the root's parts have."""
+def _target_from_header(blocks: list[torch.Tensor] | None, root: int, pg: ProcessGroup) -> torch.Tensor:
+    """Return an empty tensor with the shape and dtype of the root's parts."""
     device = torch.device("cuda", torch.cuda.current_device()) if pg.backend is Backend.NCCL else torch.device("cpu")
     header = pack(blocks[0] if blocks else None).to(device)
     dist.broadcast(header, root, group=pg.torch_group)
@@ -238,10 +238,10 @@ def _announced(blocks: list[torch.Tensor] | None, root: int, pg: ProcessGroup) -
 
 
 def barrier(*, group: GroupLike = None, async_op: bool = False) -> Any:
-    """Wait until every rank of the group is here.
+    """Wait until every rank of the group has called `barrier`.
 
     Raises:
-        NotInGroup: this rank is no member of the group.
+        NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
     if is_checking():

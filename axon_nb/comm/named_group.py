@@ -1,4 +1,4 @@
-"""What torch asks any process group that is written in Python: its name, its size, this process's rank in it."""
+"""Base class of process groups written in Python: the name, size and rank that torch asks for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NamedGroup"]
+__all__ = ["PythonProcessGroup"]
 
-# torch's stubs describe the C++ side; what is called from there is looser.
+# torch's stubs describe the C++ side, which is typed more strictly than what calls it.
 _Base: Any = dist.ProcessGroup
 
 
-class NamedGroup(_Base):
-    """A group that can be asked, and does nothing yet.
+class PythonProcessGroup(_Base):
+    """A process group that answers torch's queries and implements no communication.
 
     Args:
         rank: This rank within the group.
         size: Number of ranks.
         name: torch's name of the group.
-        backend: The backend's name; not that of a C++ class such as "gloo", which DDP's logger would look for here.
+        backend: Name of the backend. Must not be that of a C++ class such as "gloo": DDP's logger would look for it.
     """
 
     def __init__(self, rank: int, size: int, name: str, *, backend: str) -> None:
@@ -32,29 +32,29 @@ class NamedGroup(_Base):
         self._desc = ""
 
     def getBackendName(self) -> str:
-        """The backend's name."""
+        """Return the name of the backend."""
         return self._backend_name
 
     def name(self) -> str:
-        """What torch prints."""
+        """Return the name that torch prints."""
         return self._backend_name
 
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Return the number of ranks in the group."""
         return self._size
 
     def rank(self) -> int:
-        """This rank in the group."""
+        """Return this process's rank in the group."""
         return self._own_rank
 
     getSize = size
     getRank = rank
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def abort(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     @property
     def group_name(self) -> str:
@@ -67,11 +67,11 @@ class NamedGroup(_Base):
         return self._desc
 
     def getGroupName(self) -> str:
-        """Torch's name of the group."""
+        """Return torch's name of the group."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Torch's description of the group."""
+        """Return torch's description of the group."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:

@@ -1,6 +1,6 @@
-"""torch's group API over one communicator of NCCL, by the functions of `torch.cuda.nccl`.
+"""torch's process group API over one NCCL communicator, using the functions of `torch.cuda.nccl`.
 
-They enqueue on the device's current stream, so what is computed afterwards waits by itself; `wait` has nothing to do.
+They enqueue on the device's current stream, so later computation is ordered after them and `wait` does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axon_nb.comm.errors import NcclError
 
 __all__ = ["NcclGroup", "register"]
 
-_numbers = itertools.count()
+_counter = itertools.count()
 # ncclRedOp_t, in nccl.h
 _NCCL_OPS = (
     (dist.ReduceOp.SUM, 0),
@@ -30,8 +30,8 @@ _Base: Any = dist.ProcessGroup
 Tensors = Sequence[torch.Tensor]
 
 
-class _Enqueued(Work):
-    """Work that the device's stream carries out in its turn."""
+class _EnqueuedWork(Work):
+    """Work enqueued on the device's stream."""
 
     def __init__(self, device: torch.device, output: Any) -> None:
         super().__init__()
@@ -40,24 +40,24 @@ class _Enqueued(Work):
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Nothing: the stream keeps the order."""
+        """Do nothing: the stream keeps the order."""
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device has carried it out."""
+        """Whether the device has finished it."""
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Block until the device has finished it."""
         self._event.synchronize()
 
     def result(self) -> Any:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._output
 
 
 class NcclGroup(_Base):
-    """One rank's end of a world that was made by hand.
+    """One rank of a hand-made NCCL world.
 
     Args:
         communicator: NCCL's, from `torch.cuda.nccl.init_rank`.
@@ -72,58 +72,60 @@ class NcclGroup(_Base):
         self._own_rank = rank
         self._size = size
         self._device = device
-        self._name = f"axon_nccl_{next(_numbers)}"
+        self._name = f"axon_nccl_{next(_counter)}"
 
-    def _begin(self, call: Any, output: Any) -> Work:
+    def _enqueue(self, call: Any, output: Any) -> Work:
         try:
             with torch.cuda.device(self._device):
                 call([self._communicator])
-                return _Enqueued(self._device, output)
+                return _EnqueuedWork(self._device, output)
         except RuntimeError as error:
             raise NcclError(f"NCCL: {error}.") from None
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Combine."""
+        """Reduce over ranks, in place."""
         op = _nccl_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         own = [tensors[0]]
-        return self._begin(lambda comms: torch.cuda.nccl.all_reduce(own, own, op, None, comms), own)
+        return self._enqueue(lambda comms: torch.cuda.nccl.all_reduce(own, own, op, None, comms), own)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """One rank's tensor for all."""
+        """Copy one rank's tensor to all ranks."""
         own, root = [tensors[0]], opts.rootRank
-        return self._begin(lambda comms: torch.cuda.nccl.broadcast(own, root, None, comms), own)
+        return self._enqueue(lambda comms: torch.cuda.nccl.broadcast(own, root, None, comms), own)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Everyone's tensors for everyone."""
-        return self._begin(lambda comms: torch.cuda.nccl.all_gather([tensor], [output], None, comms), [output])
+        """Gather all ranks' tensors on every rank."""
+        return self._enqueue(lambda comms: torch.cuda.nccl.all_gather([tensor], [output], None, comms), [output])
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Combine, and one part for each."""
+        """Reduce over ranks and give each rank one part."""
         op = _nccl_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        return self._begin(lambda comms: torch.cuda.nccl.reduce_scatter([tensor], [output], op, None, comms), [output])
+        return self._enqueue(
+            lambda comms: torch.cuda.nccl.reduce_scatter([tensor], [output], op, None, comms), [output]
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, opts: Any = None) -> Work:
-        """Wait for everyone, on the device."""
+        """Wait for all ranks, on the device."""
         return self.allreduce([torch.zeros(1, device=self._device)])
 
     def getBackendName(self) -> str:
-        """Not the name of a C++ class, which DDP's logger would look for."""
+        """Return a name that is not that of a C++ class, which DDP's logger would look for."""
         return "axon_nccl"
 
     def name(self) -> str:
-        """What torch prints."""
+        """Return the name that torch prints."""
         return "axon_nccl"
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self._own_rank
 
     getSize = size
@@ -136,7 +138,7 @@ class NcclGroup(_Base):
 
 
 def register(group: Any) -> None:
-    """Tell torch's functions what they look up for any group."""
+    """Register `group` in the tables that torch's functions use to look up groups."""
     world: Any = dist.distributed_c10d._world
     world.pg_map[group] = (group.getBackendName(), None)
     world.pg_names[group] = group.group_name
@@ -148,5 +150,5 @@ def _nccl_op(op: Any) -> int:
     found = next((number for known, number in _NCCL_OPS if op == known), None)
     if found is None:
         names = ", ".join(str(known).rpartition(".")[2] for known, _ in _NCCL_OPS)
-        raise NcclError(f"{op}: NCCL worlds made by hand have {names}.")
+        raise NcclError(f"hand-made NCCL worlds support {names}; got {op}.")
     return found

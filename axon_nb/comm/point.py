@@ -1,4 +1,4 @@
-"""Sending to one rank and receiving from one."""
+"""Point-to-point communication: send and receive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.arrays import Array, as_tensor
-from axon_nb.comm.carry import check_device, check_in_place, to_move
-from axon_nb.comm.errors import InvalidRank, TensorMismatch
+from axon_nb.comm.carry import check_device, check_in_place, prepare_move
+from axon_nb.comm.errors import InvalidRankError, TensorMismatchError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.handle import Handle
 from axon_nb.comm.headers import pack, unpack
@@ -27,23 +27,23 @@ def send(
     Args:
         tensor: Any shape and dtype.
         dst: Rank within the group.
-        tag: Matches the receive of the same tag.
-        header: Send shape and dtype first, so that the receiver need not know them; both sides say the same.
-        group: Where `dst` counts; None: all ranks.
-        async_op: Return a `Handle` at once; the tensor must not be changed before its `wait`.
+        tag: Must equal the receiver's tag.
+        header: Send shape and dtype first, so that the receiver need not know them. Both sides must agree.
+        group: The group in which `dst` counts; None means all ranks.
+        async_op: Return a `Handle` at once; do not change the tensor before its `wait`.
 
     Raises:
-        InvalidRank: the group has no rank `dst`, or it is this one.
-        NotInGroup: this rank is no member of the group.
+        InvalidRankError: the group has no rank `dst`, or it is this rank.
+        NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
     given = as_tensor(tensor)
     check_device(given, pg, "send")
     peer = _peer(pg, dst, "dst")
-    cargo = to_move(given)
+    wire = prepare_move(given)
     start, size = now(), given.nbytes
     works: list[Any] = [dist.isend(pack(given).to(_device(pg)), peer, group=pg.torch_group, tag=tag)] if header else []
-    works.append(dist.isend(cargo.buffer, peer, group=pg.torch_group, tag=tag))
+    works.append(dist.isend(wire.buffer, peer, group=pg.torch_group, tag=tag))
 
     def finish() -> None:
         works[0].wait()
@@ -65,18 +65,18 @@ def recv(
 
     Args:
         src: Rank within the group.
-        out: Where it goes; None: a new tensor, as announced by the sender.
-        tag: Matches the send of the same tag.
-        header: Whether the sender announces shape and dtype; without it `out` is needed.
-        group: Where `src` counts; None: all ranks.
+        out: The tensor to receive into; None: a new one, as described by the sender's header.
+        tag: Must equal the sender's tag.
+        header: Whether the sender sends a header with shape and dtype; without one, `out` is required.
+        group: The group in which `src` counts; None means all ranks.
 
     Returns:
         `out`, or the new tensor.
 
     Raises:
-        TensorMismatch: what was announced does not fit into `out`; it was received and dropped.
-        InvalidRank: the group has no rank `src`, or it is this one.
-        NotInGroup: this rank is no member of the group.
+        TensorMismatchError: the sender's tensor does not fit into `out`; it was received and dropped.
+        InvalidRankError: the group has no rank `src`, or it is this rank.
+        NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
     peer = _peer(pg, src, "src")
@@ -86,22 +86,22 @@ def recv(
         check_device(target, pg, "recv")
         check_in_place(target, "recv")
     if header:
-        announced = pack(None).to(_device(pg))
-        _receive(announced, peer, pg, tag)
-        fresh = unpack(announced, _device(pg))
+        header_buffer = pack(None).to(_device(pg))
+        _receive(header_buffer, peer, pg, tag)
+        described = unpack(header_buffer, _device(pg))
         if target is None:
-            target = fresh
-        elif (target.shape, target.dtype) != (fresh.shape, fresh.dtype):
-            _receive(to_move(fresh).buffer, peer, pg, tag)
-            raise TensorMismatch(
-                f"recv from rank {src}: it sends {fresh.dtype} of shape {tuple(fresh.shape)}, `out` is {target.dtype} "
-                f"of shape {tuple(target.shape)}; leave `out` away, or make it fit."
+            target = described
+        elif (target.shape, target.dtype) != (described.shape, described.dtype):
+            _receive(prepare_move(described).buffer, peer, pg, tag)
+            raise TensorMismatchError(
+                f"recv: rank {src} sent {described.dtype} of shape {tuple(described.shape)}, but `out` is "
+                f"{target.dtype} of shape {tuple(target.shape)}. Leave out `out`, or make it fit."
             )
     elif target is None:
-        raise TensorMismatch(f"recv from rank {src} without a header: give `out=` a tensor of the shape that comes.")
-    cargo = to_move(target)
-    _receive(cargo.buffer, peer, pg, tag)
-    cargo.unload()
+        raise TensorMismatchError("recv: header=False needs `out=`, a tensor of the shape that the sender sends.")
+    wire = prepare_move(target)
+    _receive(wire.buffer, peer, pg, tag)
+    wire.copy_back()
     record(pg, "recv", start, target.nbytes, kind="p2p")
     return out if out is not None else target
 
@@ -115,7 +115,7 @@ def _device(pg: ProcessGroup) -> torch.device:
 
 
 def _peer(pg: ProcessGroup, rank: int, name: str) -> int:
-    """The global rank of a member that is not this one."""
+    """Return the global rank of a member other than this one."""
     if pg.check_rank(rank, name) == pg.rank():
-        raise InvalidRank(f"{name}={rank}: that is this rank itself, and nothing can be sent from a rank to itself.")
+        raise InvalidRankError(f"{name}={rank} is this rank; a rank cannot send to itself.")
     return pg.ranks[rank]

@@ -1,4 +1,4 @@
-"""Who this process is, as functions. Not in `__all__` of the package: cells have `rank` and `world_size` as numbers."""
+"""This process's rank and world size as functions. Not in `__all__`: in cells, both names are numbers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["is_main_process", "rank", "world_size"]
 
 
 def rank(group: GroupLike = None) -> int:
-    """This process's rank in the group.
+    """Return this process's rank in the group.
 
     Raises:
-        NotInGroup: it is no member.
+        NotInGroupError: this process is not a member.
     """
     return resolve(group).rank()
 
 
 def world_size(group: GroupLike = None) -> int:
-    """Number of ranks in the group."""
+    """Return the number of ranks in the group."""
     return resolve(group).size()
 
 

@@ -1,4 +1,4 @@
-"""Recording communication as spans, where the group does not do so itself."""
+"""Record communication as spans, for groups that do not do so themselves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ now = time.monotonic_ns
 
 
 def record(group: ProcessGroup, name: str, start_ns: int, size: int, *, kind: str = "collective") -> None:
-    """One call is over.
+    """Record the span of a finished call.
 
     Args:
-        group: Where it was made.
-        name: The operation.
-        start_ns: When it began, by `now`.
+        group: The group of the call.
+        name: Name of the operation.
+        start_ns: Start of the call, by `now`.
         size: Payload on this rank, in bytes.
         kind: ``collective`` or ``p2p``.
     """
-    facts = group.facts
-    if not facts.emits_spans:
-        emit(Span(facts.ranks[facts.rank], kind, name, start_ns, now(), facts.name, size))
+    info = group.info
+    if not info.emits_spans:
+        emit(Span(info.ranks[info.rank], kind, name, start_ns, now(), info.name, size))

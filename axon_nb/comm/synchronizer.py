@@ -1,4 +1,4 @@
-"""Averaging the gradients of a model by hand: all at the end, or while backward still runs."""
+"""Average a model's gradients by hand: all at the end, or while backward is still running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from axon_nb.comm.bucket import GradientBucket
-from axon_nb.comm.errors import CommError
+from axon_nb.comm.errors import InvalidArgumentError
 from axon_nb.comm.group import GroupLike
 from axon_nb.comm.handle import Handle
 
@@ -20,23 +20,23 @@ class GradSyncStrategy(enum.Enum):
     """When gradients are averaged."""
 
     SYNCHRONOUS = "synchronous"
-    """All of them in `sync_all`."""
+    """All at once, in `sync_all`."""
     OVERLAPPED = "overlapped"
-    """Each bucket as soon as it is full; `sync_all` waits for what is still under way."""
+    """Each bucket as soon as it is full; `sync_all` waits for those in progress."""
     NO_SYNC = "no_sync"
-    """Not at all, as when gradients are accumulated."""
+    """Never, as when accumulating gradients."""
 
 
 class GradientSynchronizer:
     """Collects gradients in buckets and averages them over ranks.
 
-    By hand: `prepare`, `add_gradient` for each, `sync_all`, `clear`. Or `attach(model)`: every parameter then adds its
-    gradient by itself during backward, and `sync_all` before the optimizer's step is all that is left to do.
+    By hand: `prepare`, `add_gradient` for each parameter, `sync_all`, `clear`. Or `attach(model)`: each parameter then
+    adds its gradient during backward, and only `sync_all` before the optimizer step remains to be called.
 
     Args:
         strategy: When gradients are averaged.
-        bucket_size: Elements of a bucket (6,553,600 are 25 MiB of float32).
-        group: The ranks that take part; None: all.
+        bucket_size: Elements per bucket (6,553,600 are 25 MiB of float32).
+        group: The participating ranks; None means all.
     """
 
     def __init__(
@@ -51,64 +51,67 @@ class GradientSynchronizer:
         self._group = group
         self._num_parameters: int | None = None
         self._added: set[int] = set()
-        self._filling: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
+        self._open: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
         self._full: list[GradientBucket] = []
-        self._under_way: list[tuple[GradientBucket, Handle]] = []
+        self._in_progress: list[tuple[GradientBucket, Handle]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def prepare(self, num_parameters: int) -> None:
-        """A new step with this many parameters begins."""
+        """Start a new step with this many parameters."""
         self.clear()
         self._num_parameters = num_parameters
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """The gradient of parameter `index` is there; it is changed in place by `sync_all`.
+        """Add the gradient of parameter `index`; `sync_all` averages it in place.
 
         Raises:
-            CommError: there is no such parameter, or it has a gradient already.
+            InvalidArgumentError: the index is out of range, or this parameter has already added a gradient.
         """
         if self._num_parameters is not None and not 0 <= index < self._num_parameters:
-            raise CommError(
-                f"parameter {index}: prepare({self._num_parameters}) announced 0 to {self._num_parameters - 1}."
+            raise InvalidArgumentError(
+                f"add_gradient: index must be 0 to {self._num_parameters - 1}, as prepare({self._num_parameters}) "
+                f"declared; got {index}."
             )
         if index in self._added:
-            raise CommError(f"parameter {index} has added its gradient already: sync_all and clear end a step.")
+            raise InvalidArgumentError(
+                f"Parameter {index} has already added its gradient; call sync_all and clear after a step."
+            )
         self._added.add(index)
         if self.strategy is GradSyncStrategy.NO_SYNC:
             return
         kind = (gradient.dtype, gradient.device)
-        bucket = self._filling.setdefault(kind, GradientBucket(self.bucket_size))
+        bucket = self._open.setdefault(kind, GradientBucket(self.bucket_size))
         if not bucket.add(gradient):
-            self._fill(bucket)
-            bucket = self._filling[kind] = GradientBucket(self.bucket_size)
+            self._flush(bucket)
+            bucket = self._open[kind] = GradientBucket(self.bucket_size)
             bucket.add(gradient)
 
-    def _fill(self, bucket: GradientBucket) -> None:
+    def _flush(self, bucket: GradientBucket) -> None:
         if self.strategy is GradSyncStrategy.OVERLAPPED:
-            self._under_way.append((bucket, bucket.begin(group=self._group)))
+            self._in_progress.append((bucket, bucket.start(group=self._group)))
         else:
             self._full.append(bucket)
 
     def sync_all(self) -> None:
-        """Average what is not averaged yet, and wait for all of it; every gradient then holds the mean over ranks."""
-        for bucket in self._filling.values():
+        """Average all remaining gradients and wait: afterwards every gradient holds the mean over ranks."""
+        for bucket in self._open.values():
             if bucket.num_gradients:
-                self._fill(bucket)
-        self._filling = {}
-        # A synchronous strategy sends one bucket, waits, and sends the next.
+                self._flush(bucket)
+        self._open = {}
+        # The synchronous strategy sends one bucket, waits, and sends the next.
         for bucket in self._full:
             bucket.sync(group=self._group)
-        for bucket, handle in self._under_way:
+        for bucket, handle in self._in_progress:
             handle.wait()
             bucket.write_back()
         self.clear()
 
     def clear(self) -> None:
-        """Forget the step."""
-        self._added, self._filling, self._full, self._under_way = set(), {}, [], []
+        """Drop all gradients of the step."""
+        self._added, self._open, self._full, self._in_progress = set(), {}, [], []
 
     def attach(self, model: nn.Module) -> GradientSynchronizer:
-        """Have every parameter of `model` add its gradient as soon as backward has made it."""
+        """Make each parameter of `model` add its gradient as soon as backward has computed it."""
         self.detach()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.prepare(len(parameters))
@@ -122,7 +125,7 @@ class GradientSynchronizer:
         return self
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

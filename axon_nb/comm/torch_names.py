@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that torch has renamed, under their current names."""
+"""Functions that torch.distributed has renamed, under their current names."""
 
 from __future__ import annotations
 

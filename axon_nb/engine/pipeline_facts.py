@@ -40,7 +40,7 @@ def held_stages(module: Any) -> Any:
 def first_stage(module: Any) -> nn.Module | None:
     """What is called with a pipeline's inputs; None: it is on another rank, or this is no pipeline."""
     pipeline = held_stages(module)
-    return None if pipeline is None else pipeline._computing.get(0)
+    return None if pipeline is None else pipeline._stage_modules.get(0)
 
 
 def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] | None, dict[str, Any], list[str]]:
@@ -58,7 +58,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
     sizes, options = {"dp": 1, "tp": 1}, dict[str, Any]()
     tp_plan: Any = "auto"
     if module is not pipeline:
-        sizes, options = {axis: module._size(axis) for axis in sizes}, module._fsdp
+        sizes, options = {axis: module._axis_size(axis) for axis in sizes}, module._fsdp
         named = {key: _STYLES.get(type(style).__name__) for key, style in module._plan.items()}
         tp_plan = "auto" if None in named.values() else named or "auto"
         notes += [_OTHER_STYLES] if None in named.values() else []
@@ -66,7 +66,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
         notes.append(_WRAPPED)
     policy = options.get("mp_policy")
     count = int(pipeline.num_microbatches)
-    inputs = _whole(called_with(pipeline._computing[0]), count)
+    inputs = _whole(called_with(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
         world=pipeline.group.size() * sizes["dp"] * sizes["tp"],
@@ -82,7 +82,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
 
 
 def _is_wrapped(pipeline: Any) -> bool:
-    own = pipeline._computing.values()
+    own = pipeline._stage_modules.values()
     return any(isinstance(stage, DistributedDataParallel) for stage in own) or any(
         map(is_dtensor, pipeline.parameters())
     )
@@ -107,7 +107,7 @@ def stages_sent(module: Any) -> dict[str, str]:
     """
     pipeline = held_stages(module)
     found = {}
-    for index, stage in pipeline._computing.items():
+    for index, stage in pipeline._stage_modules.items():
         own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(own), loaded(*_SECTION))
         children = own.named_children() if is_section else [(str(index), own)]

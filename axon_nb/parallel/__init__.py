@@ -1,11 +1,11 @@
-"""Parallel training on torch's own blocks: data, sharded and tensor parallelism, meshes, the loop, checkpoints."""
+"""Parallel training on torch's own building blocks: data, sharded, tensor and pipeline parallelism, checkpoints."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
-from axon_nb.parallel.clip import clip_grad_norm, grad_norm
+from axon_nb.parallel.clip import NonFiniteNormError, clip_grad_norm, grad_norm
 from axon_nb.parallel.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.fsdp import FSDP, FullyShardedDataParallel
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
@@ -48,6 +48,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Hierarchical",
     "HookStats",
+    "NonFiniteNormError",
     "OptimizerKind",
     "Parallel3D",
     "ParallelMLP",

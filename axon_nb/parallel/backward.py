@@ -1,4 +1,4 @@
-"""Being told that backward has begun."""
+"""Run a function when backward starts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["before_backward"]
+__all__ = ["on_backward_start"]
 
 
-def before_backward(output: Any, call: Callable[[], None]) -> None:
-    """Have `call` made when backward reaches the output; at once when it holds no tensor that torch's tools find."""
+def on_backward_start(output: Any, call: Callable[[], None]) -> None:
+    """Call `call` when backward reaches `output`, or at once if `output` contains no tensor with a gradient."""
     roots = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn}
     for root in roots:
         root.register_prehook(lambda gradients: call())

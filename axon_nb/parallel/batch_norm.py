@@ -1,4 +1,4 @@
-"""BatchNorm with the statistics of all ranks' samples, on CPUs too: torch's own refuses any but GPU tensors."""
+"""BatchNorm with statistics over all ranks, on CPUs too: torch's own supports GPU tensors only."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalises with mean and variance over the samples of all ranks; a batch may differ in size between them.
+    """Normalises with the mean and variance over the samples of all ranks; batch sizes may differ between ranks.
 
-    With it a model trains on parts of a batch as one process does on the whole, which DDP alone does not give: there
-    each rank normalises with its own samples. `SyncBatchNorm.convert(model)` puts it in the place of every BatchNorm.
-    No torch.nn.SyncBatchNorm, which DDP accepts on GPUs only.
+    With it, training on parts of a batch gives the same result as one process with the whole batch. DDP alone does not:
+    each rank normalises with its own samples. `SyncBatchNorm.convert(model)` replaces every BatchNorm of a model.
+    Not a subclass of torch.nn.SyncBatchNorm, which DDP accepts on GPUs only.
     """
 
     group: GroupLike | Any = None
-    """The ranks whose samples count; None: all."""
+    """The ranks whose samples count; None means all."""
 
     @classmethod
-    def convert(cls, model: nn.Module, group: GroupLike | Any = None) -> nn.Module:
-        """`model` with every BatchNorm replaced by one with the same weights and statistics; before `DDP(model)`.
+    def convert(cls, model: nn.Module, *, group: GroupLike | Any = None) -> nn.Module:
+        """Replace every BatchNorm of `model` by one with the same weights and statistics. Call it before `DDP(model)`.
 
         Args:
-            model: Changed in place, unless it is a BatchNorm itself.
-            group: The ranks whose samples count; None: all.
+            model: The model; changed in place, unless it is itself a BatchNorm.
+            group: The ranks whose samples count; None means all.
 
         Raises:
-            TensorError: a lazy BatchNorm that has seen no sample yet.
+            TensorError: a lazy BatchNorm has not been initialized yet.
         """
         if isinstance(model, _BatchNorm):
             if any(is_lazy(item) for item in (*model.parameters(), *model.buffers())):
-                raise TensorError(f"{type(model).__name__} has no shape yet: run the model once on a sample first.")
-            made = cls.__new__(cls)
-            vars(made).update(vars(model))
-            made.group = group
-            return made
+                raise TensorError(
+                    f"{type(model).__name__} is lazy and has no shape yet; run the model on a sample first."
+                )
+            converted = cls.__new__(cls)
+            vars(converted).update(vars(model))
+            converted.group = group
+            return converted
         for name, child in model.named_children():
-            setattr(model, name, cls.convert(child, group))
+            setattr(model, name, cls.convert(child, group=group))
         return model
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
         if input.ndim < 2:
             raise TensorError(
-                f"SyncBatchNorm got a tensor of shape {tuple(input.shape)}: it has (samples, channels, …)."
+                f"SyncBatchNorm needs a tensor of shape (samples, channels, …); got shape {tuple(input.shape)}."
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Shape (samples, channels, …) to the same.
+        """Normalise a tensor of shape (samples, channels, …).
 
         Raises:
-            TensorError: all ranks together have one value a channel, which has no variance.
+            TensorError: all ranks together have only one value per channel, which has no variance.
         """
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -73,19 +75,19 @@ class SyncBatchNorm(_BatchNorm):
         count = sums[-1].detach()
         if count < 2:
             raise TensorError(
-                f"SyncBatchNorm got {int(count)} values a channel from all ranks together: training needs 2 or more."
+                f"SyncBatchNorm needs at least 2 values per channel over all ranks to train; got {int(count)}."
             )
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
         variance = _sum_over_ranks(centred.square().sum(dims), group) / count
-        self._remember(mean.detach(), variance.detach(), count)
+        self._update_running_stats(mean.detach(), variance.detach(), count)
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         return out.to(input.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def _update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         if not self.training or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -96,18 +98,18 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks; every rank's result depends on every rank's input, so gradients are summed as well."""
+    """Sum over ranks. Each rank's result depends on each rank's input, so gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """Sum."""
+        """Sum the inputs over ranks."""
         ctx.group = group
         total: torch.Tensor = all_reduce_sum(tensor.clone(), group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Sum."""
+        """Sum the gradients over ranks."""
         return all_reduce_sum(gradients[0].clone(), group=ctx.group), None
 
 

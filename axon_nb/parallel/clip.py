@@ -1,10 +1,10 @@
-"""Clipping gradients by their norm over the whole model, wherever its parts are.
+"""Clip gradients by their norm over the whole model, however it is sharded.
 
-The norm of order p over all elements g of all gradients, each counted once, is
+The norm of order p, over all elements g of all gradients, each counted once, is
 
-    (sum over parameters, sum over the ranks that hold a part of it, sum over that part: |g| ** p) ** (1 / p)
+    (sum over parameters, sum over the ranks that hold a shard, sum over that shard: |g| ** p) ** (1 / p)
 
-and max |g| for p = inf: that of a single process. What several ranks hold a copy of is counted on one of them. As in
+and max |g| for p = inf, as in a single process. Values replicated on several ranks are counted on one of them. As in
 `torch.nn.utils.clip_grad_norm_`, gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
 """
 
@@ -18,15 +18,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup, resolve
 from axon_nb.comm.kinds import Backend, ReduceOp
 from axon_nb.comm.reduce import all_reduce
+from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["clip_grad_norm", "grad_norm"]
+__all__ = ["NonFiniteNormError", "clip_grad_norm", "grad_norm"]
 
 Part = tuple[torch.Tensor, list[ProcessGroup]]
-"""A parameter, and the groups over whose ranks it is cut."""
+"""A parameter, and the groups over which it is sharded."""
+
+
+class NonFiniteNormError(AxonError, RuntimeError):
+    """The norm of the gradients is infinite or NaN, on all ranks."""
 
 
 def clip_grad_norm(
@@ -37,29 +41,30 @@ def clip_grad_norm(
     groups: Any = (),
     error_if_nonfinite: bool = False,
 ) -> float:
-    """Scale the gradients so that their norm over the whole model is at most `max_norm`; collective.
+    """Scale the gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
     Args:
-        model: A model, or several that are parts of one; or parameters, when none of them belongs to the layers of
-            `axon_nb.parallel.tensor`, whose parameters do not say themselves that they are parts.
-        max_norm: Largest norm that is left alone.
-        norm_type: Order of the norm, above 0; `math.inf`: the largest magnitude.
-        groups: One or several groups whose ranks have other parameters of the model, such as the stages of a pipeline:
+        model: A model, several parts of one, or parameters. Pass modules, not parameters, if they contain layers of
+            `axon_nb.parallel.tensor`: the parameters alone do not show that they are sharded.
+        max_norm: Largest norm that is left unchanged.
+        norm_type: Order of the norm, above 0; `math.inf` is the largest magnitude.
+        groups: One or several groups whose ranks hold other parameters of the model, such as pipeline stages:
             ``mesh["pp"]``.
-        error_if_nonfinite: Raise, on all ranks, when the norm is infinite or no number.
+        error_if_nonfinite: Raise on all ranks if the norm is infinite or NaN.
 
     Returns:
-        The norm before, the same on every rank.
+        The norm before clipping, the same on every rank.
 
     Raises:
-        CommError: the order is no positive number; the norm is not finite, where that is an error.
+        UsageError: `norm_type` is not positive.
+        NonFiniteNormError: the norm is infinite or NaN, and `error_if_nonfinite` is set.
     """
     parts = list(_trainable(model))
     norm = _norm(parts, norm_type, groups)
     if error_if_nonfinite and not math.isfinite(norm):
-        raise CommError(f"the norm of the gradients is {norm}, so they cannot be clipped: skip this step.")
+        raise NonFiniteNormError(f"The gradient norm is {norm}, so the gradients cannot be clipped; skip this step.")
     scale = max_norm / (norm + 1e-6)
-    # A norm that is no number makes the gradients so as well, as torch does: that is seen, a clip left out is not.
+    # As in torch, a NaN norm makes all gradients NaN: that is noticed, whereas skipped clipping is not.
     if not scale >= 1.0:
         for parameter, _ in parts:
             if parameter.grad is not None:
@@ -70,10 +75,10 @@ def clip_grad_norm(
 def grad_norm(
     model: nn.Module | Iterable[nn.Module] | Iterable[torch.Tensor], *, norm_type: float = 2.0, groups: Any = ()
 ) -> float:
-    """The norm that `clip_grad_norm` clips by, with its arguments; collective.
+    """Return the norm that `clip_grad_norm` clips by; same arguments. Collective.
 
     Raises:
-        CommError: the order is no positive number.
+        UsageError: `norm_type` is not positive.
     """
     return _norm(list(_trainable(model)), norm_type, groups)
 
@@ -81,52 +86,56 @@ def grad_norm(
 @torch.no_grad()
 def _norm(parts: list[Part], norm_type: float, groups: Any) -> float:
     if not norm_type > 0:
-        raise CommError(f"norm_type={norm_type}: the order of a norm is above 0, or math.inf.")
+        raise UsageError(f"norm_type must be positive or math.inf; got {norm_type}.")
     largest = math.isinf(norm_type)
     power, op = (1.0, ReduceOp.MAX) if largest else (float(norm_type), ReduceOp.SUM)
-    cut: dict[tuple[int, ...], ProcessGroup] = {}
+    shard_groups: dict[tuple[int, ...], ProcessGroup] = {}
     norms: dict[tuple[tuple[int, ...], ...], list[torch.Tensor]] = {}
-    # Also parameters without a gradient, or with an empty part here: which groups are asked then depends on the model
-    # alone, and is the same on all of their ranks.
-    for parameter, over in parts:
-        cut |= {group.ranks: group for group in over}
-        found = norms.setdefault(tuple(sorted({group.ranks for group in over})), [])
-        if parameter.grad is not None and (gradient := _local(_settled(parameter))).numel():
+    # Includes parameters without a gradient or with an empty shard: which groups communicate then depends on the model
+    # alone, and is the same on all their ranks.
+    for parameter, groups_of_parameter in parts:
+        shard_groups |= {group.ranks: group for group in groups_of_parameter}
+        found = norms.setdefault(tuple(sorted({group.ranks for group in groups_of_parameter})), [])
+        if parameter.grad is not None and (gradient := _local(_reduced_gradient(parameter))).numel():
             wide = torch.float32 if gradient.dtype.itemsize < 4 else None
             found.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide))
-    sums = {key: _joined([torch.stack(_together(some)).double().pow(power)], op) for key, some in norms.items() if some}
+    sums = {
+        key: _combine([torch.stack(_to_one_device(some)).double().pow(power)], op)
+        for key, some in norms.items()
+        if some
+    }
     sums |= {key: torch.zeros((), dtype=torch.float64) for key, some in norms.items() if not some}
-    for ranks, group in cut.items():
+    for ranks, group in shard_groups.items():
         keys = [key for key in norms if ranks in key]
-        sums.update(zip(keys, _over_ranks([sums[key] for key in keys], op, group), strict=True))
-    total = _joined(list(sums.values()), op)
+        sums.update(zip(keys, _combine_over_ranks([sums[key] for key in keys], op, group), strict=True))
+    total = _combine(list(sums.values()), op)
     for group in map(resolve, groups if isinstance(groups, list | tuple) else [groups]):
-        total = _over_ranks([total], op, group)[0]
+        total = _combine_over_ranks([total], op, group)[0]
     return math.pow(float(total), 1.0 / power)
 
 
 def _trainable(model: Any) -> Iterator[Part]:
-    """Every parameter that is trained, once."""
+    """Yield every trainable parameter once."""
     seen: set[int] = set()
     for item in [model] if isinstance(model, nn.Module | torch.Tensor) else model:
-        for parameter, over in _of_module(item) if isinstance(item, nn.Module) else [(item, _cut_over(item))]:
+        for parameter, over in _module_parts(item) if isinstance(item, nn.Module) else [(item, _shard_groups(item))]:
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter, over
 
 
-def _of_module(module: nn.Module) -> Iterator[Part]:
+def _module_parts(module: nn.Module) -> Iterator[Part]:
     for inner in module.modules():
-        # The layers of `axon_nb.parallel.tensor` have plain tensors, and name those that are parts.
+        # Layers of `axon_nb.parallel.tensor` hold plain tensors; `shard_dims` names the sharded ones.
         own: dict[str, int] = getattr(inner, "shard_dims", {})
         for name, parameter in inner.named_parameters(recurse=False):
-            over = _cut_over(parameter)
+            over = _shard_groups(parameter)
             if name in own and isinstance(group := getattr(inner, "group", None), ProcessGroup) and group.size() > 1:
                 over.append(group)
             yield parameter, over
 
 
-def _cut_over(parameter: torch.Tensor) -> list[ProcessGroup]:
+def _shard_groups(parameter: torch.Tensor) -> list[ProcessGroup]:
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
@@ -137,8 +146,8 @@ def _cut_over(parameter: torch.Tensor) -> list[ProcessGroup]:
     ]
 
 
-def _settled(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient, laid out as its parameter: what is still to be summed over ranks is summed."""
+def _reduced_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with the placements of its parameter, reducing partial sums over ranks."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -151,19 +160,19 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _together(values: list[torch.Tensor], device: torch.device | None = None) -> list[torch.Tensor]:
+def _to_one_device(values: list[torch.Tensor], device: torch.device | None = None) -> list[torch.Tensor]:
     return [value.to(values[0].device if device is None else device) for value in values]
 
 
-def _joined(values: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """One number of many, which are float64."""
+def _combine(values: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Combine many float64 values into one."""
     if not values:
         return torch.zeros((), dtype=torch.float64)
-    flat = torch.cat([value.reshape(-1) for value in _together(values)])
+    flat = torch.cat([value.reshape(-1) for value in _to_one_device(values)])
     return flat.max() if op is ReduceOp.MAX else flat.sum()
 
 
-def _over_ranks(values: list[torch.Tensor], op: ReduceOp, group: ProcessGroup) -> torch.Tensor:
+def _combine_over_ranks(values: list[torch.Tensor], op: ReduceOp, group: ProcessGroup) -> torch.Tensor:
     device = torch.device("cuda", torch.cuda.current_device()) if group.backend is Backend.NCCL else torch.device("cpu")
-    total: torch.Tensor = all_reduce(torch.stack(_together(values, device)), op, group=group)
+    total: torch.Tensor = all_reduce(torch.stack(_to_one_device(values, device)), op, group=group)
     return total

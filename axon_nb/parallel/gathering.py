@@ -1,4 +1,4 @@
-"""Whole parameters of an FSDP model, to read and to change: what is changed in them is kept."""
+"""Gather the full parameters of an FSDP model for reading and writing; in-place changes are kept."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["Gathering", "fill", "local_part", "whole"]
+__all__ = ["ParameterGatherer", "copy_full_value", "full_value", "local_shard"]
 
 
-class Gathering:
-    """Makes the parameters of a model whole on every rank, and sharded again.
+class ParameterGatherer:
+    """Gathers the full parameters of a model on every rank, and shards them again.
 
     Args:
-        model: Made by `fully_shard`.
-        mesh: Its mesh; the last dimension is that of the shards.
+        model: A model processed by `fully_shard`.
+        mesh: Its mesh; the last dimension is the shard dimension.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -30,53 +30,53 @@ class Gathering:
             unit.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def gather(self) -> None:
-        """Make parameters whole on every rank; collective."""
+        """Gather full parameters on every rank. Collective."""
         if self._shards is None:
-            self.reshard()  # what a forward has left whole may be older than an optimizer's step after it
-            self._shards = {name: (p, _changes(p)) for name, p in self._model.named_parameters()}
+            self.reshard()  # parameters left unsharded by a forward may be older than a later optimizer step
+            self._shards = {name: (p, _versions(p)) for name, p in self._model.named_parameters()}
         for unit in self._units:
             unit.unshard()
 
     def reshard(self) -> None:
-        """Keep only this rank's part, with what was changed in the whole since `gather`."""
-        self._keep_changes()
+        """Keep only this rank's shard, including changes made since `gather`."""
+        self._save_changes()
         self._shards = None
         for unit in self._units:
             unit.reshard()
 
     def _before_forward(self, *_: Any) -> None:
-        self._keep_changes()  # after a forward units are sharded again
+        self._save_changes()  # units are sharded again after a forward
 
-    def _keep_changes(self) -> None:
+    def _save_changes(self) -> None:
         shards = self._shards or {}
         for name, parameter in self._model.named_parameters() if shards else ():
             shard, version = shards.get(name, (parameter, None))
-            # A forward or backward in between has sharded units again; and a part that was changed is newer.
-            if parameter is not shard and _changes(shard) == version:
-                self._take_over(shard, parameter)
-                shards[name] = shard, _changes(shard)
+            # A forward or backward in between has resharded units; and a shard changed since then is newer.
+            if parameter is not shard and _versions(shard) == version:
+                self._copy_changes(shard, parameter)
+                shards[name] = shard, _versions(shard)
 
     @torch.no_grad()
-    def _take_over(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
-        part, full = local_part(shard), local_part(parameter)
+    def _copy_changes(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
+        part, full = local_shard(shard), local_shard(parameter)
         if not part.numel():
             return
         ranks = self._mesh.size(self._mesh.ndim - 1)
         start = self._mesh.get_local_rank(self._mesh.ndim - 1) * -(-full.shape[0] // ranks)
         own = full.narrow(0, start, part.shape[0]).to(part.device)
-        # Where nothing was changed the part stays: it may be more precise than the whole that was gathered.
+        # Unchanged elements keep the shard's value, which may be more precise than the gathered one.
         changed = own != part.to(own.dtype)
         if changed.any():
             part.copy_(torch.where(changed, own.to(part.dtype), part))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor, on the host of every rank; collective for a sharded one."""
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the full tensor in host memory, on every rank. Collective for a sharded tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
-    mesh, local = tensor.device_mesh, local_part(tensor)
+    mesh, local = tensor.device_mesh, local_shard(tensor)
     if local.device.type != mesh.device_type:
-        # Offloaded to where the group may not reach.
+        # Offloaded to a device that the group cannot access.
         local = local.to(mesh.device_type)
         placements, shape, stride = tensor.placements, tensor.shape, tensor.stride()
         tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -85,20 +85,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole value, which every rank has, into a tensor or into this rank's part of it."""
+def copy_full_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a full value, present on every rank, into `tensor` or into this rank's shard of it."""
     if isinstance(tensor, DTensor):
         value = value.to(tensor.device_mesh.device_type)
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    local_part(tensor).copy_(local_part(value))
+    local_shard(tensor).copy_(local_shard(value))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, outside of autograd."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of `tensor`, detached from autograd."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _changes(tensor: torch.Tensor) -> tuple[int, int]:
-    # Operations on a DTensor count in itself alone, those on what it holds in that.
-    return tensor._version, local_part(tensor)._version
+def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+    # Operations on a DTensor bump its own version only, those on its local tensor that one's.
+    return tensor._version, local_shard(tensor)._version

@@ -1,7 +1,7 @@
-"""What model states take on each rank, by formula: parameters, gradients, optimizer state. Activations are not in it.
+"""Memory of model states per rank, by formula: parameters, gradients and optimizer state, but not activations.
 
-Rajbhandari et al., ZeRO (2020), with what torch does: FSDP2 cuts a parameter along its first dimension and pads
-parameters and gradients so that all ranks hold equally much; ZeroRedundancyOptimizer deals out whole parameters.
+Follows Rajbhandari et al., ZeRO (2020), and what torch does: FSDP2 shards a parameter along its first dimension and
+pads parameters and gradients to equal sizes on all ranks; ZeroRedundancyOptimizer assigns whole parameters to ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 from axon_nb.parallel.optimizer_state import OptimizerKind
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
-__all__ = ["MB", "FSDPMemoryStats", "deal_out", "model_states"]
+__all__ = ["MIB", "FSDPMemoryStats", "model_states", "partition_parameters"]
 
-MB = 1024.0 * 1024.0
-"""Bytes; what is called `_mb` counts in them."""
+MIB = 1024.0 * 1024.0
+"""Bytes per MiB, the unit of names that end in `_mb`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +33,35 @@ class FSDPMemoryStats:
     optim_memory_bytes: int
     world_size: int
     unsharded_bytes: int
-    """What one rank would hold without any sharding."""
+    """Bytes per rank without any sharding."""
     peak_memory_mb: float = math.nan
-    """Highest use since the process began, in MiB: of the CUDA allocator, on CPUs resident memory; NaN in estimates."""
+    """Peak use since the process started, in MiB: CUDA allocator, or resident memory on CPUs; NaN in estimates."""
     allocated_mb: float = math.nan
-    """What the CUDA allocator has given out, in MiB, activations and all; NaN in estimates and on CPUs."""
+    """Memory in use by the CUDA allocator, including activations, in MiB; NaN in estimates and on CPUs."""
     host_bytes: int = 0
-    """Of all three, what offloading keeps in the host's memory."""
+    """The part of the three that is offloaded to host memory."""
 
     @property
     def total_bytes(self) -> int:
-        """All three."""
+        """Sum of parameters, gradients and optimizer state."""
         return self.param_memory_bytes + self.grad_memory_bytes + self.optim_memory_bytes
 
     @property
     def device_bytes(self) -> int:
-        """All three, without what offloading keeps in the host's memory."""
+        """`total_bytes` without what is offloaded to host memory."""
         return self.total_bytes - self.host_bytes
 
     def total_memory_mb(self) -> float:
-        """All three, in MiB."""
-        return self.total_bytes / MB
+        """Return `total_bytes` in MiB."""
+        return self.total_bytes / MIB
 
     @property
     def current_allocation_mb(self) -> float:
-        """In use now, in MiB: by the CUDA allocator's count, and in estimates and on CPUs all three."""
+        """Memory in use now, in MiB: by the CUDA allocator; in estimates and on CPUs, `total_memory_mb()`."""
         return self.total_memory_mb() if math.isnan(self.allocated_mb) else self.allocated_mb
 
     def memory_savings(self) -> float:
-        """Share of the bytes that sharding saves, 0 to 1: computed from the bytes, padding included."""
+        """Return the fraction of bytes that sharding saves, 0 to 1, padding included."""
         return 1.0 - self.total_bytes / self.unsharded_bytes if self.unsharded_bytes else 0.0
 
 
@@ -75,53 +75,54 @@ def model_states(
     states_per_param: float | None = None,
     state_dtype: torch.dtype | None = None,
     optimizer: OptimizerKind | None = None,
-    offload: CPUOffload = CPUOffload.NONE,
+    cpu_offload: CPUOffload = CPUOffload.NONE,
     owned: Collection[int] | None = None,
     device_type: str = "cuda",
 ) -> FSDPMemoryStats:
-    """Model states on one rank.
+    """Estimate the model states on one rank.
 
     Args:
-        shapes: Shape and dtype of each parameter, and whether it is trained (it is, when that is left out).
+        shapes: Shape and dtype of each parameter, and optionally whether it is trained (default True).
         strategy: What is sharded.
         world_size: Number of ranks.
-        shard_size: Ranks that share one copy; None: all. HYBRID_SHARD: those of a node.
-        rank: Which of those that share one copy: no other has more than rank 0.
-        states_per_param: Elements of optimizer state a parameter element: Adam 2, SGD with momentum 1, without 0. None:
-            as the optimizer says.
-        state_dtype: dtype of the optimizer state; None: that of the parameter.
-        optimizer: Asked when `states_per_param` is None; None: Adam.
-        offload: What the host's memory keeps.
-        owned: OPTIMIZER_STATE: which parameters' states are on this rank; None: as `deal_out` says.
-        device_type: What the ranks compute on; on ``cpu`` gradients stay where they are, padding and all.
+        shard_size: Ranks that share one copy; None means all. For HYBRID_SHARD: the ranks of a node.
+        rank: Rank among those that share one copy; rank 0 always holds the most.
+        states_per_param: Elements of optimizer state per parameter element: Adam 2, SGD 1 with momentum and 0 without.
+            None: determined from `optimizer`.
+        state_dtype: dtype of the optimizer state; None means that of the parameter.
+        optimizer: The optimizer, used if `states_per_param` is None; None means Adam.
+        cpu_offload: What is kept in host memory.
+        owned: For OPTIMIZER_STATE: the parameters whose states are on this rank; None: see
+            `partition_parameters`.
+        device_type: The ranks' compute device; on ``cpu``, offloaded gradients stay in place, padding included.
 
     Raises:
-        CommError: shard_size does not divide world_size, or there is no such rank.
+        UsageError: `shard_size` is missing or does not divide `world_size`, or `rank` is out of range.
     """
     if strategy is ShardingStrategy.HYBRID_SHARD and shard_size is None:
-        raise CommError("HYBRID_SHARD needs shard_size: how many ranks of a node share one copy.")
-    cut = world_size if shard_size is None else shard_size
-    if world_size % cut:
-        raise CommError(f"shard_size={cut}: it must divide the {world_size} ranks.")
-    if not 0 <= rank < cut:
-        raise CommError(f"rank={rank}: {cut} ranks share a copy, 0 to {cut - 1}.")
+        raise UsageError("HYBRID_SHARD needs shard_size, the number of ranks that share one copy.")
+    num_shards = world_size if shard_size is None else shard_size
+    if world_size % num_shards:
+        raise UsageError(f"shard_size must divide world_size ({world_size}); got {num_shards}.")
+    if not 0 <= rank < num_shards:
+        raise UsageError(f"rank must be 0 to {num_shards - 1}, as {num_shards} ranks share one copy; got {rank}.")
     table = [(shape, dtype, trained[0] if trained else True) for shape, dtype, *trained in shapes]
     zero1 = strategy is ShardingStrategy.OPTIMIZER_STATE
     if zero1 and owned is None:
-        owned = deal_out([math.prod(shape) for shape, _, _ in table], world_size)[rank]
-    ways = 1 if zero1 or strategy is ShardingStrategy.NO_SHARD else cut
+        owned = partition_parameters([math.prod(shape) for shape, _, _ in table], world_size)[rank]
+    num_parts = 1 if zero1 or strategy is ShardingStrategy.NO_SHARD else num_shards
     kinds = {(dtype, trained) for _, dtype, trained in table}
     widths = {kind: _state_bytes(*kind, states_per_param, state_dtype, optimizer) for kind in kinds}
-    copied = offload is CPUOffload.FULL and device_type != "cpu"  # without the padding
-    params = grads = states = whole = 0
+    copied = cpu_offload is CPUOffload.FULL and device_type != "cpu"  # without the padding
+    params = grads = states = unsharded = 0
     for number, (shape, dtype, trained) in enumerate(table):
         elements = math.prod(shape)
-        padded, own = _rows(shape, ways, rank if ways > 1 else 0)
+        padded, own = _rows(shape, num_parts, rank if num_parts > 1 else 0)
         width = widths[dtype, trained]
         params += padded * dtype.itemsize
         grads += trained * (own if copied else padded) * dtype.itemsize
         states += round(own * width) if owned is None or number in owned else 0
-        whole += (1 + trained) * elements * dtype.itemsize + round(elements * width)
+        unsharded += (1 + trained) * elements * dtype.itemsize + round(elements * width)
     total = sum(math.prod(shape) for shape, _, _ in table)
     host = {
         CPUOffload.NONE: 0,
@@ -129,36 +130,36 @@ def model_states(
         CPUOffload.OPTIMIZER_STATES: states,
         CPUOffload.FULL: params + grads + states,
     }
-    return FSDPMemoryStats(total, params, grads, states, world_size, whole, host_bytes=host[offload])
+    return FSDPMemoryStats(total, params, grads, states, world_size, unsharded, host_bytes=host[cpu_offload])
 
 
-def deal_out(sizes: Sequence[int], world_size: int) -> list[set[int]]:
-    """Which parameters each rank's part of a ZeroRedundancyOptimizer has: the largest first, to whom has least so far.
+def partition_parameters(sizes: Sequence[int], world_size: int) -> list[set[int]]:
+    """Assign parameters to ranks as ZeroRedundancyOptimizer does: largest first, to the rank with the least so far.
 
     Args:
-        sizes: Elements of each parameter, in the order of the optimizer's one group.
+        sizes: Elements of each parameter, in the order of the optimizer's only parameter group.
         world_size: Number of ranks.
 
     Returns:
-        For each rank the places of its parameters in `sizes`.
+        For each rank, the indices of its parameters in `sizes`.
     """
     ranks: list[set[int]] = [set() for _ in range(world_size)]
     loads = [0] * world_size
-    for number in sorted(range(len(sizes)), key=lambda place: sizes[place], reverse=True):
+    for number in sorted(range(len(sizes)), key=lambda index: sizes[index], reverse=True):
         least = loads.index(min(loads))
         ranks[least].add(number)
         loads[least] += sizes[number]
     return ranks
 
 
-def _rows(shape: tuple[int, ...], ways: int, rank: int) -> tuple[int, int]:
-    """Elements of one rank's part: with the padding, and without."""
-    # As `torch.chunk`: equal parts of the first dimension but for the last ones. A scalar counts as one row.
+def _rows(shape: tuple[int, ...], num_parts: int, rank: int) -> tuple[int, int]:
+    """Return the number of elements of one rank's shard: with padding, and without."""
+    # As `torch.chunk`: equal parts of the first dimension, except for the last ones. A scalar counts as one row.
     rows = shape[0] if shape else 1
     if not rows:
         return 0, 0
     width = math.prod(shape) // rows
-    step = -(-rows // ways)
+    step = -(-rows // num_parts)
     return step * width, max(0, min(rows, (rank + 1) * step) - rank * step) * width
 
 

@@ -1,4 +1,4 @@
-"""How much state an optimizer keeps for an element of a parameter: asked of the optimizer itself."""
+"""Determine how much state an optimizer keeps per parameter element, by running it."""
 
 from __future__ import annotations
 
@@ -10,63 +10,60 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 
-__all__ = ["OptimizerKind", "held_states", "own_optimizer"]
+__all__ = ["OptimizerKind", "local_optimizer", "optimizer_states"]
 
 _PROBE = (2, 3)
-_SAY = "say how many elements of state a parameter's element has: states_per_param=…"
-_WAYS = ("capturable", "foreach", "fused")
+_HINT = "pass the elements of state per parameter element: states_per_param=…"
+_IMPLEMENTATION_OPTIONS = ("capturable", "foreach", "fused")
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer that is not made yet."""
+    """An optimizer that has not been created yet."""
 
     make: Callable[..., Optimizer] = torch.optim.Adam
-    """Its class."""
+    """Class of the optimizer."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the optimizer."""
 
     def bytes_per_element(self, dtype: torch.dtype, *, trained: bool = True) -> int:
-        """Bytes of state for each element of a parameter of this dtype: one step on a tiny one.
+        """Return the bytes of state per element of a parameter of this dtype, from one step on a tiny parameter.
 
-        A parameter that is not trained has none, but with optimizers that make their states at once, as Adagrad.
-        Numbers that belong to a parameter as a whole, such as Adam's count of steps, are not in it.
+        Parameters that are not trained have no state, except with optimizers that create it at once, such as Adagrad.
+        Values per parameter, such as Adam's step count, are not included.
 
         Raises:
-            CommError: its states have other shapes than the parameters, or its step needs more than gradients.
+            UsageError: the states and parameters have different shapes, or a step needs more than gradients.
         """
         probe = nn.Parameter(torch.zeros(_PROBE, dtype=dtype))
         probe.grad = torch.ones_like(probe) if trained else None
-        # Whether many tensors are computed at once changes no state, but needs devices that the probe is not on.
-        options = {
-            name: value for name, value in self.options.items() if name not in ("capturable", "foreach", "fused")
-        }
+        # Options that only choose an implementation change no state, but need devices that the probe is not on.
+        options = {name: value for name, value in self.options.items() if name not in _IMPLEMENTATION_OPTIONS}
         optimizer = self.make([probe], **options)
-        # Not `optimizer.step()`: whoever counts the steps of optimizers is not to count this one.
+        # Not `optimizer.step()`: code that counts optimizer steps must not count this one.
         step = type(optimizer).step
         try:
             getattr(step, "__wrapped__", step)(optimizer)
         except TypeError as error:
-            raise CommError(f"{type(optimizer).__name__} takes steps that cannot be tried; {_SAY}") from error
+            raise UsageError(f"{type(optimizer).__name__} needs more than gradients for a step; {_HINT}") from error
         states = [state for state in optimizer.state[probe].values() if isinstance(state, torch.Tensor) and state.ndim]
         if any(tuple(state.shape) != _PROBE for state in states):
-            raise CommError(f"{type(optimizer).__name__} keeps states of other shapes than its parameters; {_SAY}")
+            raise UsageError(f"{type(optimizer).__name__} has states and parameters of different shapes; {_HINT}")
         return sum(state.itemsize for state in states)
 
 
-def own_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The one that has the states: ZeroRedundancyOptimizer steps one for this rank's part."""
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the states: for ZeroRedundancyOptimizer, its local one."""
     own: Optimizer = getattr(optimizer, "optim", optimizer)
     return own
 
 
-def held_states(optimizer: Optimizer | None) -> list[torch.Tensor]:
-    """The states that an optimizer holds on this rank, without those of a single number."""
+def optimizer_states(optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """Return the states that an optimizer holds on this rank, except scalars."""
     if optimizer is None:
         return []
-    # ZeroRedundancyOptimizer holds them in the optimizer of its own part.
-    own = getattr(optimizer, "optim", optimizer)
+    own = local_optimizer(optimizer)
     values = [value for state in own.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor) and value.ndim > 0]

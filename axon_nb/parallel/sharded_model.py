@@ -1,4 +1,4 @@
-"""What all models have whose states are sharded: their optimizer, the norm of their gradients, their memory."""
+"""Base class of sharded models: optimizer, gradient norm, full states and memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.errors import UsageError
 from axon_nb.parallel.clip import clip_grad_norm
-from axon_nb.parallel.gathering import fill, local_part, whole
-from axon_nb.parallel.held_memory import measured
+from axon_nb.parallel.gathering import copy_full_value, full_value, local_shard
+from axon_nb.parallel.held_memory import measure_model_states
 from axon_nb.parallel.memory import FSDPMemoryStats, model_states
-from axon_nb.parallel.offload import HostParameters, keep_states_on_host
+from axon_nb.parallel.offload import ParameterOffloader, offload_states
 from axon_nb.parallel.optimizer_state import OptimizerKind
-from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, known
-from axon_nb.parallel.units import device_of
+from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, parse_enum
+from axon_nb.parallel.units import local_device
 
 __all__ = ["ShardedModel"]
 
@@ -31,60 +31,60 @@ class ShardedModel(nn.Module):
     """A model whose states are sharded over the ranks of a mesh.
 
     Args:
-        model: Before it is sharded.
+        model: The model before sharding.
         strategy: What is sharded.
-        cpu_offload: What is kept in the host's memory.
+        cpu_offload: What is kept in host memory.
     """
 
     module: Any
-    """The model."""
+    """The wrapped model."""
     mesh: DeviceMesh
-    """The ranks; its last axis is that of the shards."""
-    _host: HostParameters | None = None
+    """The mesh; its last axis is the shard axis."""
+    _host: ParameterOffloader | None = None
 
     def __init__(self, model: nn.Module, strategy: ShardingStrategy, cpu_offload: CPUOffload) -> None:
         super().__init__()
-        self.strategy = known(ShardingStrategy, strategy, "strategy")
-        self.cpu_offload = known(CPUOffload, cpu_offload, "cpu_offload")
-        # With tensor parallelism as well: of this rank's part.
-        self._shapes = [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in model.parameters()]
-        self._kind: OptimizerKind | None = None
-        self._made: Callable[[], Optimizer | None] = lambda: None
+        self.strategy = parse_enum(ShardingStrategy, strategy, "strategy")
+        self.cpu_offload = parse_enum(CPUOffload, cpu_offload, "cpu_offload")
+        # With tensor parallelism, the shapes of this rank's shards.
+        self._shapes = [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in model.parameters()]
+        self._optimizer_kind: OptimizerKind | None = None
+        self._optimizer_ref: Callable[[], Optimizer | None] = lambda: None
 
     @abstractmethod
     def sync_gradients(self) -> None:
-        """See that the gradients are reduced; collective."""
+        """Ensure that the gradients are reduced. Collective."""
 
     @abstractmethod
     def gather_parameters(self) -> None:
-        """Make parameters whole on every rank; collective."""
+        """Gather full parameters on every rank. Collective."""
 
     @abstractmethod
     def reshard_parameters(self) -> None:
-        """Keep only this rank's part again, with what was changed since `gather_parameters`."""
+        """Keep only this rank's shard again, including changes made since `gather_parameters`."""
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks that share one copy of the states."""
+        """The group of ranks that share one copy of the states."""
         return ProcessGroup.wrap(self.mesh.get_group(self.mesh.ndim - 1))
 
     def optimizer(
         self, kind: Callable[..., Optimizer] = torch.optim.Adam, parameters: Iterable[Any] | None = None, **options: Any
     ) -> Optimizer:
-        """An optimizer that keeps its states where the strategy and the offloading say.
+        """Create an optimizer that keeps its states where the strategy and the offloading require.
 
         Args:
-            kind: Its class.
-            parameters: Parameters of this model, or groups of them as torch's optimizers take them; None: all.
-            options: Its arguments, such as `lr`.
+            kind: Class of the optimizer.
+            parameters: Parameters of this model, or parameter groups as torch's optimizers accept them; None means all.
+            options: Arguments of the optimizer, such as `lr`.
         """
-        made = self._make_optimizer(kind, list(self.parameters() if parameters is None else parameters), options)
-        self._kind, self._made = OptimizerKind(kind, options), weakref.ref(made)
+        created = self._make_optimizer(kind, list(self.parameters() if parameters is None else parameters), options)
+        self._optimizer_kind, self._optimizer_ref = OptimizerKind(kind, options), weakref.ref(created)
         if self._host is not None:
-            self._host.follow(made)
+            self._host.attach(created)
         if self.cpu_offload is CPUOffload.OPTIMIZER_STATES:
-            keep_states_on_host(made, device_of(self.mesh))
-        return made
+            offload_states(created, local_device(self.mesh))
+        return created
 
     def _make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: list[Any], options: dict[str, Any]
@@ -93,10 +93,10 @@ class ShardedModel(nn.Module):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Within it the model has whole parameters, to read and to change; collective.
+        """Inside, the model has full parameters, which can be read and changed. Collective.
 
-        What is changed in place is kept: each rank keeps its part of the parameters, so all make the same changes. With
-        mixed precision the whole parameters are of that dtype, and what is not changed stays as precise as it was.
+        In-place changes are kept: each rank keeps its shard, so all ranks must make the same changes. With mixed
+        precision the full parameters have the reduced dtype, and unchanged elements keep their full precision.
         """
         self.gather_parameters()
         try:
@@ -105,42 +105,42 @@ class ShardedModel(nn.Module):
             self.reshard_parameters()
 
     def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, groups: Any = ()) -> float:
-        """Scale the gradients so that their norm over the whole model is at most `max_norm`; collective.
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
-        See `axon_nb.parallel.clip_grad_norm`, whose arguments these are.
+        Takes the arguments of `axon_nb.parallel.clip_grad_norm`.
 
         Returns:
-            The norm before: that of a single process.
+            The norm before clipping, as in a single process.
 
         Raises:
-            CommError: the gradients are not reduced yet.
+            UsageError: the gradients are not reduced yet.
         """
         self.sync_gradients()
         return clip_grad_norm(self.module, max_norm, norm_type=norm_type, groups=groups)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers, on the CPU of every rank; collective, so every rank calls it."""
-        return {name: whole(value) for name, value in self.module.state_dict().items()}
+        """Return full parameters and buffers in CPU memory, on every rank. Collective: call it on all ranks."""
+        return {name: full_value(value) for name, value in self.module.state_dict().items()}
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over whole parameters and buffers, such as `full_state_dict` gives; the same on every rank.
+        """Load full parameters and buffers, such as those of `full_state_dict`; the same on every rank.
 
         Raises:
-            CommError: names or shapes differ from the model's.
+            UsageError: names or shapes differ from the model's.
         """
         self.reshard_parameters()
         own = self.module.state_dict()
         for name in sorted(own.keys() ^ state.keys()):
-            raise CommError(
-                f"{name} is in {'the model' if name in own else 'the state'} alone: they are of two models."
+            raise UsageError(
+                f"{name} is only in {'the model' if name in own else 'the state'}; the state is of another model."
             )
         for name, value in state.items():
             if own[name].shape != value.shape:
-                raise CommError(
-                    f"{name} is {tuple(own[name].shape)} in the model and {tuple(value.shape)} in the state."
+                raise UsageError(
+                    f"{name} has shape {tuple(own[name].shape)} in the model and {tuple(value.shape)} in the state."
                 )
         for name, value in state.items():
-            fill(own[name], value)
+            copy_full_value(own[name], value)
 
     def memory_estimate(
         self,
@@ -149,26 +149,26 @@ class ShardedModel(nn.Module):
         states_per_param: float | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> FSDPMemoryStats:
-        """Model states on this rank by formula; see `model_states`.
+        """Estimate the model states on this rank by formula; see `model_states`.
 
         Args:
-            optimizer: Which one; None: the one made by `optimizer`, or else Adam.
-            states_per_param: Elements of state a parameter element; None: the optimizer is asked.
-            state_dtype: dtype of the states; None: the optimizer is asked.
+            optimizer: The optimizer; None: the one created by `optimizer`, or else Adam.
+            states_per_param: Elements of state per parameter element; None: determined from the optimizer.
+            state_dtype: dtype of the states; None: determined from the optimizer.
         """
         kind = optimizer if optimizer is None or isinstance(optimizer, OptimizerKind) else OptimizerKind(optimizer)
         return model_states(
             self._shapes,
             self.strategy,
-            optimizer=kind or self._kind,
+            optimizer=kind or self._optimizer_kind,
             states_per_param=states_per_param,
             state_dtype=state_dtype,
-            offload=self.cpu_offload,
-            **self._place(),
+            cpu_offload=self.cpu_offload,
+            **self._shard_info(),
         )
 
-    def _place(self) -> dict[str, Any]:
-        """This rank among those that share a copy, as `model_states` takes it."""
+    def _shard_info(self) -> dict[str, Any]:
+        """Describe this rank's position among those that share a copy, as arguments of `model_states`."""
         last = self.mesh.ndim - 1
         return {
             "world_size": self.mesh.size(),
@@ -178,15 +178,15 @@ class ShardedModel(nn.Module):
         }
 
     def memory_stats(self, optimizer: Optimizer | None = None) -> FSDPMemoryStats:
-        """Model states that this rank holds now: the storages of its tensors.
+        """Measure the model states that this rank holds now: the storages of its tensors.
 
         Args:
-            optimizer: Whose states; None: the one made by `optimizer`.
+            optimizer: The optimizer whose states to measure; None: the one created by `optimizer`.
         """
-        return measured(
+        return measure_model_states(
             self.module.parameters(),
-            self._made() if optimizer is None else optimizer,
+            self._optimizer_ref() if optimizer is None else optimizer,
             estimate=self.memory_estimate(),
-            offload=self.cpu_offload,
-            device=device_of(self.mesh),
+            cpu_offload=self.cpu_offload,
+            device=local_device(self.mesh),
         )

@@ -1,52 +1,52 @@
-"""What is sharded, and what is offloaded, by name."""
+"""Sharding strategies and CPU offload modes."""
 
 from __future__ import annotations
 
 import enum
 from typing import Any, TypeVar
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 
-__all__ = ["CPUOffload", "ShardingStrategy", "known"]
+__all__ = ["CPUOffload", "ShardingStrategy", "parse_enum"]
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 
 class ShardingStrategy(enum.Enum):
-    """What each rank keeps only its part of."""
+    """Which model states are sharded over ranks."""
 
     FULL_SHARD = "full_shard"
     """Parameters, gradients and optimizer state (ZeRO-3)."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """The same between steps; from forward to backward parameters stay whole (ZeRO-2)."""
+    """The same between steps; parameters stay unsharded from forward to backward (ZeRO-2)."""
     NO_SHARD = "no_shard"
-    """Nothing: every rank has all, and gradients are averaged, as in DDP."""
+    """Nothing: every rank holds everything and gradients are averaged, as in DDP."""
     HYBRID_SHARD = "hybrid_shard"
-    """As FULL_SHARD within a node; nodes have copies."""
+    """FULL_SHARD within a node, replicated across nodes."""
     OPTIMIZER_STATE = "optimizer_state"
-    """The optimizer state alone (ZeRO-1)."""
+    """Only the optimizer state (ZeRO-1)."""
 
 
 class CPUOffload(enum.Enum):
-    """What is kept in the host's memory between uses; on CPU ranks the same moves are made, within it."""
+    """What is kept in host memory between uses. CPU ranks make the same moves within host memory."""
 
     NONE = "none"
     PARAMS = "params"
-    """Parameters: they come to the device for each all-gather, and for the optimizer's step."""
+    """Parameters: copied to the device for each all-gather and for the optimizer step."""
     OPTIMIZER_STATES = "optimizer_states"
-    """The optimizer's states: they come to the device for its step."""
+    """Optimizer states: copied to the device for the optimizer step."""
     FULL = "full"
-    """Parameters, gradients and optimizer states, and the optimizer's step runs there."""
+    """Parameters, gradients and optimizer states; the optimizer step runs on the host."""
 
 
-def known(kind: type[Choice], given: Any, name: str) -> Choice:
-    """The member that is meant: itself, or by its value.
+def parse_enum(kind: type[Choice], given: Any, name: str) -> Choice:
+    """Return the enum member that is given itself or by its value.
 
     Raises:
-        CommError: there is none.
+        UsageError: there is no such member.
     """
     try:
         return kind(given)
     except ValueError:
         names = ", ".join(f"{kind.__name__}.{item.name}" for item in kind)
-        raise CommError(f"{name}={given!r}: it is one of {names}.") from None
+        raise UsageError(f"{name} must be one of {names}; got {given!r}.") from None

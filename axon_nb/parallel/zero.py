@@ -1,4 +1,4 @@
-"""ZeRO-1: DDP with an optimizer whose states are dealt out over ranks (torch's ZeroRedundancyOptimizer)."""
+"""ZeRO-1: DDP with optimizer states partitioned over ranks (torch's ZeroRedundancyOptimizer)."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import GroupLike
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.move import barrier
+from axon_nb.errors import UsageError
 from axon_nb.parallel.ddp import DDP
 from axon_nb.parallel.fsdp import FSDP
-from axon_nb.parallel.optimizer_state import own_optimizer
+from axon_nb.parallel.optimizer_state import local_optimizer
 from axon_nb.parallel.sharded_model import ShardedModel
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
-from axon_nb.parallel.units import Wrap, mesh_of
+from axon_nb.parallel.units import Wrap, resolve_mesh
 
 __all__ = ["ZeRO1"]
 
 
 class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
-    """A model that is whole on every rank, as in DDP, and whose optimizer states are dealt out over ranks.
+    """Keeps the whole model on every rank, as DDP does, and partitions the optimizer states over ranks.
 
-    Make the optimizer with `optimizer(torch.optim.Adam, lr=…)`, which takes the options of torch's
-    ZeroRedundancyOptimizer as well: when all ranks have come to its step (on CPUs), each updates the parameters whose
-    states it has, and sends them to the others. `FSDP(…, strategy=ShardingStrategy.OPTIMIZER_STATE)` is the same.
+    Create the optimizer with `optimizer(torch.optim.Adam, lr=…)`, which also accepts the options of torch's
+    ZeroRedundancyOptimizer. In its step (on CPUs: once all ranks have reached it), each rank updates the parameters
+    whose states it holds and sends them to the others. Same as `FSDP(…, strategy=ShardingStrategy.OPTIMIZER_STATE)`.
 
     Args:
-        model: Of the same shapes on all ranks; rank 0's values are sent to all.
-        group: A World, a group of ours or of torch's; None: all ranks. Not with `mesh`.
+        model: Must have the same shapes on all ranks; rank 0's values are sent to all.
+        group: A World, one of our groups or torch's; None means all ranks. Not together with `mesh`.
         strategy: OPTIMIZER_STATE.
-        mesh: One-dimensional.
-        wrap: Ignored: nothing is gathered.
-        mixed_precision: None; `torch.autocast` computes in another dtype.
+        mesh: A 1-D mesh.
+        wrap: Ignored, as nothing is gathered.
+        mixed_precision: Must be None; use `torch.autocast` to compute in another dtype.
         cpu_offload: NONE or OPTIMIZER_STATES.
         sync_parameters: As in `FSDP`.
-        ddp_options: Those of `DDP`. Unlike there, gradients are views into the buckets, so that they are held once.
+        ddp_options: Options of `DDP`. By default, gradients are views into the buckets, so they are stored once.
 
     Raises:
-        CommError: what only a model that is sharded can do.
-        NotInGroup: this rank is no member of the group.
+        UsageError: an option needs a sharded model.
+        NotInGroupError: this rank is not a member of the group.
     """
 
     def __init__(
@@ -65,75 +65,75 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
     ) -> None:
         ShardedModel.__init__(self, model, strategy, cpu_offload)
         if self.strategy is not ShardingStrategy.OPTIMIZER_STATE:
-            raise CommError(f"ZeRO1 with {self.strategy.name}: FSDP(model, strategy=…) has the other strategies.")
+            raise UsageError(f"ZeRO1 does not support {self.strategy.name}; use FSDP(model, strategy=…).")
         if self.cpu_offload in (CPUOffload.PARAMS, CPUOffload.FULL):
-            raise CommError(
-                f"{self.cpu_offload.name} with ZeRO-1: its parameters are whole on every device; FULL_SHARD can have "
-                "them on the host, and OPTIMIZER_STATES works here."
+            raise UsageError(
+                f"ZeRO-1 does not support CPUOffload.{self.cpu_offload.name}, as its parameters are not sharded; use "
+                "OPTIMIZER_STATES, or FULL_SHARD to offload parameters."
             )
         if mixed_precision is not None:
-            raise CommError(
-                f"mixed_precision={mixed_precision} with ZeRO-1: torch.autocast around the forward instead."
+            raise UsageError(
+                f"ZeRO-1 does not support mixed_precision={mixed_precision}; use torch.autocast around the forward."
             )
-        self.mesh = mesh_of(group, mesh, self.strategy)
+        self.mesh = resolve_mesh(group, mesh, self.strategy)
         ddp_options.setdefault("gradient_as_bucket_view", True)
         self.module = model
-        # Out of the sight of nn.Module: `module` is the submodule, with the names that the other strategies have.
-        self._held = (DDP(model, self.process_group, init_sync=sync_parameters, **ddp_options),)
+        # Hidden from nn.Module in a tuple: only `module` is a submodule, so names are those of the other strategies.
+        self._ddp = (DDP(model, self.process_group, init_sync=sync_parameters, **ddp_options),)
 
     @property
     def ddp(self) -> DDP:
-        """The wrapper that averages gradients."""
-        return self._held[0]
+        """The DDP wrapper that averages gradients."""
+        return self._ddp[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's."""
+        """Run the model's forward."""
         return self.ddp(*args, **kwargs)
 
     def _make_optimizer(
         self, kind: Callable[..., Optimizer], parameters: list[Any], options: dict[str, Any]
     ) -> Optimizer:
         group = self.process_group
-        # One broadcast a rank, and not one a parameter.
+        # One broadcast per rank instead of one per parameter.
         options = {"parameters_as_bucket_view": True} | options
-        made: Optimizer = _zero_redundancy()(
+        optimizer: Optimizer = _zero_redundancy()(
             parameters, optimizer_class=kind, process_group=group.torch_group, **options
         )
-        if group.backend is not Backend.NCCL:  # there a barrier has the CPU wait for the card
-            # A rank that fails before its step releases the others here. In the broadcasts after their updates it
-            # would leave these half done: each has changed its own part.
-            made.register_step_pre_hook(lambda *_: barrier(group=group))
-        return made
+        if group.backend is not Backend.NCCL:  # with NCCL, a barrier would make the CPU wait for the GPU
+            # A rank that fails before its step releases the others here. In the broadcasts after the updates it would
+            # leave them half done: each has already changed its own parameters.
+            optimizer.register_step_pre_hook(lambda *_: barrier(group=group))
+        return optimizer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates; the next backward outside averages the sum."""
+        """Only accumulate gradients inside; the next backward outside averages the sum."""
         with self.ddp.no_sync():
             yield
 
     def sync_gradients(self) -> None:
-        """Average the gradients over ranks, unless the last backward has done so; collective."""
+        """Average the gradients over ranks, unless the last backward already has. Collective."""
         self.ddp.sync_gradients()
 
     def gather_parameters(self) -> None:
-        """Nothing: parameters are whole."""
+        """Do nothing: parameters are not sharded."""
 
     def reshard_parameters(self) -> None:
-        """Nothing: what is changed in the parameters is kept; all ranks make the same changes."""
+        """Do nothing: parameters are not sharded; all ranks must make the same changes."""
 
-    def _place(self) -> dict[str, Any]:
-        place = super()._place()
-        made = self._made()
-        if made is not None and own_optimizer(made) is not made:
-            # Dealt out group by group, of the parameters that the optimizer was given.
-            here = {id(parameter) for group in own_optimizer(made).param_groups for parameter in group["params"]}
-            place["owned"] = {i for i, parameter in enumerate(self.module.parameters()) if id(parameter) in here}
-        return place
+    def _shard_info(self) -> dict[str, Any]:
+        info = super()._shard_info()
+        optimizer = self._optimizer_ref()
+        if optimizer is not None and local_optimizer(optimizer) is not optimizer:
+            # Partitioned group by group, among the parameters that the optimizer was given.
+            here = {id(parameter) for group in local_optimizer(optimizer).param_groups for parameter in group["params"]}
+            info["owned"] = {i for i, parameter in enumerate(self.module.parameters()) if id(parameter) in here}
+        return info
 
 
 @functools.cache
 def _zero_redundancy() -> Any:
-    # Its package compiles functions with torch.jit.script, which torch itself has deprecated.
+    # Its package compiles functions with torch.jit.script, which torch has deprecated.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axon_nb.parallel.memory import deal_out
+from axon_nb.parallel.memory import partition_parameters
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.communication_plan import Traffic, grouped
 
@@ -130,7 +130,7 @@ def zero1(
     yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
     if waits:
         yield Traffic(axis, num_ranks, "barrier", "optimizer", "before the optimizer's step", ((0, 1),))
-    owned = deal_out([math.prod(tensor.shape) for tensor in parameters], num_ranks)
+    owned = partition_parameters([math.prod(tensor.shape) for tensor in parameters], num_ranks)
     empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank without parameters
     sizes = [sum(parameters[i].nbytes for i in indices if parameters[i].requires_grad) or empty for indices in owned]
     yield Traffic(axis, num_ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.recognise import automatic_plan
-from axon_nb.parallel.tensor.styles import STYLES, check_fits
+from axon_nb.parallel.tensor.styles import STYLES, check_divisible
 from axon_nb.parallel.units import Wrap
 from axon_nb.plan.asked_numbers import check_callable, check_int, check_number
 from axon_nb.plan.capture_named import model_by_name
@@ -203,7 +203,7 @@ def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:
         sequence, loss = layout.sequence, layout.parallel_loss
         styles: dict[str, str] = trace.cached(
             ("styles", ranks, sequence, loss),
-            lambda: automatic_plan(model, ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
+            lambda: automatic_plan(model, num_ranks=ranks, sequence=sequence, parallel_loss=loss)[0],
         )
         return styles
     if not isinstance(layout.tp_plan, Mapping):
@@ -220,5 +220,5 @@ def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:
         found |= dict.fromkeys(hits, word)
     for name, word in found.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        check_fits(name, model.get_submodule(name), word, parent=parent, ranks=ranks)
+        check_divisible(name, model.get_submodule(name), word, parent=parent, num_ranks=ranks)
     return found

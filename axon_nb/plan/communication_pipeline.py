@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of
-from axon_nb.parallel.pipeline.split import balanced, costs_of, sections
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
+from axon_nb.parallel.pipeline.split import balance, child_costs, split_sections
 from axon_nb.plan.communication_plan import Traffic
 from axon_nb.plan.step_time_trace import ModelTrace
 
@@ -35,7 +35,7 @@ class StageAssignment:
 
     def on_rank(self, rank: int) -> list[int]:
         """StageAssignment of a rank."""
-        return stages_of(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
+        return stages_of_rank(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
 
     @cached_property
     def rank_of_stage(self) -> dict[int, int]:
@@ -81,12 +81,12 @@ def assign_stages(
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
-    costs: dict[str, float] = trace.cached("costs of children", lambda: costs_of(trace.model, "params"))
-    return _split_at(trace, [list(costs)[start] for start in balanced(list(costs.values()), count)[1:]])
+    costs: dict[str, float] = trace.cached("costs of children", lambda: child_costs(trace.model, "params"))
+    return _split_at(trace, [list(costs)[start] for start in balance(list(costs.values()), count)[1:]])
 
 
 def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(name for name, _ in part.named_children()) for part in sections(trace.model, at))
+    return tuple(tuple(name for name, _ in part.named_children()) for part in split_sections(trace.model, at))
 
 
 def boundaries(trace: ModelTrace, stages: StageAssignment) -> list[tuple[int, int]]:

@@ -62,9 +62,9 @@ class ModelStates:
         return sum(getattr(self.of(rank), part) for part in OFFLOADED[self._request.cpu_offload])
 
     def _partition(self) -> list[set[int]]:
-        from axon_nb.parallel.memory import deal_out
+        from axon_nb.parallel.memory import partition_parameters
 
-        return deal_out([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.size("dp"))
+        return partition_parameters([math.prod(shape) for shape, _, _ in self._shapes[0]], self._request.size("dp"))
 
     def _compute(self, stage: int, sharer: int) -> MemoryParts:
         from axon_nb.parallel.memory import model_states
@@ -78,7 +78,7 @@ class ModelStates:
             shard_size=request.size("shard") if request.strategy == "hybrid_shard" else None,
             rank=sharer,
             optimizer=self._optimizer,
-            offload=CPUOffload(request.cpu_offload),
+            cpu_offload=CPUOffload(request.cpu_offload),
             owned=None if self._owned is None else self._owned[sharer],
             device_type=request.device,
         )

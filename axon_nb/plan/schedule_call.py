@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.pipeline.memory import peaks_of
+from axon_nb.parallel.pipeline.memory import peak_live_microbatches
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.plan.asked_numbers import check_int
@@ -100,7 +100,7 @@ def _orders_and_peaks(
     """What does not depend on times: orders, and peaks by stage and by rank."""
     counts = {"num_ranks": num_ranks, "num_stages": num_stages, "num_microbatches": num_microbatches}
     orders = tuple(tuple(order) for order in actions(chosen, **counts))
-    return orders, *peaks_of(orders, num_stages=num_stages)
+    return orders, *peak_live_microbatches(orders, num_stages=num_stages)
 
 
 def _stage_times(given: Any, num_stages: int) -> tuple[StageTimes, ...]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of
-from axon_nb.parallel.pipeline.split import Section, balanced, costs_of, sections
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
+from axon_nb.parallel.pipeline.split import Section, balance, child_costs, split_sections
 from axon_nb.parallel.pipeline.torch_hooks import schedule_class
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.memory_request import MemoryRequest
@@ -46,7 +46,7 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
     schedule, num_stages, count = _numbers(request)
     check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
     stages = _all_stages(model, num_stages)
-    own_stages = stages_of(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
+    own_stages = stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
     return {index: stages[index] for index in own_stages}
 
 
@@ -64,9 +64,9 @@ def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
 
 
 def _all_stages(model: nn.Module, num_stages: int) -> list[Section]:
-    costs = costs_of(model, "params")
-    starts = balanced(list(costs.values()), num_stages)
-    return sections(model, [list(costs)[start] for start in starts[1:]])
+    costs = child_costs(model, "params")
+    starts = balance(list(costs.values()), num_stages)
+    return split_sections(model, [list(costs)[start] for start in starts[1:]])
 
 
 def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:

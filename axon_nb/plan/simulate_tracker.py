@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axon_nb.parallel.gathering import local_part
+from axon_nb.parallel.gathering import local_shard
 from axon_nb.plan.simulate_hooks import NOWHERE, ORIGINS, RESULT, SAME, WHOLE_GRADIENTS
 
 __all__ = ["Change", "StorageLog"]
@@ -83,7 +83,7 @@ class StorageLog(TorchDispatchMode):
     def mark(self, role: str, tensors: Iterable[Any], *, over: bool = True) -> None:
         """Set the role of these tensors' storages; unless `over`, only where none is known."""
         for tensor in tensors:
-            entry = self._known.get(local_part(tensor).untyped_storage()._cdata)
+            entry = self._known.get(local_shard(tensor).untyped_storage()._cdata)
             if entry is not None and (over or entry[1] not in self.roles):
                 self.roles[entry[1]] = role
 

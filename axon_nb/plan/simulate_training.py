@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axon_nb.parallel.fsdp import FSDP
-from axon_nb.parallel.gathering import local_part
-from axon_nb.parallel.offload import keep_states_on_host
-from axon_nb.parallel.optimizer_state import OptimizerKind, held_states, own_optimizer
+from axon_nb.parallel.gathering import local_shard
+from axon_nb.parallel.offload import offload_states
+from axon_nb.parallel.optimizer_state import OptimizerKind, local_optimizer, optimizer_states
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.zero import _zero_redundancy
 from axon_nb.plan.memory_request import MemoryRequest
@@ -80,16 +80,16 @@ class Training:
 
     def states(self) -> list[torch.Tensor]:
         """The optimizer's states, without scalars."""
-        return held_states(self.optimizer)
+        return optimizer_states(self.optimizer)
 
     def scalar_states(self) -> list[torch.Tensor]:
         """The optimizer's scalar states."""
-        values = [value for state in own_optimizer(self.optimizer).state.values() for value in state.values()]
+        values = [value for state in local_optimizer(self.optimizer).state.values() for value in state.values()]
         return [value for value in values if isinstance(value, torch.Tensor) and value.ndim == 0]
 
     def modules(self) -> dict[str, tuple[int, int, int]]:
         """Bytes of parameters, gradients and optimizer states of each module, without submodules and padding."""
-        states = own_optimizer(self.optimizer).state
+        states = local_optimizer(self.optimizer).state
         found = {}
         for name, module in self.model.named_modules():
             own = list(module.parameters(recurse=False))
@@ -119,7 +119,7 @@ def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> 
 def local_shapes(modules: Iterable[nn.Module]) -> list[Shape]:
     """Return the shapes of a rank's parameters before data ranks shard them."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    return [(tuple(local_part(p).shape), p.dtype, p.requires_grad) for p in parameters]
+    return [(tuple(local_shard(p).shape), p.dtype, p.requires_grad) for p in parameters]
 
 
 def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
@@ -131,7 +131,7 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
         meshes: The ranks.
 
     Raises:
-        CommError: it cannot be sharded so.
+        UsageError: it cannot be sharded so.
     """
     request = setup.request
     is_replicated = request.strategy in ("ddp", "optimizer_state")
@@ -184,7 +184,7 @@ def _in_ddp(
     options: dict[str, Any] = {"parameters_as_bucket_view": True, **kind.options}
     optimizer: Optimizer = _zero_redundancy()(parameters, optimizer_class=kind.make, process_group=group, **options)
     if request.cpu_offload == "optimizer_states":
-        keep_states_on_host(optimizer, torch.device("cpu"))
+        offload_states(optimizer, torch.device("cpu"))
     return wrapped, optimizer
 
 
@@ -195,4 +195,4 @@ def _autocast(dtype: str) -> Iterator[None]:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)

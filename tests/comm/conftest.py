@@ -1,4 +1,4 @@
-"""Worlds of both kinds, for a suite that runs over each."""
+"""Mock and Gloo worlds, for tests that run on both."""
 
 from __future__ import annotations
 

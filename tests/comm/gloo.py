@@ -1,4 +1,4 @@
-"""Real processes that form a Gloo world and run functions as ranks, again and again."""
+"""Real processes that form a Gloo world and run functions as ranks, repeatedly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from axon_nb.comm import World
 __all__ = ["GlooWorld"]
 
 _LIMIT_S = 240.0
-"""The first call imports what it needs, on all ranks at once; no test is about speed."""
+"""The first call imports its modules on all ranks at once; no test measures speed."""
 _KEY = "AXON_NB_TEST_KEY"
 
 
 class GlooWorld:
-    """`run(fn)` as `World.mock(n).run(fn)`, with a process a rank."""
+    """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank."""
 
     def __init__(self, n: int, *, limit_s: float = _LIMIT_S) -> None:
         self.size, self._limit_s = n, limit_s
@@ -51,7 +51,7 @@ class GlooWorld:
         ]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `function(world, *args, **kwargs)` as every rank; the first failure in the order of ranks is raised."""
+        """Run `function(world, *args, **kwargs)` on every rank; raise the failure of the lowest rank, if any."""
         task = cloudpickle.dumps((function, args, kwargs))
         for pipe in self._pipes:
             pipe.send_bytes(task)

@@ -1,4 +1,4 @@
-"""Small models and data that the tests train, in double precision where they compare."""
+"""Small models and data for training tests, in double precision where results are compared."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, width) to the same."""
+        """Map (batch, width) to (batch, width)."""
         out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
         return out
 
 
 def blocks(count: int = 4, width: int = 8) -> nn.Sequential:
-    """A model of equal blocks, the same at every call."""
+    """Return a model of equal blocks, with the same weights at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(*(Block(width) for _ in range(count))).double()
 
 
 def batch(size: int = 8, width: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target, the same at every call."""
+    """Return input and target, the same at every call."""
     generator = torch.Generator().manual_seed(5)
     return tuple(torch.randn(size, width, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 

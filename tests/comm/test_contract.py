@@ -1,4 +1,4 @@
-"""What every backend does, against NumPy: one suite for the mock and for real processes."""
+"""Every backend matches NumPy: one suite for the mock world and for real processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = ["dense", "transposed", "strided", "empty", "scalar"]
 
 
 def value(dtype: torch.dtype, layout: str, rank: int) -> torch.Tensor:
-    """Small whole numbers, so that every order of adding gives the same bits."""
+    """Small integers, so that every order of summation gives the same bits."""
     count = {"dense": 6, "transposed": 6, "strided": 12, "empty": 0, "scalar": 1}[layout]
     base = (torch.arange(count) * 7 + rank * 5) % 4
     tensor = (base + 1j * (base % 2) if dtype.is_complex else base).to(dtype)
@@ -44,7 +44,7 @@ def value(dtype: torch.dtype, layout: str, rank: int) -> torch.Tensor:
 
 
 def reduced(dtype: torch.dtype, layout: str, op: ReduceOp) -> torch.Tensor:
-    """What the reduction gives, made by one process."""
+    """Return the expected result, computed in one process."""
     parts = torch.stack([value(dtype, layout, rank) for rank in range(N)])
     if dtype is torch.bool:
         return parts.any(0) if op in (ReduceOp.SUM, ReduceOp.MAX) else parts.all(0)
@@ -88,7 +88,7 @@ def test_all_reduce(world: Any, dtype: torch.dtype, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_only_moves(world: Any, dtype: torch.dtype, layout: str) -> None:
+def test_collectives_that_move_tensors(world: Any, dtype: torch.dtype, layout: str) -> None:
     def work(world: World) -> Any:
         own = value(dtype, layout, world.rank())
         sent = comm.broadcast(own.clone(), src=2)
@@ -189,7 +189,7 @@ def test_groups_reduce_among_themselves(world: Any, shape: tuple[int, ...], rank
         np.testing.assert_allclose(mine, numpy_op if rank in ranks else array(rank), rtol=1e-15)
 
 
-def test_async_calls_give_their_result_when_waited_for(world: Any) -> None:
+def test_async_calls_return_their_result_from_wait(world: Any) -> None:
     def work(world: World) -> Any:
         own = torch.full((3,), float(world.rank()))
         first = comm.all_reduce_sum(own, async_op=True)
@@ -218,7 +218,7 @@ def test_numpy_arrays_change_in_place(world: Any) -> None:
         np.testing.assert_array_equal(whole, np.tile([1.5, 0.0], (3, 2)))
 
 
-def test_groups_of_a_stride_and_by_torch(world: Any) -> None:
+def test_strided_groups_and_torch_groups(world: Any) -> None:
     def work(world: World) -> Any:
         import torch.distributed as dist
 
@@ -238,7 +238,7 @@ def test_groups_of_a_stride_and_by_torch(world: Any) -> None:
     ]
 
 
-def test_the_world_knows_itself(world: Any) -> None:
+def test_world_properties(world: Any) -> None:
     def work(world: World) -> Any:
         world.barrier()
         return (

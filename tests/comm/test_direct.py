@@ -1,4 +1,4 @@
-"""Calls straight on torch's groups: their hooks are there, and torch's own functions are called where they do more."""
+"""Direct calls on torch's groups: no hook is missing, and the public functions are called where they do more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A Gloo world of this process alone."""
+    """Create a Gloo world of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -36,14 +36,14 @@ def test_torch_has_what_is_used() -> None:
 
 @pytest.mark.parametrize("without_hooks", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_alone_gets_its_own_values(call: str, without_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "IS_MISSING", without_hooks)
+def test_a_single_rank_gets_its_own_values(call: str, without_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "HOOKS_MISSING", without_hooks)
     values = torch.arange(6.0).view(3, 2)
     assert torch.equal(CALLS[call](values.clone()), values)
 
 
 class Seen(TorchFunctionMode):
-    """Notes which functions of torch are called under it."""
+    """Records which torch functions are called while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_of_torch_sees_the_public_function() -> None:
+def test_a_dispatch_mode_sees_the_public_function() -> None:
     with Seen() as seen:
         comm.all_reduce(torch.ones(2))
     assert "all_reduce" in seen.names

@@ -1,4 +1,4 @@
-"""Averaging gradients: by hand, in buckets, and while backward still runs."""
+"""Averaging gradients by hand, in buckets, and while backward is running."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=8)
 
 @given(sizes=SIZES, capacity=st.integers(1, 10))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_bucket_gives_back_what_was_added(sizes: list[int], capacity: int) -> None:
+def test_a_bucket_returns_what_was_added(sizes: list[int], capacity: int) -> None:
     group = ProcessGroup.mock()
     gradients = [torch.arange(float(size)).view(-1, 1) for size in sizes]
     bucket = GradientBucket(capacity)
@@ -46,16 +46,16 @@ def test_a_bucket_gives_back_what_was_added(sizes: list[int], capacity: int) -> 
     assert bucket.num_gradients == 0
 
 
-def test_buckets_hold_one_kind() -> None:
+def test_a_bucket_holds_one_dtype_and_device() -> None:
     bucket = GradientBucket(10)
     bucket.add(torch.ones(2))
-    with pytest.raises(TensorError, match="one bucket for each kind"):
+    with pytest.raises(TensorError, match="a bucket holds gradients of one dtype and device"):
         bucket.add(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(TensorError, match="it holds at least 1"):
+    with pytest.raises(TensorError, match="capacity must be at least 1 element; got 0"):
         GradientBucket(0)
 
 
-def test_sync_gradients_means_every_kind(world: Any) -> None:
+def test_sync_gradients_averages_every_dtype(world: Any) -> None:
     def work(world: World) -> Any:
         rank = float(world.rank())
         gradients = [
@@ -94,16 +94,16 @@ def test_gradients_of_a_model_equal_those_of_one_process(world: Any, strategy: G
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-13)
 
 
-def test_by_hand(world: Any) -> None:
+def test_synchronizer_by_hand(world: Any) -> None:
     def work(world: World) -> Any:
         synchronizer = GradientSynchronizer(GradSyncStrategy.SYNCHRONOUS, 3)
         synchronizer.prepare(3)
         gradients = [torch.full((2,), float(world.rank() + index)) for index in range(3)]
         for index, gradient in enumerate(gradients):
             synchronizer.add_gradient(index, gradient)
-        with pytest.raises(CommError, match="parameter 1 has added its gradient already"):
+        with pytest.raises(CommError, match="Parameter 1 has already added its gradient"):
             synchronizer.add_gradient(1, gradients[1])
-        with pytest.raises(CommError, match=r"parameter 3: prepare\(3\) announced 0 to 2"):
+        with pytest.raises(CommError, match=r"index must be 0 to 2, as prepare\(3\) declared; got 3"):
             synchronizer.add_gradient(3, gradients[1])
         synchronizer.sync_all()
         synchronizer.clear()
@@ -112,8 +112,8 @@ def test_by_hand(world: Any) -> None:
     assert world.run(work) == [[[1.5, 1.5], [2.5, 2.5], [3.5, 3.5]]] * N
 
 
-def test_overlapped_really_overlaps(world: Any) -> None:
-    """Spans of communication begin before backward is over, which those of a synchronous strategy do not."""
+def test_overlapped_sync_overlaps_backward(world: Any) -> None:
+    """Overlapped communication starts before backward ends; synchronous communication does not."""
 
     def work(world: World) -> dict[str, int]:
         from axon_nb.records.trace import ring  # the ring of the rank's own process

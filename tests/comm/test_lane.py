@@ -1,4 +1,4 @@
-"""The short way of a collective: who takes it, that it gives what the careful way gives, and what it leaves behind."""
+"""The fast path of collectives: which calls use it, that it gives the same results, and the spans it records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb import comm
-from axon_nb.comm import ReduceOp, World, WorldClosed, direct, lane
+from axon_nb.comm import ReduceOp, World, WorldClosedError, direct, lane
 from axon_nb.records.trace import ring
 
 
 def begin(folder: Path, name: str = "store") -> None:
-    """A Gloo world of this process alone."""
+    """Create a Gloo world of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / name), 1), rank=0, world_size=1)
 
 
@@ -32,8 +32,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_both_ways_give_the_same(gloo_world: Any, dtype: torch.dtype) -> None:
-    """What requires a gradient goes the careful way; else the two calls are the same."""
+def test_both_paths_give_the_same_result(gloo_world: Any, dtype: torch.dtype) -> None:
+    """A tensor that requires a gradient takes the general path; otherwise the two calls are the same."""
 
     def work(world: World) -> Any:
         rank, answers = world.rank(), []
@@ -74,7 +74,7 @@ NOT_SHORT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("make", NOT_SHORT.values(), ids=NOT_SHORT)
-def test_what_needs_care_is_left_to_it(make: Callable[[], Any]) -> None:
+def test_unsupported_tensors_take_the_general_path(make: Callable[[], Any]) -> None:
     given = make()
     assert lane.all_reduce(given, ReduceOp.SUM, None) is None
     assert lane.broadcast(given, 0, None) is None
@@ -83,28 +83,28 @@ def test_what_needs_care_is_left_to_it(make: Callable[[], Any]) -> None:
 
 
 class Looks(TorchFunctionMode):
-    """A mode that does nothing."""
+    """A function mode that does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class LooksDeeper(TorchDispatchMode):
-    """A mode that does nothing with what is dispatched."""
+    """A dispatch mode that does nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_has_what_makes_the_way_short() -> None:
-    assert direct.is_native(dist.group.WORLD)
-    assert direct.num_modes() == 0
+def test_torch_supports_the_fast_path() -> None:
+    assert direct.is_torch_group(dist.group.WORLD)
+    assert direct.num_dispatch_modes() == 0
     assert type(dist.distributed_c10d._world) is direct.TorchWorld
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_is_wrong_or_watched_is_left_to_the_careful_way() -> None:
+def test_errors_and_modes_take_the_general_path() -> None:
     ones = torch.ones(4)
     assert lane.all_reduce(ones, ReduceOp.SUM, None) is ones
     assert lane.all_reduce(ones, "sum", None) is None
@@ -138,11 +138,11 @@ def test_each_call_is_a_span() -> None:
     assert all(0 < span.start_ns <= span.end_ns and span.group == dist.group.WORLD.group_name for span in spans)
 
 
-def test_a_world_that_is_gone_is_forgotten_and_the_next_is_met(tmp_path: Path) -> None:
+def test_a_destroyed_world_is_forgotten(tmp_path: Path) -> None:
     for number in range(2):
         begin(tmp_path, f"store{number}")
         assert comm.all_reduce_sum(torch.ones(2)).tolist() == [1.0, 1.0]
         dist.destroy_process_group()
-        assert not lane._lanes
-        with pytest.raises(WorldClosed):
+        assert not lane._fast_paths
+        with pytest.raises(WorldClosedError):
             comm.all_reduce_sum(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Worlds inside this process: real wrappers of torch in them, the same bits every time, nobody left waiting."""
+"""Mock worlds: torch's real wrappers run in them, results are deterministic, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb import comm
-from axon_nb.comm import CallMismatch, CommError, InvalidRank, ProcessGroup, TensorMismatch, World, WorldStuck, mock
+from axon_nb.comm import (
+    CollectiveMismatchError,
+    CommError,
+    DeadlockError,
+    InvalidArgumentError,
+    InvalidRankError,
+    ProcessGroup,
+    TensorMismatchError,
+    World,
+    mock,
+)
 from tests.comm.models import batch, blocks, loss_of, reference_step
 
 N = 4
@@ -45,13 +55,13 @@ LOSS, WEIGHTS = reference_step()
 
 
 def assert_same(weights: dict[str, torch.Tensor]) -> None:
-    """Equal to the single process's, up to the order of adding."""
+    """Assert that the weights equal those of a single process, up to rounding."""
     for name, weight in weights.items():
         torch.testing.assert_close(weight, WEIGHTS[name], rtol=1e-10, atol=1e-12)
 
 
 def test_torch_has_the_hooks() -> None:
-    assert mock.missing() == []
+    assert mock.missing_hooks() == []
 
 
 def test_ddp_trains_as_one_process() -> None:
@@ -153,7 +163,7 @@ def test_every_run_gives_the_same_bits() -> None:
         assert numbers == numbers_again
 
 
-def test_ranks_have_random_numbers_of_their_own() -> None:
+def test_each_rank_has_its_own_random_numbers() -> None:
     def work(world: World) -> Any:
         if world.rank() == 1:
             torch.manual_seed(9)
@@ -187,12 +197,12 @@ def test_the_first_failure_is_raised_and_names_its_rank() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         World.mock(N).run(work)
     assert caught.value.__notes__ == ["raised on rank 2 of 4 of a mock world"]
-    # Other tests' threads may end meanwhile.
+    # Threads of other tests may finish meanwhile.
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("axon_nb-mock")]
     assert left == []
 
 
-def test_user_code_cannot_swallow_the_end() -> None:
+def test_user_code_cannot_swallow_the_abort() -> None:
     def work(world: World) -> None:
         if world.rank() == 0:
             raise ValueError("mine")
@@ -206,52 +216,52 @@ def test_user_code_cannot_swallow_the_end() -> None:
         World.mock(2).run(work)
 
 
-def test_a_world_that_is_stuck_says_who_waits_for_whom() -> None:
+def test_a_deadlock_names_who_waits_for_whom() -> None:
     def work(world: World) -> None:
         if world.rank() != 2:
             comm.barrier()
 
-    with pytest.raises(WorldStuck, match="ranks 0-1,3 are waiting in barrier for rank 2; rank 2 is over"):
+    with pytest.raises(DeadlockError, match="ranks 0-1,3 are waiting in barrier for rank 2; rank 2 is finished"):
         World.mock(N).run(work)
 
     def ring(world: World) -> None:
         comm.recv((world.rank() + 1) % 2)
 
-    with pytest.raises(WorldStuck, match="rank 0 is waiting in recv for rank 1; rank 1 is waiting in recv for rank 0"):
+    with pytest.raises(DeadlockError, match=r"rank 0 is waiting in recv for rank 1; rank 1 .* in recv for rank 0"):
         World.mock(2).run(ring)
 
 
-def test_different_calls_and_shapes_are_told_at_once() -> None:
+def test_mismatched_calls_and_shapes_raise() -> None:
     def calls(world: World) -> None:
         if world.rank() == 0:
             comm.barrier()
         else:
             comm.all_reduce_sum(torch.ones(1))
 
-    with pytest.raises(CallMismatch, match="rank 0 calls barrier while rank 1 calls all_reduce"):
+    with pytest.raises(CollectiveMismatchError, match="rank 0 called barrier, rank 1 called all_reduce"):
         World.mock(2).run(calls)
 
     def shapes(world: World) -> None:
         comm.all_reduce_sum(torch.ones(2 + world.rank()))
 
-    with pytest.raises(TensorMismatch, match=r"rank 0 brings torch.float32 of shape \(2,\), rank 1 .* shape \(3,\)"):
+    with pytest.raises(TensorMismatchError, match=r"rank 0 passed .* of shape \(2,\), rank 1 .* shape \(3,\)"):
         World.mock(2).run(shapes)
 
 
-def test_torch_is_as_before_after_a_run() -> None:
+def test_a_run_restores_torchs_state() -> None:
     World.mock(2).run(lambda world: world.barrier())
     assert not dist.is_initialized()
-    with pytest.raises(CommError, match="There is no world"):
+    with pytest.raises(CommError, match="No world is initialized"):
         comm.barrier()
 
 
 def test_what_cannot_run_is_refused() -> None:
-    with pytest.raises(CommError, match=r"run\(5\): give it a function of the world"):
+    with pytest.raises(InvalidArgumentError, match=r"a function that takes the world; got 5"):
         World.mock(2).run(5)  # type: ignore[arg-type]
 
 
-def test_a_run_within_a_run_is_refused() -> None:
-    with pytest.raises(CommError, match="A mock world runs already"):
+def test_nested_runs_are_refused() -> None:
+    with pytest.raises(CommError, match="A mock world is already running"):
         World.mock(2).run(lambda world: World.mock(2).run(lambda inner: None))
 
 
@@ -263,11 +273,11 @@ def test_every_rank_driven_by_one_thread() -> None:
         comm.all_reduce_sum(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)
     ]
     assert [handle.wait().tolist() for handle in handles] == [[6.0, 6.0]] * 3
-    with pytest.raises(WorldStuck, match=r"barrier for ranks 1-2.*async_op=True"):
+    with pytest.raises(DeadlockError, match=r"barrier for ranks 1-2.*async_op=True"):
         comm.barrier(group=groups[0])
 
 
-def test_a_group_of_this_process_alone() -> None:
+def test_a_single_process_group() -> None:
     group = ProcessGroup.mock()
     tensor = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_mean(tensor, group=group) is tensor
@@ -277,13 +287,13 @@ def test_a_group_of_this_process_alone() -> None:
     assert (world.rank(), world.world_size(), world.default_group().size()) == (0, 1, 1)
 
 
-def test_what_a_mock_world_says_outside_of_a_run() -> None:
+def test_a_mock_world_outside_of_a_run() -> None:
     world = World.mock(4)
     group = world.new_group([0, 1])
     assert (group.contains(0), group.contains(2), group.size()) == (True, False, 2)
-    with pytest.raises(CommError, match="ask within"):
+    with pytest.raises(CommError, match="call it on a rank, inside"):
         world.rank()
-    with pytest.raises(InvalidRank, match="it has at least 1"):
+    with pytest.raises(InvalidRankError, match="world_size must be at least 1; got 0"):
         World.mock(0)
-    with pytest.raises(InvalidRank, match="the world has ranks 0 to 3"):
+    with pytest.raises(InvalidRankError, match="ranks must be 0 to 3"):
         world.new_group([4])

@@ -1,4 +1,4 @@
-"""NCCL without a GPU: importable, and every use says what is missing. With one: tests/gpu."""
+"""NCCL without a GPU can be imported, and every use reports what is missing. With a GPU: tests/gpu."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ USES: list[Callable[[], object]] = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests behaviour without a GPU")
 @pytest.mark.parametrize("use", USES)
-def test_without_nccl_every_use_says_why(use: Callable[[], object]) -> None:
+def test_without_nccl_every_use_reports_the_reason(use: Callable[[], object]) -> None:
     assert not nccl.is_available()
-    with pytest.raises(NcclError, match=r"NCCL: (this build of torch|no CUDA device).*use Backend\.GLOO"):
+    with pytest.raises(
+        NcclError, match=r"NCCL is unavailable: (torch .* without NCCL|no CUDA device).*use Backend\.GLOO"
+    ):
         use()
 
 
-def test_a_unique_id_goes_through_text() -> None:
+def test_a_unique_id_survives_text_encoding() -> None:
     assert NcclUniqueId.from_text(ID.to_text()) == ID
-    with pytest.raises(NcclError, match="is no unique id"):
+    with pytest.raises(NcclError, match="is not a unique id"):
         NcclUniqueId.from_text("not base64!")

@@ -1,4 +1,4 @@
-"""Every collective against NumPy, on shapes, dtypes and groups that hypothesis chooses."""
+"""Every collective matches NumPy, for shapes, dtypes and groups chosen by hypothesis."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ NUMPYS = {
 
 
 def array(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Small whole numbers, so that every order of combining gives the same bits."""
+    """Small integers, so that every order of reduction gives the same bits."""
     whole = (np.arange(int(np.prod(shape))) * 5 + rank * 3) % 3
     return np.asarray(whole.reshape(shape).astype(dtype))
 
 
 def ops_for(dtype: Any) -> list[ReduceOp]:
-    """Operations that are defined for numbers of this type."""
+    """Return the operations that are defined for this dtype."""
     kind = np.dtype(dtype).kind
     wanted = {"c": (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVERAGE), "f": tuple(ReduceOp)}
     return list(wanted.get(kind, (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)))
 
 
-def combined(parts: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[Any, Any]:
-    """What NumPy makes of them."""
+def combine(parts: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[Any, Any]:
+    """Return the result computed by NumPy."""
     total = parts[0]
     for part in parts[1:]:
         total = NUMPYS[op](total, part)
@@ -55,7 +55,7 @@ def combined(parts: list[np.ndarray[Any, Any]], op: ReduceOp) -> np.ndarray[Any,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_collectives_are_numpys(
+def test_collectives_match_numpy(
     world: Any, shape: tuple[int, ...], dtype: Any, ranks: set[int], data: st.DataObject
 ) -> None:
     members = sorted(ranks)
@@ -70,7 +70,7 @@ def test_collectives_are_numpys(
         if not group.is_member:
             return None
         own, large = (array(world.rank(), form, dtype) for form in (shape, whole))
-        tensor = torch.from_numpy(own.copy())  # as an array it is changed in place; as a tensor it takes the short way
+        tensor = torch.from_numpy(own.copy())  # an array is changed in place; a tensor takes the fast path
         return {
             "all_reduce": (comm.all_reduce(own.copy(), op, group=group), comm.all_reduce(tensor, op, group=group)),
             "broadcast": comm.broadcast(own.copy(), src=root, group=group),
@@ -89,10 +89,10 @@ def test_collectives_are_numpys(
         place = members.index(rank)
         mine = slice(place * rows, (place + 1) * rows)
         for result in answer["all_reduce"]:
-            np.testing.assert_array_equal(np.asarray(result), combined(small, op))
+            np.testing.assert_array_equal(np.asarray(result), combine(small, op))
         np.testing.assert_array_equal(answer["broadcast"], small[root])
         np.testing.assert_array_equal(answer["all_gather"], np.concatenate(small))
-        np.testing.assert_array_equal(answer["reduce_scatter"], combined(large, op)[mine])
+        np.testing.assert_array_equal(answer["reduce_scatter"], combine(large, op)[mine])
         np.testing.assert_array_equal(answer["scatter"], large[root][mine])
         if place == root:
             np.testing.assert_array_equal(answer["gather"], np.concatenate(small))

@@ -29,7 +29,7 @@ sys.stdout.write(f"{who} total {total.item()} {world}\\n")
 world.close()
 try:
     world.rank()
-except comm.WorldClosed as error:
+except comm.WorldClosedError as error:
     sys.stdout.write(f"{error}\\n")
 assert "IPython" not in sys.modules and "ipyparallel" not in sys.modules
 """
@@ -52,7 +52,7 @@ def _run(command: list[str], tmp_path: Path, **changes: str) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line)
 
 
-CLOSED = "The world is closed: `World.init()` forms a new one."
+CLOSED = "The world is closed: call `World.init()` to create a new one."
 RANKS = [
     f"rank {rank} of 2 local {rank} total 3.0 World(rank={rank}, world_size=2, backend='gloo')" for rank in range(2)
 ]
@@ -63,7 +63,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert _run(command, tmp_path) == [CLOSED, CLOSED, *RANKS]
 
 
-def test_a_world_that_torch_itself_destroys_ends_quietly(tmp_path: Path) -> None:
+def test_a_world_destroyed_by_torch_exits_cleanly(tmp_path: Path) -> None:
     (tmp_path / "destroys.py").write_text(
         "import torch, torch.distributed as dist\nfrom axon_nb import comm\nworld = comm.World.init()\n"
         "comm.all_reduce_sum(torch.ones(1))\ndist.destroy_process_group()\n"
@@ -74,7 +74,7 @@ def test_a_world_that_torch_itself_destroys_ends_quietly(tmp_path: Path) -> None
 
 
 def free_port() -> int:
-    """A port that nobody has; Linux gives out those below 32768 only to who names them."""
+    """Return an unused port below 32768: Linux never assigns those automatically."""
     for port in range(20_000 + os.getpid() % 10_000, 32_000):
         with socket.socket() as found:
             if found.connect_ex(("127.0.0.1", port)):
@@ -93,7 +93,7 @@ def test_under_mpiexec(tmp_path: Path) -> None:
     assert _run(["mpiexec", "-n", "2", sys.executable], tmp_path, **changes) == [CLOSED, CLOSED, *RANKS]
 
 
-def test_without_a_launcher_the_error_says_what_there_is(tmp_path: Path) -> None:
+def test_without_a_launcher_the_error_names_the_alternatives(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text("from axon_nb.comm import World\nWorld.init()")
     env = {name: value for name, value in os.environ.items() if "RANK" not in name and "SLURM" not in name}
@@ -104,7 +104,7 @@ def test_without_a_launcher_the_error_says_what_there_is(tmp_path: Path) -> None
     assert "run this in a `%%distributed` cell or under torchrun, mpirun or srun" in done.stderr
 
 
-def test_slurms_and_intels_variables_are_read() -> None:
+def test_slurm_and_intel_variables_are_read() -> None:
     slurm = {
         "SLURM_PROCID": "5",
         "SLURM_NTASKS": "8",

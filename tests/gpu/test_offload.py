@@ -15,7 +15,7 @@ SETUP = """
 import gc
 from torch import nn
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy
-from axon_nb.parallel.optimizer_state import held_states
+from axon_nb.parallel.optimizer_state import optimizer_states
 
 def places(tensors):
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
@@ -40,7 +40,7 @@ def train(strategy, offload):
     gc.collect()
     grads = [p.grad for p in model.parameters()]
     found = {
-        "params": places(model.parameters()), "grads": places(grads), "states": places(held_states(optimizer)),
+        "params": places(model.parameters()), "grads": places(grads), "states": places(optimizer_states(optimizer)),
         "held": four(model.memory_stats()), "estimate": four(model.memory_estimate()),
         "allocated": torch.cuda.memory_allocated(),
         "weights": [value.double().sum().item() for value in model.full_state_dict().values()],

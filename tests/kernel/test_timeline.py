@@ -38,7 +38,7 @@ def other(ranks, schedule, num_stages, num_microbatches):
     if rank in ranks:
         stages = [nn.Linear(8, 8) for _ in range(num_stages)]
         loss = nn.functional.mse_loss
-        pipe = Pipeline(stages, group, num_microbatches=num_microbatches, schedule=schedule, loss=loss)
+        pipe = Pipeline(stages, group=group, num_microbatches=num_microbatches, schedule=schedule, loss=loss)
         x = torch.randn(2 * num_microbatches, 8)
         pipe.step(x, x)
         pipe(x)

@@ -1,4 +1,4 @@
-"""Worlds for training: mocks of any size, real processes of two and four ranks."""
+"""Worlds for training: mock worlds of any size, and real processes of two and four ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLDS = ["mock-2", "mock-3", "mock-4", "gloo-2", "gloo-4"]
 
 @pytest.fixture(scope="session")
 def gloo_worlds() -> Iterator[dict[int, GlooWorld]]:
-    """Processes, started when asked for."""
+    """Worlds of processes, started on demand."""
     made: dict[int, GlooWorld] = {}
     yield made
     for world in made.values():
@@ -23,7 +23,7 @@ def gloo_worlds() -> Iterator[dict[int, GlooWorld]]:
 
 
 def make(name: str, gloo_worlds: dict[int, GlooWorld]) -> Any:
-    """A world by its name."""
+    """Return a world by its name."""
     kind, _, size = name.partition("-")
     if kind == "mock":
         return World.mock(int(size))
@@ -52,5 +52,5 @@ def four(request: pytest.FixtureRequest, gloo_worlds: dict[int, GlooWorld]) -> A
 
 @pytest.fixture
 def gloo(gloo_worlds: dict[int, GlooWorld]) -> Any:
-    """Makes a world of so many processes."""
+    """Create a world of this many processes."""
     return lambda size: make(f"gloo-{size}", gloo_worlds)

@@ -1,4 +1,4 @@
-"""Two ranks that save again and again, and are killed at a chosen moment: at the n-th time they touch the folder.
+"""Two ranks that save repeatedly and are killed at a chosen moment: their n-th access to the folder.
 
 ``python -m tests.parallel.killing FOLDER ROUNDS SEED`` prints a line of JSON a round. Ranks are forked from one process
 that has torch loaded, so a round takes about a second.
@@ -27,20 +27,20 @@ __all__ = ["Round"]
 
 _SIZE, _SAVES = 2, 4
 _TOUCHES = (150, 40)
-"""About as many as four saves make, on each rank."""
+"""About as many accesses as four saves make on each rank."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What happened."""
+    """Outcome of one round."""
 
     resumed: int
-    """Step that both ranks resumed from; -1: none."""
+    """Step from which both ranks resumed; -1 if none."""
     bad: str
-    """What was wrong with it; empty: nothing."""
+    """What was wrong with it; empty if nothing."""
     victim: int
     touch: str
-    """What the rank was about to do when it was killed; empty: it came to the end of its saves."""
+    """What the rank was about to do when it was killed; empty if it finished its saves."""
     whole: int
     """Checkpoints in the folder afterwards."""
 

@@ -1,4 +1,4 @@
-"""What the tests of pipelines share: a model and batches, the same training in one process, and as a pipeline."""
+"""Shared by pipeline tests: a model, batches, and training in one process and as a pipeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
     ("DualPipeV", 2, 4, 6),
     ("DualPipeV", 4, 8, 11),
 ]
-"""Every schedule on 2 and 4 ranks, with other numbers of microbatches than of stages."""
+"""Every schedule on 2 and 4 ranks, with different numbers of microbatches and stages."""
 
 RATE = 0.1
 
@@ -53,11 +53,11 @@ def batches(steps: int, rows: int, dtype: torch.dtype = torch.float64) -> list[t
 
 @dataclass
 class Trained:
-    """What a training has given; of a pipeline's rank, its part of it."""
+    """Results of a training run; for a rank of a pipeline, its part."""
 
     losses: list[float] = field(default_factory=list)
     output: torch.Tensor | None = None
-    """Of a forward after the last step."""
+    """Output of a forward after the last step."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of the last step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,7 +84,12 @@ def train(
 ) -> Trained:
     """Train as one rank of a pipeline."""
     pipe = Pipeline.split(
-        whole(dtype), world, num_stages=num_stages, schedule=schedule, num_microbatches=num_microbatches, loss=loss_of
+        whole(dtype),
+        group=world,
+        num_stages=num_stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        loss=loss_of,
     )
     told = Trained()
     for x, y in batches(steps, 2 * num_microbatches, dtype):
@@ -102,7 +107,7 @@ def train(
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of all ranks; no name is on two."""
+    """Merge the parts of all ranks; no name may be on two."""
     names = [name for part in parts for name in part]
     assert len(names) == len(set(names))
     return {name: value for part in parts for name, value in part.items()}

@@ -1,4 +1,4 @@
-"""BatchNorm under DDP: what rank 0 has seen goes to all; with SyncBatchNorm, ranks train as one process."""
+"""BatchNorm under DDP: all ranks get rank 0's statistics; with SyncBatchNorm, ranks train like one process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from axon_nb.parallel import DDP, SyncBatchNorm
 from tests.comm.models import batch, loss_of
 
 SIZE = 12
-"""Samples of a batch: divides by 2, 3 and 4 ranks."""
+"""Samples per batch; divisible by 2, 3 and 4 ranks."""
 
 
 def normed() -> nn.Sequential:
-    """A model with BatchNorm, the same at every call."""
+    """Return a model with BatchNorm, the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 8))
@@ -65,7 +65,7 @@ def test_parts_of_different_sizes(two: Any) -> None:
 
 @pytest.mark.parametrize("strategy", list(GradSyncStrategy))
 def test_running_statistics_are_rank_0s_on_all_ranks(two: Any, strategy: GradSyncStrategy) -> None:
-    """Buffers travel before a forward; `sync_parameters` after the last one brings the last update, too."""
+    """Buffers are sent before a forward; `sync_parameters` sends the last update as well."""
 
     def work(world: World) -> Any:
         model: Any = DDP(normed(), strategy=strategy)
@@ -88,7 +88,7 @@ def test_running_statistics_are_rank_0s_on_all_ranks(two: Any, strategy: GradSyn
     assert not torch.equal(answers[0][0][-1], answers[1][0][-1]), "each rank has seen its own samples"
 
 
-def test_buffers_of_each_rank_when_that_is_asked_for(two: Any) -> None:
+def test_without_broadcast_buffers_each_rank_keeps_its_own(two: Any) -> None:
     def work(world: World) -> Any:
         model: Any = DDP(normed(), broadcast_buffers=False)
         for _ in range(2):
@@ -110,9 +110,9 @@ def test_buffers_of_each_rank_when_that_is_asked_for(two: Any) -> None:
     ],
     ids=["plain", "without weights", "cumulative", "without statistics"],
 )
-def test_every_kind_is_torchs_own_on_one_rank(make: Any) -> None:
+def test_on_one_rank_every_kind_equals_torchs_own(make: Any) -> None:
     theirs = make()
-    ours = SyncBatchNorm.convert(make(), ProcessGroup.mock())
+    ours = SyncBatchNorm.convert(make(), group=ProcessGroup.mock())
     for step in range(3):
         x = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(step))
         torch.testing.assert_close(ours(x), theirs(x))
@@ -125,25 +125,25 @@ def test_every_kind_is_torchs_own_on_one_rank(make: Any) -> None:
     assert ours.train().bfloat16()(half).dtype is torch.bfloat16
 
 
-def test_a_single_value_is_told_on_all_ranks(two: Any) -> None:
+def test_a_single_value_per_channel_raises_on_all_ranks(two: Any) -> None:
     def work(world: World) -> None:
         model = SyncBatchNorm.convert(nn.BatchNorm1d(2))
-        with pytest.raises(TensorError, match="1 values a channel from all ranks together"):
+        with pytest.raises(TensorError, match="at least 2 values per channel over all ranks to train; got 1"):
             model(torch.ones(1 - world.rank(), 2))
 
     two.run(work)
 
 
-def test_torchs_own_is_refused_with_the_way_out() -> None:
+def test_torchs_sync_batch_norm_is_refused_with_the_fix() -> None:
     model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
     with pytest.raises(
-        TensorError, match=r"works on GPUs only, and the model is on cpu: .*SyncBatchNorm.convert\(model\)"
+        TensorError, match=r"works on GPUs only, and the model is on cpu; .*SyncBatchNorm.convert\(model\)"
     ):
-        DDP(model, ProcessGroup.mock())
-    converted: Any = SyncBatchNorm.convert(model, ProcessGroup.mock())
+        DDP(model, group=ProcessGroup.mock())
+    converted: Any = SyncBatchNorm.convert(model, group=ProcessGroup.mock())
     x, y = batch(SIZE)
     loss_of(DDP(converted, ProcessGroup.mock())(x), y).backward()
-    with pytest.raises(TensorError, match=r"of shape \(3,\): it has \(samples, channels, …\)"):
+    with pytest.raises(TensorError, match=r"of shape \(samples, channels, …\); got shape \(3,\)"):
         converted[1](torch.ones(3))
-    with pytest.raises(TensorError, match="LazyBatchNorm1d has no shape yet"):
+    with pytest.raises(TensorError, match="LazyBatchNorm1d is lazy and has no shape yet"):
         SyncBatchNorm.convert(nn.LazyBatchNorm1d())

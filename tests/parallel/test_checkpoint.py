@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks: what was saved comes back, on any number of them and in any layout."""
+"""Checkpoints on real ranks round-trip, for any number of ranks and any layout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from axon_nb.comm import ProcessGroup, World
 from axon_nb.parallel import DDP, FSDP, TensorParallelBlock
 from axon_nb.parallel.checkpoint import (
+    CheckpointNotFoundError,
     Checkpoints,
     CheckpointWarning,
-    NoCheckpoint,
     ResumableSampler,
 )
 from tests.comm.models import blocks, loss_of
@@ -41,19 +41,19 @@ def real_four(gloo_worlds: Any) -> Any:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """A copy of a tensor with all of its parts."""
+    """Return a full copy of a tensor."""
     tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.detach().clone()
 
 
 def wrapped(kind: str) -> nn.Module:
-    """The model of the tests, as plain, ddp or fsdp."""
+    """Return the test model, as plain, ddp or fsdp."""
     model = blocks()
     return {"plain": lambda: model, "ddp": lambda: DDP(model), "fsdp": lambda: FSDP(model)}[kind]()
 
 
 def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All parameters and states of the optimizer, whole."""
+    """Return all parameters and optimizer states in full."""
     plain = getattr(model, "module", model)
     found = {}
     for name, parameter in plain.named_parameters():
@@ -64,7 +64,7 @@ def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 
 
 def train(world: Any, folder: str, kind: str, *, until: int, save_at: int | None = None, resume: bool = False) -> Any:
-    """Train with a sampler, a schedule and noise of all kinds; returns losses, states and what was resumed."""
+    """Train with a sampler, a scheduler and random noise; return losses, states and what was resumed."""
     rank = world.rank() if world else 0
     torch.manual_seed(10 + rank)
     random.seed(20 + rank)
@@ -99,7 +99,7 @@ def train(world: Any, folder: str, kind: str, *, until: int, save_at: int | None
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_resumed_run_goes_on_to_the_last_bit(real_two: Any, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_is_bitwise_identical(real_two: Any, tmp_path: Path, kind: str) -> None:
     # Three batches an epoch and rank: step 4 is in the middle of the second one.
     full = real_two.run(train, str(tmp_path), kind, until=9, save_at=4)
     again = real_two.run(train, str(tmp_path), kind, until=9, resume=True)
@@ -131,10 +131,10 @@ def test_saved_by_four_loaded_by_two_and_by_one_in_another_layout(
                 assert found.keys() == saved.keys()
                 assert all(torch.equal(value, saved[name]) for name, value in found.items())
                 assert bool(told) == (rank == 0)
-                assert all("saved by 4 ranks and is resumed by" in text for text in told)
+                assert all("saved by 4 ranks and is loaded by" in text for text in told)
 
 
-def test_parts_of_tensor_parallel_layers_are_saved_as_parts(four: Any, tmp_path: Path) -> None:
+def test_shards_of_tensor_parallel_layers_are_saved_as_shards(four: Any, tmp_path: Path) -> None:
     f64: dict[str, Any] = {"dtype": torch.float64}
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(2), **f64)
 
@@ -165,12 +165,12 @@ def test_parts_of_tensor_parallel_layers_are_saved_as_parts(four: Any, tmp_path:
         assert torch.equal(second, second_again)
     block = TensorParallelBlock(16, 4, group=ProcessGroup.mock(), **f64)
     optimizer = torch.optim.AdamW(block.parameters(), lr=1.0)
-    with pytest.warns(CheckpointWarning, match="saved by 4 ranks and is resumed by 1"):
+    with pytest.warns(CheckpointWarning, match="saved by 4 ranks and is loaded by 1"):
         Checkpoints(tmp_path).load(0, model=block, optimizer=optimizer)
     torch.testing.assert_close((step(block, optimizer), step(block, optimizer)), losses[0], rtol=1e-12, atol=0)
 
 
-def test_the_last_ones_are_kept_whatever_their_steps(tmp_path: Path) -> None:
+def test_retention_keeps_the_most_recent_saves(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest is None
@@ -191,12 +191,12 @@ def test_the_last_ones_are_kept_whatever_their_steps(tmp_path: Path) -> None:
     assert resumed.step == 15
     assert checkpoints.path(15) == resumed.path == made
     assert float(model.weight.detach().mean()) == 15
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 20: there are 15, 30\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 20; available: 15, 30\."):
         checkpoints.load(20, model=model)
     assert repr(checkpoints) == f"Checkpoints('{tmp_path}', steps=[30, 15])"
 
 
-def test_a_sampler_goes_on_within_its_epoch_on_another_number_of_ranks() -> None:
+def test_a_sampler_resumes_within_its_epoch_on_another_number_of_ranks() -> None:
     data = TensorDataset(torch.arange(24))
 
     def samplers(ranks: int) -> list[ResumableSampler]:
@@ -224,7 +224,7 @@ def test_a_sampler_goes_on_within_its_epoch_on_another_number_of_ranks() -> None
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam, amsgrad", "Adagrad", "LBFGS", "two", "Adam, tensor lr"])
-def test_optimizers_of_all_kinds_go_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+def test_every_optimizer_resumes_bitwise_identical(tmp_path: Path, kind: str) -> None:
     def build() -> tuple[nn.Module, Any]:
         model: Any = blocks()
         model[3].up.weight = model[0].up.weight  # one parameter under two names

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or read: told on all ranks, with the last good one still there."""
+"""Checkpoints that cannot be written or read: raised on all ranks, and the last good one remains."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel.checkpoint import (
-    BrokenCheckpoint,
     CheckpointError,
-    CheckpointMismatch,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
     Checkpoints,
+    CheckpointSaveError,
     CheckpointWarning,
-    NoCheckpoint,
-    SaveFailed,
+    CorruptCheckpointError,
     export_safetensors,
 )
 from tests.parallel.conftest import make
@@ -36,7 +37,7 @@ def real_two(gloo_worlds: Any) -> Any:
 
 
 def filled(value: float, width: int = 128) -> nn.Linear:
-    """A layer of one number, 64 KiB large."""
+    """Return a layer of 64 KiB filled with one number."""
     layer = nn.Linear(width, width, bias=False)
     with torch.no_grad():
         layer.weight.fill_(value)
@@ -44,12 +45,12 @@ def filled(value: float, width: int = 128) -> nn.Linear:
 
 
 def limit_files(size: int) -> None:
-    """Let no file of this process grow beyond so many bytes; -1: let it."""
+    """Limit the size of files that this process writes, in bytes; -1 removes the limit."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any, tmp_path: Path) -> None:
+def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints = Checkpoints(folder)
         checkpoints.save(1, model=filled(1))
@@ -60,7 +61,7 @@ def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any
             try:
                 save(2, model=filled(2))
                 checkpoints.wait()
-            except SaveFailed as error:
+            except CheckpointSaveError as error:
                 told.append(str(error))
         limit_files(-1)
         checkpoints.wait()
@@ -75,12 +76,12 @@ def test_an_error_of_writing_is_told_to_all_and_the_last_one_stays(real_two: Any
         assert len(told) == 2
         assert "could not be written on rank 0: " in told[0]
         assert "File too large" in told[0]
-        assert told[1].startswith("step 2 was not saved in the background: rank 0: ")
+        assert told[1].startswith("The background save of step 2 failed: rank 0: ")
         assert left == ["step_00000001"]
         assert (step, value, steps) == (1, 1.0, [1, 3])
 
 
-def test_a_save_in_the_background_is_of_the_moment_it_began(two: Any, tmp_path: Path) -> None:
+def test_a_background_save_is_a_snapshot(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints, model = Checkpoints(folder), filled(1)
         pending = checkpoints.async_save(5, model=model, extra=[1, 2])
@@ -95,7 +96,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_began(two: Any, tmp_path: 
         assert outcome == (1.0, None, "PendingSave(step=5, done)", [1, 2], 1.0)
 
 
-def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
+def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         checkpoints = Checkpoints(folder)
         saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
@@ -125,21 +126,23 @@ def test_what_does_not_fit_is_named(two: Any, tmp_path: Path) -> None:
 
     for told in two.run(work, str(tmp_path)):
         assert told[0].startswith(
-            "CheckpointMismatch: step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
+            "CheckpointMismatchError: Step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
         )
         assert "1.bias is not in the model" in told[0]
         assert "weight is not in the checkpoint" in told[1]
-        assert told[2] == "CheckpointMismatch: step 1 was saved without an optimizer: load it without one."
-        assert told[3] == "CheckpointMismatch: scaler: not in the checkpoint, which has none."
-        assert told[4].startswith("CheckpointMismatch: SGD has a parameter of shape (2, 2) that is not in the model")
-        assert told[5].startswith("CheckpointError: extra or an object's state cannot be saved: tensors, numbers")
-        assert told[6].startswith("CheckpointError: sampler=int: it has neither state_dict() nor set_epoch()")
-        assert told[7] == "CheckpointError: rank 1 saves step 3 and rank 0 step 2: all save the same."
-        assert told[8] == "CheckpointError: step=-1: a number from 0."
+        assert told[2] == "CheckpointMismatchError: Step 1 was saved without an optimizer; load it without one."
+        assert told[3] == "CheckpointMismatchError: Not in the checkpoint: scaler; it has none."
+        assert told[4].startswith(
+            "CheckpointMismatchError: SGD has a parameter of shape (2, 2) that is not in the model"
+        )
+        assert told[5].startswith("CheckpointError: Cannot save extra or an object's state: only tensors, numbers")
+        assert told[6].startswith("CheckpointError: sampler must have state_dict() or set_epoch(); got int")
+        assert told[7] == "CheckpointError: All ranks must save the same step; rank 0 saves 2, rank 1 3."
+        assert told[8] == "CheckpointError: step must be 0 or more; got -1."
         assert len(told) == 9
 
 
-def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None:
+def test_different_folders_raise(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         common, own = Checkpoints(f"{folder}/0"), Checkpoints(f"{folder}/{world.rank()}")
         common.save(1, model=filled(1))
@@ -151,35 +154,36 @@ def test_ranks_that_see_other_folders_are_told(two: Any, tmp_path: Path) -> None
         return told
 
     for saving, loading in two.run(work, str(tmp_path)):
-        assert f"of rank 1 does not see in {tmp_path}/1 what rank 0 has made there" in saving
-        assert f"of rank 1 does not see {tmp_path}/1/step_00000001, which rank 0 has: all ranks need" in loading
+        assert "Rank 1 on host " in saving
+        assert f"cannot see what rank 0 created in {tmp_path}/1" in saving
+        assert f"cannot see {tmp_path}/1/step_00000001, which rank 0 can; use a folder" in loading
     assert [item.name for item in tmp_path.rglob("*") if item.is_dir()] == ["0", "step_00000001"]
 
 
-def test_half_a_checkpoint_is_told_and_the_one_before_it_resumed(tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path: Path) -> None:
     checkpoints, model = Checkpoints(tmp_path), filled(0)
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 1: there is none at all\."):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 1; there are no checkpoints\."):
         checkpoints.load(1, model=model)
     for step in (1, 2):
         checkpoints.save(step, model=filled(step))
     part = checkpoints.path(2) / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-10])
-    with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp has \d+ bytes, and was written with \d+"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp has \d+ bytes, but should have \d+"):
         checkpoints.load(2, model=model)
     with pytest.warns(CheckpointWarning, match=r"__0_0.distcp has .* Resuming from step 1\."):
         assert checkpoints.load_latest(model=model)
     assert model.weight[0, 0] == 1
     (tmp_path / "step_00000001" / "manifest.json").write_text("{")
-    with pytest.raises(BrokenCheckpoint, match="it is half of one; remove it"):
+    with pytest.raises(CorruptCheckpointError, match=r"no readable manifest\.json, so it is incomplete; remove it"):
         checkpoints.load(1, model=model)
-    with pytest.raises(BrokenCheckpoint, match=r"no checkpoint in .* is whole: .*__0_0.distcp has"):
+    with pytest.raises(CorruptCheckpointError, match=r"No checkpoint in .* is complete: .*__0_0.distcp has"):
         checkpoints.load_latest(model=model)
-    with pytest.raises(CheckpointError, match="keep=0"):
+    with pytest.raises(UsageError, match="keep must be at least 1"):
         Checkpoints(tmp_path, keep=0)
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file, by the format's definition."""
+    """Read the tensors of a file according to the format's definition."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -205,15 +209,17 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
         for other in (nn.Linear(2, 2).to(torch.complex128), model):
             try:
                 export_safetensors(other, path if other is not model else "/proc/none/model.safetensors")
-            except CommError as error:
+            except CheckpointError as error:
                 told.append(f"{type(error).__name__}: {error}")
         return told
 
     path = tmp_path / "models" / "model.safetensors"
     for name, dtype, folder in real_two.run(work, str(path)):
         assert name == str(path)
-        assert dtype == "CheckpointError: weight is of complex128, which safetensors does not know: convert it first."
-        assert "SaveFailed: /proc/none/model.safetensors could not be written on rank 0" in folder
+        assert (
+            dtype == "CheckpointError: safetensors does not support complex128, the dtype of weight; convert it first."
+        )
+        assert "CheckpointSaveError: /proc/none/model.safetensors could not be written on rank 0" in folder
     expected = build().state_dict()
     found = dict(read_safetensors(path))
     assert list(found) == list(expected)
@@ -221,7 +227,7 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
     assert [item.name for item in path.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
+def test_a_program_finishes_its_last_save_before_it_exits(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from axon_nb.parallel.checkpoint import Checkpoints
@@ -231,10 +237,10 @@ Checkpoints(sys.argv[1]).async_save(4, model=torch.nn.Linear(500, 500))
     assert Checkpoints(tmp_path).steps() == [4]
 
 
-def test_torch_reads_what_is_saved(tmp_path: Path) -> None:
+def test_torch_can_read_checkpoints(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     Checkpoints(tmp_path).save(7, model=filled(7))
     dcp_to_torch_save(tmp_path / "step_00000007", tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt")["model.weight"], filled(7).weight)
-    assert issubclass(CheckpointMismatch, CheckpointError)
+    assert issubclass(CheckpointMismatchError, CheckpointError)

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save: the last good checkpoint is there, whole, and they go on from it."""
+"""Ranks killed while saving: the last good checkpoint is complete, and they resume from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def kill(folder: Path, rounds: int, seed: int) -> list[Round]:
-    """Resume, save and be killed, so many times; the first round is not killed."""
+    """Resume, save and be killed, repeatedly; the first round is not killed."""
     command = [sys.executable, "-m", "tests.parallel.killing", str(folder), str(rounds), str(seed)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -25,7 +25,7 @@ def kill(folder: Path, rounds: int, seed: int) -> list[Round]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_while_saving_never_resumes_from_a_bad_one(tmp_path: Path, rounds: int) -> None:
+def test_a_kill_while_saving_never_leaves_a_bad_checkpoint(tmp_path: Path, rounds: int) -> None:
     told = kill(tmp_path / "run", rounds, seed=rounds)
     assert len(told) == rounds + 1
     assert [item.bad for item in told] == [""] * len(told)

@@ -1,4 +1,4 @@
-"""Checkpoints where ranks hold different things: parts of an optimizer, stages, FSDP over tensor parallelism."""
+"""Checkpoints with different contents per rank: optimizer shards, stages, FSDP over tensor parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = {"*.up": "column", "*.down": "row"}
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-    """Train on the same batch; returns losses."""
+    """Train on the same batch; return the losses."""
     x, y = batch()
     losses = []
     for _ in range(count):
@@ -34,19 +34,19 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
 
 
 def alone(folder: Path) -> list[float]:
-    """Two more steps of what was saved, in this process."""
+    """Train two more steps from the checkpoint, in this process."""
     model = blocks()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    with pytest.warns(CheckpointWarning, match="is resumed by 1"):
+    with pytest.warns(CheckpointWarning, match="is loaded by 1"):
         Checkpoints(folder).load(2, model=model, optimizer=optimizer)
     return steps(model, optimizer, 2)
 
 
 def check_moves(gloo_worlds: Any, work: Any, folder: Path, expected: list[float], *, rel: float) -> None:
-    """Two steps on 4 ranks, which save; two more on 2 ranks, and in one process, from what was saved."""
+    """Train two steps on 4 ranks and save; resume for two more on 2 ranks and in one process."""
     for losses in make("gloo-4", gloo_worlds).run(work, str(folder), False):
         assert losses == pytest.approx(expected[:2], rel=rel)
     for losses in make("gloo-2", gloo_worlds).run(work, str(folder), True):
@@ -61,7 +61,7 @@ def expected() -> list[float]:
     return steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), 4)
 
 
-def test_the_parts_of_a_zero_redundancy_optimizer(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
+def test_zero_redundancy_optimizer_shards(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
     def work(world: World, folder: str, resume: bool) -> list[float]:
         with warnings.catch_warnings(action="ignore"):
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -84,7 +84,7 @@ def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected
     def work(world: World, folder: str, resume: bool) -> list[float]:
         mesh = make_mesh(dp=1, tp=2, device="cpu") if world.world_size() == 2 else make_mesh(dp=2, tp=2, device="cpu")
         model = blocks()
-        parallelize(model, PLAN, mesh["tp"])
+        parallelize(model, PLAN, mesh=mesh["tp"])
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
@@ -101,7 +101,7 @@ def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected
     check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-10)
 
 
-def test_ranks_that_hold_other_parts_of_a_model(two: Any, tmp_path: Path, expected: list[float]) -> None:
+def test_ranks_that_hold_different_stages(two: Any, tmp_path: Path, expected: list[float]) -> None:
     def work(world: World, folder: str) -> Any:
         mine = [str(2 * world.rank()), str(2 * world.rank() + 1)]
         model, trained = blocks(), blocks()
@@ -147,21 +147,21 @@ def pipeline(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
 
 
 def three_d(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
-    """Two stages, and FSDP over what ranks there are for each."""
+    """Two stages, each with FSDP over the remaining ranks."""
     model = Parallel3D(
         blocks(), make_mesh(pp=2, dp=world.world_size() // 2, device="cpu"), num_microbatches=2, loss=loss_of
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if train else 1.0)
 
     def step() -> float:
-        x, y = map(model.own_samples, batch())
+        x, y = map(model.local_batch, batch())
         return model.mean_loss(model.step(x, y))
 
     return model, optimizer, step
 
 
 @pytest.mark.parametrize("make_parts", [zero, pipeline, three_d])
-def test_models_of_ours_go_from_four_ranks_to_two_and_to_one_process(
+def test_our_wrappers_load_on_two_ranks_and_in_one_process(
     gloo_worlds: Any, tmp_path: Path, expected: list[float], make_parts: Any
 ) -> None:
     def work(world: World, folder: str, resume: bool) -> list[float]:

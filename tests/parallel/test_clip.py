@@ -1,4 +1,4 @@
-"""The norm of gradients is that of a single process, however the model is laid out over ranks."""
+"""The gradient norm equals that of a single process, for every layout of the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import (
     DDP,
     FSDP,
     ColumnParallelLinear,
+    NonFiniteNormError,
     RowParallelLinear,
     ShardingStrategy,
     ZeRO1,
@@ -38,7 +40,7 @@ SIZE = 24
 
 
 def _model(count: int = 2, width: int = 8) -> nn.Sequential:
-    """Blocks and a norm, whose parameters tensor parallelism leaves whole; 8 * 2 rows, and 9 that do not divide."""
+    """Blocks and a norm, which tensor parallelism does not shard; 8 * 2 rows, and 9 that are not divisible."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
         parts = blocks(count, width)
@@ -89,7 +91,7 @@ def _sequence_parallel(mesh: Any) -> nn.Sequential:
 
 
 def _stage(index: int, stages: int) -> nn.Module:
-    """What a pipeline's stage holds after backward: the gradients of its layers over the whole batch."""
+    """A stand-in for a pipeline stage after backward: gradients of its layers over the whole batch."""
     model = _train(_model(), 0, 1)
     return nn.Sequential(*list(model)[index::stages])
 
@@ -166,7 +168,7 @@ def test_stages_of_sharded_and_tensor_parallel_blocks_on_8_ranks() -> None:
             assert norms == pytest.approx(expected, rel=1e-10)
 
 
-def test_small_gradients_are_left_alone_and_numbers_that_are_none_are_told() -> None:
+def test_small_gradients_are_unchanged_and_nan_raises() -> None:
     model = nn.Linear(3, 2)
     model.weight.grad = torch.full((2, 3), 0.1)
     assert clip_grad_norm(model, 10.0) == pytest.approx(0.1 * math.sqrt(6))
@@ -174,11 +176,11 @@ def test_small_gradients_are_left_alone_and_numbers_that_are_none_are_told() -> 
     assert clip_grad_norm(model.parameters(), 0.01) == pytest.approx(0.1 * math.sqrt(6))
     assert grad_norm(model) == pytest.approx(0.01, rel=1e-4)
     model.weight.grad[0, 0] = math.nan
-    with pytest.raises(CommError, match="the norm of the gradients is nan, so they cannot be clipped"):
+    with pytest.raises(NonFiniteNormError, match="The gradient norm is nan, so the gradients cannot be clipped"):
         clip_grad_norm(model, 1.0, error_if_nonfinite=True)
     assert math.isnan(clip_grad_norm(model, 1.0))
     assert model.weight.grad.isnan().all()
-    with pytest.raises(CommError, match="norm_type=0: the order of a norm is above 0"):
+    with pytest.raises(UsageError, match=r"norm_type must be positive or math\.inf; got 0"):
         grad_norm(model, norm_type=0)
 
 

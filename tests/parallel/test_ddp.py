@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroup, ProcessGroup, TensorMismatch, World
+from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP
 from tests.comm.models import batch, blocks, loss_of
 
 SIZE = 12
-"""Samples of a batch: divides by 2, 3 and 4 ranks."""
+"""Samples per batch; divisible by 2, 3 and 4 ranks."""
 
 
 def trained(model: nn.Module, own: slice, *, steps: int = 3, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -51,7 +52,7 @@ def test_weights_are_those_of_one_process(
         assert all(torch.equal(a, b) for a, b in zip(weights, answers[0], strict=True)), "ranks agree to the bit"
 
 
-def test_every_rank_begins_with_the_weights_of_rank_0(two: Any) -> None:
+def test_every_rank_starts_with_the_weights_of_rank_0(two: Any) -> None:
     def work(world: World) -> Any:
         torch.manual_seed(world.rank())
         model: Any = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -69,7 +70,7 @@ def test_every_rank_begins_with_the_weights_of_rank_0(two: Any) -> None:
     assert torch.equal(mean, mean_too)
 
 
-def test_accumulation_communicates_once_for_each_update(two: Any) -> None:
+def test_accumulation_communicates_once_per_step(two: Any) -> None:
     def work(world: World) -> Any:
         calls = []
         model = DDP(blocks(), strategy=GradSyncStrategy.SYNCHRONOUS)
@@ -100,7 +101,7 @@ def test_accumulation_communicates_once_for_each_update(two: Any) -> None:
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_no_sync_strategy_averages_when_asked_and_not_twice(two: Any) -> None:
+def test_no_sync_strategy_averages_on_request_and_only_once(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(blocks(), strategy=GradSyncStrategy.NO_SYNC)
         x, y = (half[part(world)] for half in batch(SIZE))
@@ -153,7 +154,7 @@ def test_uneven_inputs_with_join(gloo_worlds: Any) -> None:
 
 
 def test_the_published_tutorial_trains(two: Any) -> None:
-    """PyTorch's DDP tutorial as its reader would write it, with our DDP in place of torch's."""
+    """PyTorch's DDP tutorial, with our DDP instead of torch's."""
 
     def demo_basic(world: World) -> float:
         class ToyModel(nn.Module):
@@ -233,7 +234,7 @@ def test_a_group_of_some_ranks(four: Any) -> None:
     def work(world: World) -> Any:
         group = world.new_group([1, 3])
         if not group.contains(world.rank()):
-            with pytest.raises(NotInGroup):
+            with pytest.raises(NotInGroupError):
                 DDP(blocks(), group)
             return None
         model = DDP(blocks(), group)
@@ -251,7 +252,7 @@ def test_a_group_of_some_ranks(four: Any) -> None:
         assert ranks == (1, 3)
 
 
-def test_a_world_of_this_process_alone() -> None:
+def test_a_single_process_world() -> None:
     for group in (ProcessGroup.mock(), World.mock()):
         model = DDP(blocks(), group)
         assert all(
@@ -259,20 +260,20 @@ def test_a_world_of_this_process_alone() -> None:
         )
 
 
-def test_a_model_that_differs_is_told_with_its_parameter(two: Any) -> None:
+def test_a_mismatched_model_names_its_parameter(two: Any) -> None:
     def work(world: World) -> None:
         DDP(nn.Linear(4, 2 + world.rank()))
 
     with pytest.raises(
-        TensorMismatch,
-        match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 weight of torch.float32 \(3, 4\)",
+        TensorMismatchError,
+        match=r"rank 0 has weight of torch.float32 \(2, 4\), rank 1 has weight of torch.float32 \(3, 4\)",
     ):
         two.run(work)
 
 
-def test_what_cannot_be_wrapped_is_told() -> None:
+def test_unsupported_models_and_options_raise() -> None:
     group = ProcessGroup.mock()
-    with pytest.raises(CommError, match="ReLU has no parameter that needs a gradient"):
+    with pytest.raises(UsageError, match="ReLU has no parameter that requires a gradient"):
         DDP(nn.ReLU(), group)
-    with pytest.raises(CommError, match="bucket_size_mb=0: it is a number of MiB above 0"):
+    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 0"):
         DDP(blocks(), group, bucket_size_mb=0)

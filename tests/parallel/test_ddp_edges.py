@@ -1,4 +1,4 @@
-"""DDP where it is easily used wrong, or rarely: each gives the right gradients or says what is the matter."""
+"""Rare and error-prone uses of DDP: each gives the right gradients or a clear error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.comm import CommError, GradSyncStrategy, NotInGroup, ProcessGroup, TensorError, TensorMismatch, World
+from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorError, TensorMismatchError, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FP16, TopK
 from tests.comm.models import batch, blocks, loss_of
 
@@ -26,7 +27,7 @@ def linear() -> nn.Linear:
 
 
 def ones(world: World) -> torch.Tensor:
-    """A batch of one, larger on higher ranks: gradients of its sum are 1 on rank 0, 2 on rank 1."""
+    """A batch of one sample, larger on higher ranks: gradients of its sum are 1 on rank 0 and 2 on rank 1."""
     return torch.full((1, 2), world.rank() + 1.0)
 
 
@@ -44,7 +45,7 @@ class Branches(nn.Module):
 
 
 def test_a_forward_without_backward_averages_nothing(two: Any) -> None:
-    """Gradients are accumulated alone, the loss of a validation batch is looked at, then they are averaged."""
+    """Accumulate gradients, compute a validation loss, then average."""
 
     def work(world: World) -> Any:
         model = DDP(linear())
@@ -58,7 +59,7 @@ def test_a_forward_without_backward_averages_nothing(two: Any) -> None:
         assert gradient.tolist() == [[1.5, 1.5]]
 
 
-def test_an_automatic_average_after_accumulation_is_noticed(two: Any) -> None:
+def test_automatic_averaging_after_accumulation_is_detected(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(linear())
         with model.no_sync():
@@ -94,7 +95,7 @@ def test_sparse_gradients(two: Any) -> None:
     assert two.run(work) == [[0.5, 0.5, 0.0]] * 2
 
 
-def test_copies_train_as_the_original(two: Any) -> None:
+def test_copies_train_like_the_original(two: Any) -> None:
     def work(world: World) -> Any:
         original = DDP(linear(), strategy=GradSyncStrategy.SYNCHRONOUS)
         gradients = []
@@ -109,7 +110,7 @@ def test_copies_train_as_the_original(two: Any) -> None:
     assert two.run(work) == [[[[1.5, 1.5]]] * 3] * 2
 
 
-def test_copies_have_hooks_of_their_own(two: Any) -> None:
+def test_copies_have_their_own_hooks(two: Any) -> None:
     def work(world: World) -> Any:
         original: Any = DDP(linear())
         hooks = [original.register_hook(TopK(0.5))]
@@ -130,7 +131,7 @@ def test_copies_have_hooks_of_their_own(two: Any) -> None:
         assert count == 3
 
 
-def test_groups_in_all_their_forms(four: Any) -> None:
+def test_every_kind_of_group(four: Any) -> None:
     def work(world: World) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
         seen = []
@@ -143,25 +144,25 @@ def test_groups_in_all_their_forms(four: Any) -> None:
             model = DDP(linear(), **keywords)
             model(ones(world)).sum().backward()
             seen.append(model.module.weight.grad[0, 0].item())
-        with pytest.raises(CommError, match=r"a mesh of axes node, local; take one of them: mesh\['node'\]"):
+        with pytest.raises(UsageError, match=r"several axes \(node, local\); pass one of them, such as mesh\['node'\]"):
             DDP(linear(), mesh)
         return seen
 
     assert four.run(work) == [[1.5, 1.5, 1.5, 2.5]] * 2 + [[3.5, 3.5, 3.5, 2.5]] * 2
 
 
-def test_what_torch_gives_who_is_no_member(two: Any) -> None:
+def test_torchs_placeholder_for_non_members(two: Any) -> None:
     def work(world: World) -> str:
         group: Any = dist.new_group([0])
         try:
             DDP(linear(), group)
-        except NotInGroup as error:
+        except NotInGroupError as error:
             return str(error)
         return ""
 
     answers = two.run(work)
     assert answers[0] == ""
-    assert "this rank is no member of the group" in answers[1]
+    assert "This rank is not a member of the group" in answers[1]
 
 
 def _frozen(world: World) -> nn.Module:
@@ -178,23 +179,31 @@ def _longer(world: World) -> nn.Module:
     return nn.Sequential(*(linear() for _ in range(1 + world.rank())))
 
 
-ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[CommError], str]] = [
-    (_frozen, CommError, "Linear has no parameter that needs a gradient"),
-    (lambda w: nn.Linear(2, 1, device="meta" if w.rank() else None), TensorError, "are on meta, without data"),
+ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
+    (_frozen, UsageError, "Linear has no parameter that requires a gradient"),
+    (
+        lambda w: nn.Linear(2, 1, device="meta" if w.rank() else None),
+        TensorError,
+        "are on the meta device and have no data",
+    ),
     (
         lambda w: nn.LazyLinear(1) if w.rank() else nn.Linear(2, 1),
         TensorError,
-        "weight has no shape yet: run the model",
+        "weight is lazy and has no shape yet; run the model",
     ),
-    (_with_buffer, TensorMismatch, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 mean of"),
-    (_longer, TensorMismatch, "rank 0 has 1 parameters and buffers, rank 1 2; build the same model"),
-    (lambda w: linear().to([torch.float32, torch.float64][w.rank()]), TensorMismatch, "rank 1 weight of torch.float64"),
+    (_with_buffer, TensorMismatchError, r"rank 0 has mean of torch.float32 \(1,\), a buffer, rank 1 has mean of"),
+    (_longer, TensorMismatchError, "rank 0 has 1 parameters and buffers, rank 1 has 2. Build the same model"),
+    (
+        lambda w: linear().to([torch.float32, torch.float64][w.rank()]),
+        TensorMismatchError,
+        "rank 1 has weight of torch.float64",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "dtype"])
-def test_what_is_wrong_on_one_rank_is_told_on_all(
-    two: Any, make: Callable[[World], nn.Module], kind: type[CommError], text: str
+def test_an_error_on_one_rank_raises_on_all(
+    two: Any, make: Callable[[World], nn.Module], kind: type[UsageError], text: str
 ) -> None:
     def work(world: World) -> float:
         with pytest.raises(kind, match=text):
@@ -210,7 +219,7 @@ def _sum(world: World) -> torch.Tensor:
     return total
 
 
-def test_parameters_that_torch_was_told_to_leave_alone(two: Any) -> None:
+def test_ignored_parameters(two: Any) -> None:
     def work(world: World) -> Any:
         model: Any = nn.ModuleDict({"shared": linear(), "own": nn.Linear(1 + world.rank(), 1)})
         model.forward = model["shared"].forward
@@ -227,30 +236,30 @@ def test_parameters_that_torch_was_told_to_leave_alone(two: Any) -> None:
 def test_misuse_is_told() -> None:
     group = ProcessGroup.mock()
     for given in ([0], 0, "gloo"):
-        with pytest.raises(CommError, match="it is a ProcessGroup, a World, a mesh with one axis"):
+        with pytest.raises(UsageError, match="group must be a ProcessGroup, a World, a mesh with one axis"):
             DDP(linear(), given)
-    with pytest.raises(CommError, match=r"it is one of GradSyncStrategy\.SYNCHRONOUS, "):
+    with pytest.raises(UsageError, match=r"strategy must be one of GradSyncStrategy\.SYNCHRONOUS, "):
         DDP(linear(), group, strategy="sometimes")  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="use another strategy than NO_SYNC"):
+    with pytest.raises(UsageError, match="use a strategy other than NO_SYNC"):
         DDP(linear(), group, strategy=NO_SYNC).join()
-    with pytest.raises(CommError, match="use another strategy than NO_SYNC"):
+    with pytest.raises(UsageError, match="use a strategy other than NO_SYNC"):
         DDP(linear(), group, strategy=NO_SYNC).register_hook(FP16())
     model = DDP(linear(), group)
-    with pytest.raises(CommError, match=r"it is one of axon_nb\.parallel's, such as FP16\(\)"):
+    with pytest.raises(UsageError, match=r"hook must be one of axon_nb\.parallel's, such as FP16\(\)"):
         model.register_hook(lambda bucket: bucket)  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="bucket_size_mb='big': it is a number"):
+    with pytest.raises(UsageError, match="bucket_size_mb must be a positive number of MiB; got 'big'"):
         DDP(linear(), group, bucket_size_mb="big")  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="is a class: make a model of it first"):
+    with pytest.raises(UsageError, match="Create an instance first"):
         DDP(nn.Linear, group)  # type: ignore[arg-type]
     hook = model.register_hook(FP16())
-    with pytest.raises(CommError, match="this model has a hook already"):
+    with pytest.raises(UsageError, match="This model already has a hook"):
         model.register_hook(TopK())
-    with pytest.raises(CommError, match="this FP16 serves another model"):
+    with pytest.raises(UsageError, match="This FP16 belongs to another model"):
         DDP(linear(), group).register_hook(hook)
 
 
 def test_uneven_batches_with_join_train_as_one_process(two: Any) -> None:
-    """Rank 0 has one batch, rank 1 has three: what is missing counts as nothing; all end with the same weights."""
+    """Rank 0 has one batch, rank 1 has three: missing batches count as zero, and the final weights agree."""
 
     def work(world: World) -> Any:
         model = DDP(blocks())
@@ -278,7 +287,7 @@ def test_uneven_batches_with_join_train_as_one_process(two: Any) -> None:
         torch.testing.assert_close(weight, reference.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_state_dicts_are_torchs(two: Any) -> None:
+def test_state_dicts_equal_torchs(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(linear())
         assert model.train() is model.eval() is model

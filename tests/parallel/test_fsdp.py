@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh
 from axon_nb.parallel.units import make_units
 from tests.comm.models import Block, batch, blocks, loss_of
@@ -74,7 +75,7 @@ def test_accumulation_within_no_sync(two: Any) -> None:
         x, y = _batch(world)
         with model.no_sync():
             (loss_of(model(x[:3]), y[:3]) / 2).backward()
-        with pytest.raises(CommError, match="the last micro-batch's backward, outside of it, reduces them"):
+        with pytest.raises(UsageError, match="run the last micro-batch's backward outside of no_sync"):
             model.sync_gradients()
         (loss_of(model(x[3:]), y[3:]) / 2).backward()
         model.sync_gradients()
@@ -134,7 +135,7 @@ def _tied() -> nn.Sequential:
     return model
 
 
-def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
+def test_a_shared_parameter_stays_shared(two: Any) -> None:
     def work(world: World) -> Any:
         found = []
         for strategy in (S.FULL_SHARD, S.NO_SHARD, S.OPTIMIZER_STATE):
@@ -160,7 +161,7 @@ def test_a_parameter_that_two_layers_share_stays_one(two: Any) -> None:
             torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_lists_of_blocks_are_units_one_by_one() -> None:
+def test_each_block_of_a_list_is_a_unit() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,29 +196,30 @@ def test_misuse_is_told() -> None:
         for options in cases:
             try:
                 FSDP(blocks(), **options)
-            except CommError as error:
+            except UsageError as error:
                 told.append(str(error))
         return told
 
     class Own(FSDP):
-        """Made for no strategy in particular."""
+        """A subclass without a registered strategy."""
 
-    with pytest.raises(CommError, match="OPTIMIZER_STATE with Own: derive it from ZeRO1"):
+    with pytest.raises(UsageError, match="Own cannot use OPTIMIZER_STATE; derive it from ZeRO1"):
         Own(blocks(), strategy=S.OPTIMIZER_STATE)
     for told in World.mock(2).run(work):
         assert told == [
-            "HYBRID_SHARD needs a mesh of (copies, shards): make_mesh(replicate=2, shard=-1).",
-            "HYBRID_SHARD on a mesh of 1 dimensions: it takes 2.",
+            "HYBRID_SHARD needs a mesh of (replicas, shards), such as make_mesh(replicate=2, shard=-1).",
+            "HYBRID_SHARD needs a 2-D mesh; got a 1-D one.",
             (
-                "strategy='half_shard': it is one of ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "
-                "ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.OPTIMIZER_STATE."
+                "strategy must be one of ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "
+                "ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.OPTIMIZER_STATE; "
+                "got 'half_shard'."
             ),
-            "group and mesh: the mesh says already which ranks take part; give one of them.",
-            "wrap=0: a unit has at least 1 parameter.",
+            "Pass either group or mesh, not both: the mesh already defines the ranks.",
+            "wrap must be at least 1 parameter; got 0.",
             (
-                "FULL with ZeRO-1: its parameters are whole on every device; FULL_SHARD can have them on the host, and "
-                "OPTIMIZER_STATES works here."
+                "ZeRO-1 does not support CPUOffload.FULL, as its parameters are not sharded; use OPTIMIZER_STATES, or "
+                "FULL_SHARD to offload parameters."
             ),
-            "mixed_precision=torch.bfloat16 with ZeRO-1: torch.autocast around the forward instead.",
-            "OPTIMIZER_STATE on a mesh of 2 dimensions: it takes 1.",
+            "ZeRO-1 does not support mixed_precision=torch.bfloat16; use torch.autocast around the forward.",
+            "OPTIMIZER_STATE needs a 1-D mesh; got a 2-D one.",
         ]

@@ -1,4 +1,4 @@
-"""Whole parameters of sharded models: read, changed, saved and taken over; and looks at a model between its steps."""
+"""Full parameters of sharded models: read, changed, saved and loaded, also between steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import FSDP, ShardingStrategy, make_mesh
 from tests.comm.models import batch, blocks, loss_of
 
@@ -26,7 +27,7 @@ def _batch(world: World) -> tuple[torch.Tensor, ...]:
 
 
 def _odd(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Rows of 5, of which 2 ranks have 3 and 2, and one row, which rank 0 has alone."""
+    """5 rows, of which 2 ranks have 3 and 2, and one row, which only rank 0 has."""
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).to(dtype)
 
@@ -34,7 +35,7 @@ def _odd(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 @pytest.mark.parametrize(
     "strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.OPTIMIZER_STATE], ids=lambda s: s.name
 )
-def test_parameters_are_whole_within_gathered_and_changes_are_kept(two: Any, strategy: S) -> None:
+def test_gathered_gives_full_parameters_and_keeps_changes(two: Any, strategy: S) -> None:
     def work(world: World) -> Any:
         model = FSDP(_odd(), world, strategy=strategy)
         with model.gathered() as same:
@@ -64,15 +65,15 @@ def test_parameters_are_whole_within_gathered_and_changes_are_kept(two: Any, str
 
 
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
-def test_whole_states_come_back(four: Any, strategy: S) -> None:
+def test_full_states_round_trip(four: Any, strategy: S) -> None:
     def work(world: World) -> Any:
         model = _fsdp(world, strategy, _odd())
         state = {name: value + 1 for name, value in model.full_state_dict().items()}
         model(torch.ones(1, 3, dtype=torch.float64))
         model.load_full_state_dict(state)
-        with pytest.raises(CommError, match="new is in the state alone"):
+        with pytest.raises(UsageError, match="new is only in the state"):
             model.load_full_state_dict(state | {"new": torch.ones(1)})
-        with pytest.raises(CommError, match=r"0.bias is \(5,\) in the model and \(1,\) in the state"):
+        with pytest.raises(UsageError, match=r"0.bias has shape \(5,\) in the model and \(1,\) in the state"):
             model.load_full_state_dict(state | {"0.bias": torch.ones(1)})
         return model.full_state_dict(), model(torch.ones(1, 3, dtype=torch.float64))
 
@@ -85,7 +86,7 @@ def test_whole_states_come_back(four: Any, strategy: S) -> None:
         torch.testing.assert_close(output, reference(torch.ones(1, 3, dtype=torch.float64)))
 
 
-def test_what_is_not_changed_stays_more_precise_than_what_was_gathered(two: Any) -> None:
+def test_unchanged_values_keep_their_precision(two: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(_odd(torch.float32), world, mixed_precision=torch.bfloat16)
         with model.gathered() as same, torch.no_grad():
@@ -101,7 +102,7 @@ def test_what_is_not_changed_stays_more_precise_than_what_was_gathered(two: Any)
 
 
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
-def test_a_look_at_the_loss_before_the_step_changes_nothing(four: Any, strategy: S) -> None:
+def test_a_forward_before_the_step_changes_nothing(four: Any, strategy: S) -> None:
     def work(world: World, look: bool) -> Any:
         model = _fsdp(world, strategy)
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
@@ -124,7 +125,7 @@ def test_a_look_at_the_loss_before_the_step_changes_nothing(four: Any, strategy:
         assert all(torch.equal(plain[name], value) for name, value in looked.items())
 
 
-def test_parts_that_a_step_has_changed_are_newer_than_what_was_gathered(two: Any) -> None:
+def test_shards_changed_by_a_step_are_newer_than_gathered_values(two: Any) -> None:
     def work(world: World, gather: bool) -> Any:
         model = FSDP(blocks(), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # knows nothing of what is gathered

@@ -1,4 +1,4 @@
-"""Communication hooks: the bytes they move, the error they make, and that training still gets there."""
+"""Communication hooks: bytes sent, compression error, and convergence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.comm import CommError, GradSyncStrategy, ProcessGroup, World
+from axon_nb.comm import GradSyncStrategy, ProcessGroup, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import BF16, DDP, FP16, CommHook, Hierarchical, PowerSGD, TopK
 from tests.comm.models import batch, blocks, loss_of
 
@@ -35,7 +36,7 @@ EXPECTED = {
 
 
 def hooked(name: str) -> tuple[DDP, CommHook]:
-    """A model in float32 with that hook."""
+    """Return a float32 model with the hook."""
     model = DDP(blocks(2, 32).float(), strategy=GradSyncStrategy.SYNCHRONOUS)
     return model, model.register_hook(MAKERS[name]())
 
@@ -63,7 +64,7 @@ def test_bytes_and_error_are_counted(four: Any, name: str) -> None:
 
 
 def test_error_feedback_loses_nothing(four: Any) -> None:
-    """What TopK did not send is kept: after many steps of a constant gradient all of it has arrived."""
+    """TopK keeps what it did not send: after many steps of a constant gradient, all of it has arrived."""
 
     def work(world: World) -> Any:
         model = nn.Linear(10, 1, bias=False)
@@ -84,7 +85,7 @@ def test_error_feedback_loses_nothing(four: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_overflow_is_seen_by_all_ranks_and_forgotten(two: Any, value: float) -> None:
+def test_an_overflow_reaches_all_ranks_and_leaves_no_residual(two: Any, value: float) -> None:
     def work(world: World) -> Any:
         model = nn.Linear(50, 1, bias=False)
         wrapped = DDP(model)
@@ -100,7 +101,7 @@ def test_an_overflow_is_seen_by_all_ranks_and_forgotten(two: Any, value: float) 
     assert two.run(work) == [[False, True]] * 2
 
 
-def test_across_nodes_a_hierarchy_sends_a_fraction(four: Any) -> None:
+def test_hierarchical_averaging_sends_a_fraction_across_nodes(four: Any) -> None:
     def work(world: World) -> tuple[int, int]:
         model, hook = hooked("hierarchical")
         x, y = (half.float().chunk(4)[world.rank()] for half in batch(16, 32))
@@ -113,7 +114,7 @@ def test_across_nodes_a_hierarchy_sends_a_fraction(four: Any) -> None:
 
 
 def digits(hook: Any) -> Any:
-    """Accuracy on held-out digits after training with a hook, in a world of two."""
+    """Return the accuracy on held-out digits after training with a hook on two ranks."""
 
     def work(world: World) -> float:
         torch.manual_seed(0)
@@ -151,11 +152,13 @@ def test_training_converges_as_without_compression() -> None:
 
 def test_misuse_is_told() -> None:
     model = DDP(blocks(), ProcessGroup.mock())
-    with pytest.raises(CommError, match="PowerSGD needs all gradients in one bucket"):
+    with pytest.raises(UsageError, match="PowerSGD needs all gradients in one bucket"):
         model.register_hook(PowerSGD())
-    with pytest.raises(CommError, match="ratio 0: it is the share of elements"):
+    with pytest.raises(
+        UsageError, match="ratio must be above 0 and at most 1, the fraction of elements to send; got 0"
+    ):
         TopK(0)
-    with pytest.raises(CommError, match="PowerSGD with rank 0 and start_step 2: at least 1 and 2"):
+    with pytest.raises(UsageError, match="PowerSGD needs rank >= 1 and start_step >= 2; got rank=0, start_step=2"):
         PowerSGD(0)
     assert math.isnan(FP16().stats.error)
     assert FP16().stats.ratio == 0

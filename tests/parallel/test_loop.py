@@ -1,4 +1,4 @@
-"""Helpers of the training loop: true means, checkpoints that are whole or not there, accumulation."""
+"""Helpers of the training loop: correct means, atomic checkpoints, accumulation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from axon_nb.comm import CommError, ProcessGroup, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, accumulating, load_checkpoint, reduce_metrics, save_on_main
 from tests.comm.models import batch, blocks, loss_of
 
@@ -48,11 +49,14 @@ def test_accumulating_gives_the_gradients_of_the_whole_batch(two: Any) -> None:
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
     with accumulating(nn.Linear(1, 1), 0, 2) as last:
         assert not last
-    with pytest.raises(CommError, match="every=0"), accumulating(nn.Linear(1, 1), 0, 0):
+    with (
+        pytest.raises(UsageError, match="every must be at least 1 micro-batch; got 0"),
+        accumulating(nn.Linear(1, 1), 0, 0),
+    ):
         pass
 
 
-def test_a_checkpoint_is_there_for_all_when_the_call_returns(two: Any, tmp_path: Path) -> None:
+def test_save_on_main_returns_once_the_checkpoint_exists(two: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
 
     def work(world: World, path: str) -> Any:
@@ -71,7 +75,7 @@ def test_a_checkpoint_is_there_for_all_when_the_call_returns(two: Any, tmp_path:
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nobody_waiting(two: Any, tmp_path: Path) -> None:
+def test_a_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
     good = tmp_path / "model.pt"
     good.write_bytes(b"the last good one")
 
@@ -86,14 +90,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nobody_waiting(two: Any, tmp
 
     for told in two.run(work, str(tmp_path)):
         assert len(told) == 2
-        assert all("could not be written on rank 0" in text for text in told)
+        assert all("Rank 0 could not write the checkpoint" in text for text in told)
     assert good.read_bytes() == b"the last good one"
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
-    with pytest.raises(CommError, match="there is no checkpoint"):
+    with pytest.raises(UsageError, match="No checkpoint"):
         load_checkpoint(tmp_path / "nothing.pt")
 
 
-def test_a_distributed_sampler_shows_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
+def test_a_distributed_sampler_yields_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
     def work(world: World) -> Any:
         data = TensorDataset(torch.arange(10))
         sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)
@@ -109,23 +113,23 @@ def test_a_distributed_sampler_shows_every_sample_once_and_shuffles_by_epoch(two
     assert first[0] != first[1]
 
 
-def test_metrics_that_do_not_fit_are_told_on_all_ranks(two: Any) -> None:
+def test_invalid_metrics_raise_on_all_ranks(two: Any) -> None:
     def work(world: World) -> list[str]:
         told = []
         mine: list[dict[str, Any]] = [{"loss": 1.0}, {"accuracy": 1.0, "loss": 1.0}]
         for metrics, weight in ((mine[world.rank()], 1.0), (mine[0], world.rank() - 1.0), ({"a": torch.ones(2)}, 1.0)):
-            with pytest.raises(CommError) as caught:
+            with pytest.raises(UsageError) as caught:
                 reduce_metrics(metrics, weight=weight)
             told.append(str(caught.value))
         return told
 
     for rank, (names, weight, shape) in enumerate(two.run(work)):
-        assert f"and rank {1 - rank} has others" in names
-        assert weight == "weight=-1 on rank 0: it is a number of samples, 0 or more."
-        assert "the metric 'a' is tensor([1., 1.])" in shape
+        assert f"rank {1 - rank} has others" in names
+        assert weight == "weight must be a number of samples, 0 or more; got -1 on rank 0."
+        assert "Metric 'a' must be one number, the mean over samples; got tensor([1., 1.])" in shape
 
 
-def test_helpers_work_in_a_world_of_this_process_alone(tmp_path: Path) -> None:
+def test_helpers_work_in_a_single_process_group(tmp_path: Path) -> None:
     group = ProcessGroup.mock()
     save_on_main({"epoch": 1}, tmp_path / "state.pt", group=group)
     assert load_checkpoint(tmp_path / "state.pt") == {"epoch": 1}

@@ -1,4 +1,4 @@
-"""Meshes: which rank is where, which groups it is in, and sizes that do not fit."""
+"""Meshes: coordinates, groups, and invalid sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from axon_nb import comm
-from axon_nb.comm import CommError, World, WorldClosed
+from axon_nb.comm import World, WorldClosedError
+from axon_nb.errors import UsageError
 from axon_nb.parallel import axis_group, coordinates, make_mesh
 
 
@@ -36,27 +37,27 @@ def test_axes_groups_and_coordinates(four: Any) -> None:
 @pytest.mark.parametrize(
     ("axes", "text"),
     [
-        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 makes 6 ranks, and the world has 4"),
-        ({"dp": 3, "tp": -1}, "4 ranks cannot be divided by 3, so tp has no size"),
-        ({"dp": -1, "tp": -1}, "dp and tp are both -1"),
-        ({"dp": 0}, "dp=0: an axis has at least 1 rank"),
+        ({"dp": 2, "tp": 3}, "dp=2 x tp=3 needs 6 ranks, but the world has 4"),
+        ({"dp": 3, "tp": -1}, "4 ranks are not divisible by 3, so tp has no valid size"),
+        ({"dp": -1, "tp": -1}, "Only one axis can be -1; got dp and tp"),
+        ({"dp": 0}, "dp must be at least 1, .*; got 0"),
         ({}, "at least one axis"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(axes: dict[str, int], text: str) -> None:
+def test_invalid_sizes_are_refused(axes: dict[str, int], text: str) -> None:
     def work(world: World) -> None:
         make_mesh(device="cpu", **axes)
 
-    with pytest.raises(CommError, match=text):
+    with pytest.raises(UsageError, match=text):
         World.mock(4).run(work)
 
 
 def test_other_misuse() -> None:
-    with pytest.raises(WorldClosed, match="There is no world to arrange"):
+    with pytest.raises(WorldClosedError, match="No world is initialized"):
         make_mesh(dp=1)
 
     def work(world: World) -> None:
         axis_group(make_mesh(dp=2, device="cpu"), "tp")
 
-    with pytest.raises(CommError, match="axis 'tp': the mesh has dp"):
+    with pytest.raises(UsageError, match="The mesh has no axis 'tp'; it has dp"):
         World.mock(2).run(work)

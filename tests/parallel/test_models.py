@@ -1,4 +1,4 @@
-"""The reference models learn, and can be cut between any two of their blocks."""
+"""The reference models learn, and can be split between any two blocks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_gpt_is_a_sequence_of_blocks() -> None:
     assert torch.equal(second(first(inputs)), model(inputs))
 
 
-def test_pictures() -> None:
+def test_image_models_learn() -> None:
     pictures = torch.rand(3, 1, 8, 8)
     assert CNN()(pictures).shape == (3, 10)
     assert MLP()(pictures.flatten(1)).shape == (3, 10)
 
 
-def test_bad_sizes_are_told() -> None:
-    with pytest.raises(ValueError, match="hidden=30 is no multiple of heads=4"):
+def test_invalid_model_sizes_raise() -> None:
+    with pytest.raises(ValueError, match=r"hidden must be divisible by heads \(4\); got 30"):
         GPT(GPTConfig(hidden=30))
-    with pytest.raises(ValueError, match=r"have [0-9]+ bytes"):
+    with pytest.raises(ValueError, match=r"num_bytes must be at most [0-9]+"):
         standard_library(1 << 40)

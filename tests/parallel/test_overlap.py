@@ -1,4 +1,4 @@
-"""Communication runs while backward does, and once for each update: seen in the recorded spans."""
+"""Communication overlaps backward and runs once per optimizer step, as the recorded spans show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.comm.models import batch, blocks, loss_of
 
 
 @pytest.mark.parametrize("strategy", [GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS])
-def test_buckets_travel_during_backward(two: Any, strategy: GradSyncStrategy) -> None:
+def test_buckets_are_sent_during_backward(two: Any, strategy: GradSyncStrategy) -> None:
     def work(world: World) -> Any:
         from axon_nb.records.trace import ring  # the ring of the rank's own process
 
@@ -40,7 +40,7 @@ def test_buckets_travel_during_backward(two: Any, strategy: GradSyncStrategy) ->
             assert (count, early) == (1, 0)
 
 
-def test_accumulation_sends_the_gradients_once_for_each_update(two: Any) -> None:
+def test_accumulation_sends_the_gradients_once_per_step(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(blocks(), strategy=GradSyncStrategy.SYNCHRONOUS)
         hook = model.register_hook(BF16())
@@ -59,7 +59,7 @@ def test_accumulation_sends_the_gradients_once_for_each_update(two: Any) -> None
     assert two.run(work) == [(expected, True)] * 2
 
 
-def test_a_small_remainder_is_not_carried_into_the_next_epoch(two: Any) -> None:
+def test_a_remainder_of_micro_batches_completes_a_step(two: Any) -> None:
     def work(world: World) -> list[float]:
         model = DDP(torch.nn.Linear(1, 1, bias=False))
         gradients = []

@@ -1,4 +1,4 @@
-"""Ordinary models cut by a plan: losses, gradients and training of one process, a report, and clear refusals."""
+"""Ordinary models sharded by a plan: training equals one process; the report; clear errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
-from axon_nb.comm import CommError, TensorError, World
+from axon_nb.comm import TensorError, World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import axis_group, make_mesh, parallel_cross_entropy, parallelize
 from axon_nb.parallel.checkpoint import Checkpoints
 from axon_nb.parallel.models import CNN, GPT, MLP, GPTConfig, next_byte_loss
@@ -32,7 +33,7 @@ COMPARED = {torch.float64: 3, torch.float32: 2, torch.bfloat16: 1}
 
 
 def gpt(dtype: torch.dtype, seed: int = 4) -> GPT:
-    """A small one."""
+    """Return a small GPT."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT(CONFIG).to(dtype)
@@ -45,7 +46,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, loss_of: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Two steps: the losses, the gradients of the first, and the parameters afterwards; whole."""
+    """Train two steps; return losses, the first gradients and the final parameters, all in full."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs, targets = tokens()
     losses, gradients = [], {}
@@ -61,18 +62,18 @@ def train(model: nn.Module, loss_of: Any) -> tuple[list[float], dict[str, torch.
 
 
 def whole(value: Any) -> torch.Tensor:
-    """All parts."""
+    """Return the full tensor."""
     tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return tensor.detach().clone()
 
 
 def cut(kind: str, model: nn.Module, mesh: Any = None) -> Any:
-    """Cut a model in one of the ways; returns its loss."""
+    """Shard a model in one of the ways; return its loss function."""
     loss = "loss" in kind
     if kind == "plan":
-        parallelize(model, PLAN, mesh)
+        parallelize(model, PLAN, mesh=mesh)
     else:
-        parallelize(model, "auto", mesh, sequence="sequence" in kind, parallel_loss=loss)
+        parallelize(model, "auto", mesh=mesh, sequence="sequence" in kind, parallel_loss=loss)
 
     def parallel(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return parallel_cross_entropy(logits, targets, group=mesh)
@@ -153,7 +154,7 @@ def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(gloo_worlds: Any, tm
     )
 
 
-def test_the_report_says_what_was_cut_and_why_the_rest_was_not(two: Any) -> None:
+def test_the_report_lists_styles_and_reasons(two: Any) -> None:
     def work(world: World) -> Any:
         report = parallelize(gpt(torch.float32), "auto")
         odd = GPT(GPTConfig(vocab=33, context=8, hidden=18, heads=3, blocks=2))
@@ -161,26 +162,33 @@ def test_the_report_says_what_was_cut_and_why_the_rest_was_not(two: Any) -> None
         inputs, targets = tokens()
         next_byte_loss(odd(inputs), targets).backward()
         layers = parallelize(MLP((6, 8, 8, 4)), "auto")
-        return str(report), report._repr_html_(), str(partly), str(layers), report.bytes_here, report.style("block1.up")
+        return (
+            str(report),
+            report._repr_html_(),
+            str(partly),
+            str(layers),
+            report.local_bytes,
+            report.style("block1.up"),
+        )
 
     for text, page, partly, layers, here, style in two.run(work):
         lines = text.splitlines()
-        assert lines[0].startswith("15 of 22 modules over 2 ranks: ")
+        assert lines[0].startswith("15 of 22 modules sharded over 2 ranks: ")
         assert any(line.startswith("block*.attention.query (2)  Linear") and "16x16 -> 8x16" in line for line in lines)
         (token,) = [line for line in lines if line.startswith("embedding.token")]
-        assert token.endswith("auto knows no way to cut it")
-        assert page.startswith("<table><caption>15 of 22 modules over 2 ranks")
+        assert token.endswith("not known to 'auto'")
+        assert page.startswith("<table><caption>15 of 22 modules sharded over 2 ranks")
         assert "<td align='left'>block*.up (2)</td>" in page
         assert style == "column"
         assert here < sum(p.nbytes for p in gpt(torch.float32).parameters())
         assert "block*.attention.key (2) " in partly
-        assert "block*.attention.query has 3 heads, and there are 2 ranks" in partly
-        assert "out_features=33 over 2 ranks: it must be a multiple of 2" in partly
+        assert "block*.attention.query: the number of heads must be divisible by the group size (2); got 3" in partly
+        assert "out_features must be divisible by the group size (2); got 33" in partly
         assert any(line.startswith("block*.up (2)") and "72x18 -> 36x18" in line for line in partly.splitlines())
-        assert [line.split()[2] for line in layers.splitlines()[2:]] == ["column", "row", "whole"]
+        assert [line.split()[2] for line in layers.splitlines()[2:]] == ["column", "row", "replicated"]
 
 
-def test_what_cannot_be_cut_is_refused(two: Any) -> None:
+def test_invalid_plans_are_refused(two: Any) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
@@ -207,7 +215,7 @@ def test_what_cannot_be_cut_is_refused(two: Any) -> None:
             (sharded(), {"0": "row"}, {}),
             (MLP(), "best", {}),
         ):
-            with pytest.raises(CommError) as caught:
+            with pytest.raises(UsageError) as caught:
                 parallelize(model, plan, **options)
             told.append(str(caught.value))
         odd = gpt(torch.float32)
@@ -217,21 +225,21 @@ def test_what_cannot_be_cut_is_refused(two: Any) -> None:
         return [*told, str(caught.value)]
 
     for told in two.run(work):
-        assert told[0] == "0.out_features=7 over 2 ranks: it must be a multiple of 2; the next is 8."
-        assert told[1] == "'1' matches no module: there are 0."
-        assert told[2].startswith("'0': 'colum' is no style; there are column, column+gather, row")
-        assert told[3] == "0 matches '0' and '*', with different styles."
-        assert told[4] == "features.0 is a Conv2d: 'column' cuts nn.Linear and nn.Embedding."
-        assert told[5].startswith("block0.attention.query has 3 heads, and there are 2 ranks")
-        assert told[6].startswith("block0.attention.query has 3 heads, and there are 2 ranks")
-        assert told[7].startswith("sequence=True for a MLP")
+        assert told[0] == "0.out_features must be divisible by the group size (2); got 7. The next multiple is 8."
+        assert told[1] == "'1' matches no module; the modules are 0."
+        assert told[2].startswith("'0': style must be column, column+gather, row")
+        assert told[3] == "0 matches '0' and '*', which have different styles."
+        assert told[4] == "features.0: style 'column' supports nn.Linear and nn.Embedding; got Conv2d."
+        assert told[5].startswith("block0.attention.query: the number of heads must be divisible by")
+        assert told[6].startswith("block0.attention.query: the number of heads must be divisible by")
+        assert told[7].startswith("sequence=True with plan='auto' supports only")
         assert told[8].startswith("0 shares a parameter with another module")
-        assert told[9].startswith("0.weight is a DTensor: parallelize comes first")
-        assert told[10].startswith("plan='best': 'auto', or patterns")
-        assert told[11].startswith("a sequence of shape (1, 7, 16) over 2 ranks: sequence parallelism takes")
+        assert told[9].startswith("0.weight is a DTensor; call parallelize first")
+        assert told[10].startswith("plan must be 'auto' or map patterns")
+        assert told[11].startswith("sequence parallelism needs shape (…, positions, features)")
 
 
-def test_cross_entropy_of_parts_is_that_of_the_whole(world: Any) -> None:
+def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:
     def work(world: World) -> Any:
         generator = torch.Generator().manual_seed(3)
         logits = 30 * torch.randn(5, 7, 12, generator=generator, dtype=torch.float64)
@@ -259,6 +267,6 @@ def test_cross_entropy_of_parts_is_that_of_the_whole(world: Any) -> None:
     for gap, dtype, told in world.run(work):
         assert gap < 1e-12
         assert dtype is torch.float32
-        assert "the vocabulary has 12 entries" in told[0]
-        assert "logits have one dimension more" in told[1]
-        assert "targets of torch.float64" in told[2]
+        assert "targets must be 0 to 11" in told[0]
+        assert "plus one dimension for this rank's part" in told[1]
+        assert "targets must be integers" in told[2]

@@ -1,4 +1,4 @@
-"""Pipelines against one process: losses, gradients and weights with every schedule, and what is recorded."""
+"""Pipelines equal one process for every schedule: losses, gradients, weights; and recorded spans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axon_nb.parallel import PipelineMemoryStats
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from tests.parallel.conftest import make
 from tests.parallel.pipelines import CASES, Trained, in_one_process, merged, train
 
@@ -18,7 +18,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def trained(gloo_worlds: Any) -> Any:
-    """Trainings, by their case; each once."""
+    """Training results by case; each computed once."""
     done: dict[Any, list[Trained]] = {}
 
     def get(kind: str, case: tuple[str, int, int, int], dtype: torch.dtype = torch.float64) -> list[Trained]:
@@ -61,7 +61,7 @@ def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int])
     schedule, ranks, stages, microbatches = case
     for rank, told in enumerate(trained("gloo", case)):
         found = Counter((span.name, span.stage, span.microbatch) for span in told.spans)
-        own = stages_of(PipelineSchedule.of(schedule), rank, num_ranks=ranks, num_stages=stages)
+        own = stages_of_rank(PipelineSchedule.of(schedule), rank, num_ranks=ranks, num_stages=stages)
         assert max(found.values()) == 1
         for stage in own:
             done = {name: {m for n, s, m in found if (n, s) == (name, stage)} for name, _, _ in found}
@@ -83,7 +83,7 @@ def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_live_microbatches_are_those_of_the_formula(trained: Any, case: tuple[str, int, int, int]) -> None:
+def test_live_microbatches_match_the_formula(trained: Any, case: tuple[str, int, int, int]) -> None:
     schedule, ranks, stages, microbatches = case
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     peaks = merged([told.peaks for told in trained("gloo", case)])

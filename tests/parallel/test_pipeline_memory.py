@@ -1,4 +1,4 @@
-"""Live microbatches: closed forms, and what autograd really keeps in a run; the ideal timeline and its bubble."""
+"""Live microbatches: closed forms against what autograd keeps; the ideal timeline and its bubble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
 from axon_nb.parallel.pipeline import runner, torch_hooks
 from axon_nb.records import trace
@@ -20,13 +21,13 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS")
 
 
 def test_torch_has_the_hooks() -> None:
-    assert torch_hooks.missing() == []
+    assert torch_hooks.missing_hooks() == []
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None:
+def test_torch_reports_whether_shapes_are_negotiated(schedule: str) -> None:
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, schedule=schedule, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, schedule=schedule, num_microbatches=4, loss=loss_of)
         made: Any = pipe._make_runner()._schedule
         before = [torch_hooks.is_prepared(made, otherwise) for otherwise in (True, False)]
         pipe.step(*batches(1, 8)[0])
@@ -38,12 +39,12 @@ def test_torch_tells_whether_stages_have_agreed_on_shapes(schedule: str) -> None
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])
-def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelines_train_without_spans(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hooks:
         monkeypatch.setattr(runner, "missing", lambda: ["schedules._batch_p2p"])
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of, spans=not hooks)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of, spans=not hooks)
         position = trace.ring.position
         pipe.step(*batches(1, 8)[0])
         spans = [span for span in trace.ring.since(position)[0] if span.stage >= 0]
@@ -59,7 +60,7 @@ def test_without_spans_pipelines_train_all_the_same(hooks: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
-def test_torch_tells_every_order(schedule: PipelineSchedule) -> None:
+def test_torch_provides_every_order(schedule: PipelineSchedule) -> None:
     stages = 8 if schedule.has_many_stages else 4
     orders = torch_hooks.actions(schedule, num_ranks=4, num_stages=stages, num_microbatches=8)
     assert len(orders) == 4
@@ -82,7 +83,7 @@ def test_closed_forms() -> None:
     assert stats.interleaved_zero_bubble_peak_activations(8, 8) >= 8
     assert stats.dual_pipe_v_peak_activations(8, 10) == 2 * 4 + 1
     assert stats.of("1F1B", num_ranks=4, num_microbatches=8).peak_bytes(10) == (40, 30, 20, 10)
-    with pytest.raises(CommError, match="1F1B and 4 stages"):
+    with pytest.raises(UsageError, match="1F1B needs at least as many microbatches as stages"):
         stats.one_f_one_b_peak_activations(4, 2)
 
 
@@ -90,16 +91,16 @@ class Kept:
     """One tensor that autograd keeps for a backward."""
 
     calls: ClassVar[dict[tuple[int, int], int]] = {}
-    """How much is kept of a stage's forward, by (stage, number of the forward)."""
+    """Number of tensors kept of a stage's forward, by (stage, index of the forward)."""
     peak: ClassVar[dict[int, int]] = {}
-    """Most forwards of which something was kept, by stage."""
+    """Peak number of forwards of which something was kept, by stage."""
 
     def __init__(self, stage: int, tensor: torch.Tensor, call: int) -> None:
         self.stage, self.tensor, self.call = stage, tensor, call
         self.count(+1)
 
     def count(self, change: int) -> None:
-        """Keep books of the forwards of which something is kept."""
+        """Count the forwards of which something is kept."""
         key = (self.stage, self.call)
         Kept.calls[key] = Kept.calls.get(key, 0) + change
         live = sum(1 for (stage, _), held in Kept.calls.items() if stage == self.stage and held)
@@ -110,7 +111,7 @@ class Kept:
 
 
 class Watched(nn.Module):
-    """A stage of which all that autograd keeps is counted, by the forward that it was kept for."""
+    """A stage that counts what autograd keeps, per forward."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) 
 
     def work(world: World) -> dict[int, int]:
         pipe = Pipeline.from_modules(
-            [Watched(stage) for stage in range(stages)], world, schedule=schedule, num_microbatches=microbatches
+            [Watched(stage) for stage in range(stages)], group=world, schedule=schedule, num_microbatches=microbatches
         )
         ((x, y),) = batches(1, microbatches)
         pipe.step(x, y, loss_of)
@@ -155,7 +156,7 @@ def test_the_ideal_bubble(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_putting_weights_off_makes_the_bubble_smaller(schedule: str) -> None:
+def test_deferring_weight_gradients_reduces_the_bubble(schedule: str) -> None:
     plain = bubble_fraction(ideal_timeline("Interleaved1F1B", num_ranks=4, num_microbatches=8))
     assert bubble_fraction(ideal_timeline(schedule, num_ranks=4, num_microbatches=8)) < plain
 

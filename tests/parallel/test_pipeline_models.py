@@ -1,4 +1,4 @@
-"""Pipelines of all kinds of stages: several tensors, buffers, frozen parameters, DDP; batches that change; forwards."""
+"""Pipelines with all kinds of stages: several tensors, buffers, frozen parameters, DDP; changing batches; inference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_gradients_add_up_over_steps_and_batches_may_change(two: Any) -> None:
     sizes = (8, 4, 4, 12)
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of)
         outputs = []
         for rows in sizes:
             ((x, y),) = batches(1, rows)
@@ -43,7 +43,7 @@ def test_gradients_add_up_over_steps_and_batches_may_change(two: Any) -> None:
 
 
 class Two(nn.Module):
-    """Takes and gives two tensors."""
+    """Maps two tensors to two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_stages_may_pass_several_tensors(two: Any, schedule: str) -> None:
         return [Two() for _ in range(count)]
 
     def work(world: World) -> Any:
-        pipe = Pipeline.from_modules(build(), world, schedule=schedule, num_microbatches=4)
+        pipe = Pipeline.from_modules(build(), group=world, schedule=schedule, num_microbatches=4)
         ((x, y),) = batches(1, 8)
         before = pipe(x, y)
         pipe.step((x, y), y, _loss_of_two)
@@ -97,7 +97,7 @@ def test_running_statistics_count_every_microbatch_once(two: Any, schedule: str)
         return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))).double()
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(build(), world, num_stages=stages, schedule=schedule, num_microbatches=4)
+        pipe = Pipeline.split(build(), group=world, num_stages=stages, schedule=schedule, num_microbatches=4)
         ((x, y),) = batches(1, 16)
         pipe.step(x, y, loss_of)
         return dict(pipe.named_buffers())
@@ -112,7 +112,7 @@ def test_running_statistics_count_every_microbatch_once(two: Any, schedule: str)
         torch.testing.assert_close(found[name], buffer)
 
 
-def test_stages_on_devices_and_made_where_they_live(two: Any) -> None:
+def test_stages_with_devices_and_lazily_created_stages(two: Any) -> None:
     def work(world: World) -> Any:
         made = []
 
@@ -123,7 +123,7 @@ def test_stages_on_devices_and_made_where_they_live(two: Any) -> None:
 
             return make_stage
 
-        pipe = Pipeline([PipelineStage(maker(index), "cpu") for index in range(2)], world, loss=loss_of)
+        pipe = Pipeline([PipelineStage(maker(index), "cpu") for index in range(2)], group=world, loss=loss_of)
         ((x, y),) = batches(1, 4)
         pipe.step(x, y)
         state = pipe.state_dict()
@@ -139,7 +139,7 @@ def test_stages_on_devices_and_made_where_they_live(two: Any) -> None:
         assert "Pipeline(" in shown
 
 
-def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
+def test_freezing_and_unfreezing_a_stage(two: Any) -> None:
     def steps(model: Any, train: Any) -> list[Any]:
         found = []
         for frozen in (False, True, False):
@@ -153,7 +153,7 @@ def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
         return found
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of)
         return steps(pipe, pipe.step)
 
     model = whole()
@@ -168,13 +168,18 @@ def test_a_frozen_stage_and_a_thaw(two: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_stages_in_ddp(four: Any, schedule: str) -> None:
-    """Two copies of a pipeline of two ranks, each with half of the samples."""
+    """Two replicas of a pipeline on two ranks, each with half of the samples."""
 
     def work(world: World) -> Any:
         mesh = make_mesh(dp=2, pp=2, device="cpu")
         copies = axis_group(mesh, "dp")
         pipe = Pipeline.split(
-            whole(), mesh["pp"], schedule=schedule, num_microbatches=3, loss=loss_of, wrap=lambda s: DDP(s, copies)
+            whole(),
+            group=mesh["pp"],
+            schedule=schedule,
+            num_microbatches=3,
+            loss=loss_of,
+            wrap=lambda s: DDP(s, copies),
         )
         ((x, y),) = batches(1, 12)
         mine = slice(6 * copies.rank(), 6 * copies.rank() + 6)
@@ -198,7 +203,7 @@ def test_stages_in_ddp(four: Any, schedule: str) -> None:
 
 def test_a_forward_is_recorded(two: Any) -> None:
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, schedule="LoopedBFS", num_microbatches=3)
+        pipe = Pipeline.split(whole(), group=world, schedule="LoopedBFS", num_microbatches=3)
         position = trace.ring.position
         pipe(batches(1, 6)[0][0])
         spans = [span for span in trace.ring.since(position)[0] if span.stage in pipe.stage_indices]
@@ -210,8 +215,8 @@ def test_a_forward_is_recorded(two: Any) -> None:
     ]
 
 
-def test_other_types_between_stages(two: Any) -> None:
-    """Single precision, then bfloat16 by autocast (within 2 %), then double precision: what is sent changes with it."""
+def test_changing_dtypes_between_stages(two: Any) -> None:
+    """Single precision, bfloat16 autocast (within 2 %), double precision: the messages' dtype changes along."""
 
     def steps(model: Any, train: Any) -> list[Any]:
         found = []
@@ -225,7 +230,7 @@ def test_other_types_between_stages(two: Any) -> None:
         return found
 
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of)
         return steps(pipe, pipe.step)
 
     model = whole()
@@ -239,7 +244,7 @@ def test_other_types_between_stages(two: Any) -> None:
 
 def test_a_pipeline_of_one_rank() -> None:
     def work(world: World) -> Any:
-        pipe = Pipeline.split(whole(), world, num_microbatches=4, loss=loss_of)
+        pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of)
         ((x, y),) = batches(1, 8)
         losses = pipe.step(x, y)
         return pipe.mean_loss(losses), pipe(x), {name: p.grad for name, p in pipe.named_parameters()}

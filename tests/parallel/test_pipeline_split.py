@@ -1,4 +1,4 @@
-"""Cutting models into stages of about the same cost."""
+"""Splitting models into stages of about equal cost."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 from axon_nb.comm import World
 from axon_nb.parallel import Pipeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.parallel.pipeline.split import balanced, costs_of
+from axon_nb.parallel.pipeline.split import balance, child_costs
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
-def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
+def test_the_most_expensive_part_is_minimal(costs: list[int], parts: int) -> None:
     if parts > len(costs):
         return
 
@@ -27,7 +27,7 @@ def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
         sums = [sum(costs[a:b]) for a, b in itertools.pairwise((*starts, len(costs)))]
         return max(sums), sum(value * value for value in sums)
 
-    found = balanced([float(cost) for cost in costs], parts)
+    found = balance([float(cost) for cost in costs], parts)
     assert found[0] == 0
     assert len(found) == parts
     assert found == sorted(set(found))
@@ -36,7 +36,7 @@ def test_the_dearest_part_costs_least(costs: list[int], parts: int) -> None:
 
 
 class Busy(nn.Module):
-    """Takes a number of products."""
+    """Computes a number of matrix products."""
 
     def __init__(self, rounds: int) -> None:
         super().__init__()
@@ -54,24 +54,24 @@ class Busy(nn.Module):
 def test_cost_by_measured_time() -> None:
     model = nn.Sequential(*(Busy(rounds) for rounds in (1, 1, 400, 1)))
     random_state = torch.get_rng_state()
-    costs = list(costs_of(model, "time", torch.randn(256, 64)).values())
+    costs = list(child_costs(model, "time", torch.randn(256, 64)).values())
     assert costs[2] > 3 * max(costs[0], costs[1], costs[3])
     assert all(block.calls == 0 for block in model), "buffers are as before"
     assert all(block.weight.grad is None for block in model)
     assert not torch.equal(torch.get_rng_state(), random_state), "only the sample was drawn"
-    assert balanced(costs, 3) in ([0, 2, 3], [0, 1, 2])
+    assert balance(costs, 3) in ([0, 2, 3], [0, 1, 2])
 
 
-def test_all_ranks_cut_at_the_same_places(two: Any) -> None:
+def test_all_ranks_split_at_the_same_places(two: Any) -> None:
     def work(world: World) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(*(Busy(1 + 400 * (number == 5)) for number in range(6)))
         x = torch.randn(64, 64)
         pipes = [
-            Pipeline.split(model, world, split="time", sample=x),
-            Pipeline.split(model, world, split=lambda block: float(block.rounds)),
-            Pipeline.split(model, world),
-            Pipeline.split(model, world, at=["1"]),
+            Pipeline.split(model, group=world, split="time", sample=x),
+            Pipeline.split(model, group=world, split=lambda block: float(block.rounds)),
+            Pipeline.split(model, group=world),
+            Pipeline.split(model, group=world, at=["1"]),
         ]
         return [sorted({name.partition(".")[0] for name, _ in pipe.named_parameters()}) for pipe in pipes]
 
@@ -94,7 +94,7 @@ def test_a_gpt_learns_in_a_pipeline_as_in_one_process(two: Any, schedule: str) -
         return tokens[:, :-1], tokens[:, 1:]
 
     def work(world: World) -> list[float]:
-        pipe = Pipeline.split(build(), world, schedule=schedule, num_microbatches=4, loss=next_byte_loss)
+        pipe = Pipeline.split(build(), group=world, schedule=schedule, num_microbatches=4, loss=next_byte_loss)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         losses = []
         for step in range(4):

@@ -1,4 +1,4 @@
-"""Every strategy against one process: losses, gradients and weights, with all that training has besides."""
+"""Every strategy equals one process: losses, gradients and weights, in a realistic training loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from axon_nb.comm import World
 from axon_nb.comm.reduce import all_reduce_mean
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, checkpoint_blocks, make_mesh
-from axon_nb.parallel.gathering import whole
+from axon_nb.parallel.gathering import full_value
 from tests.comm.gloo import GlooWorld
 from tests.comm.models import Block, batch, blocks, loss_of
 
 S = ShardingStrategy
 WIDTH = 5
-"""Rows of 5 and 10: on 4 ranks the last one has none of the first."""
+"""5 and 10 rows: of the former, the last of 4 ranks has none."""
 SIZE = 48
 VARIANTS = [
     "plain",
@@ -91,7 +91,7 @@ def _train(world: World, strategy: S, variant: Any, dtype: torch.dtype, steps: i
         model.sync_gradients()
         model.clip_grad_norm(0.5)
         losses.append(float(all_reduce_mean(total)))
-        gradients = {name: whole(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
+        gradients = {name: full_value(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
         optimizer.step()
     return losses, gradients, model.full_state_dict()
 
@@ -163,8 +163,8 @@ BFLOAT16 = {
 
 @pytest.mark.parametrize("policy", BFLOAT16)
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.HYBRID_SHARD, S.NO_SHARD], ids=lambda s: s.name)
-def test_bfloat16_is_as_near_as_its_8_bits(gloo: Any, strategy: S, policy: str) -> None:
-    """A rounding error of 2 ** -9 an operation, and about 20 operations deep: 0.04 of the largest gradient."""
+def test_bfloat16_is_as_close_as_its_8_bits_allow(gloo: Any, strategy: S, policy: str) -> None:
+    """About 20 operations deep with a rounding error of 2 ** -9 each: 0.04 of the largest gradient."""
 
     def work(world: World) -> Any:
         result = _train(world, strategy, "plain", torch.float32, 1, mixed_precision=BFLOAT16[policy])
@@ -177,7 +177,7 @@ def test_bfloat16_is_as_near_as_its_8_bits(gloo: Any, strategy: S, policy: str) 
 
 
 @pytest.mark.parametrize("offload", CPUOffload, ids=lambda o: o.name)
-def test_training_goes_on_from_states_that_were_saved(gloo: Any, offload: CPUOffload) -> None:
+def test_training_resumes_from_saved_states(gloo: Any, offload: CPUOffload) -> None:
     def work(world: World) -> Any:
         x, y = (part.chunk(2)[world.rank()] for part in _data(torch.float64))
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers against the whole layer in one process: outputs and every gradient."""
+"""Tensor-parallel layers equal the full layer in one process: outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _input(shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["column, gathered", "column then row", "row of the whole input"])
-def test_outputs_and_gradients_are_those_of_the_whole_layer(
+def test_outputs_and_gradients_equal_those_of_the_full_layer(
     world: Any, kind: str, shape: tuple[int, ...], bias: bool
 ) -> None:
     def reference(x: torch.Tensor) -> tuple[torch.Tensor, nn.Module]:
@@ -82,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_layer(
             torch.testing.assert_close(gradient, reference_gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_parts_come_from_one_initialisation(two: Any) -> None:
+def test_shards_come_from_one_initialisation(two: Any) -> None:
     def work(world: World) -> Any:
         torch.manual_seed(7)  # the same seed on every rank must not give the same part
         column = ColumnParallelLinear(4, 6)
@@ -154,8 +154,8 @@ def test_features_are_never_dropped() -> None:
 
     for told in World.mock(2).run(work):
         assert told == [
-            "out_features=7 over 2 ranks: it must be a multiple of 2; the next is 8.",
-            "in_features=7 over 2 ranks: it must be a multiple of 2; the next is 8.",
-            "3 heads over 2 ranks: each rank has as many, so it is a multiple of that.",
-            "hidden=10 with 4 heads: it must be a multiple of them.",
+            "out_features must be divisible by the group size (2); got 7. The next multiple is 8.",
+            "in_features must be divisible by the group size (2); got 7. The next multiple is 8.",
+            "heads must be divisible by the group size (2); got 3.",
+            "hidden must be divisible by heads (4); got 10.",
         ]

@@ -1,4 +1,4 @@
-"""Pipeline x FSDP x tensor parallelism on 8 ranks: the training of one process, with several optimizer steps."""
+"""Pipeline x FSDP x tensor parallelism on 8 ranks equals one process over several optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from axon_nb.comm import CommError, World
+from axon_nb.comm import World
+from axon_nb.errors import UsageError
 from axon_nb.parallel import Parallel3D, coordinates, make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from tests.parallel.conftest import make
@@ -20,7 +21,7 @@ STEPS, BATCH, MAX_NORM = 4, 16, 0.3
 
 
 def plan() -> dict[str, Any]:
-    """How the blocks of a GPT are cut."""
+    """Return the tensor-parallel plan for the blocks of a GPT."""
     cut = {f"block*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
     ends: dict[str, Any] = {"block*.attention.out": RowwiseParallel(), "block*.down": RowwiseParallel()}
     return cut | ends | {"block*.up": ColwiseParallel()}
@@ -54,7 +55,7 @@ def alone(max_norm: float = math.inf) -> tuple[list[float], list[float], GPT]:
 
 
 def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) -> Any:
-    """The same as one rank of a mesh; copies begin with other weights, which must not matter."""
+    """Do the same as one rank of a mesh; replicas start with different weights, which must not matter."""
     mesh = make_mesh(**axes, device="cpu")
     place = coordinates(mesh)
     model = Parallel3D(
@@ -69,7 +70,7 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, y = map(model.own_samples, data(step))
+        x, y = map(model.local_batch, data(step))
         losses.append(model.mean_loss(model.step(x, y)))
         if step == 1:
             model(x)  # a forward between steps changes nothing
@@ -77,7 +78,7 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
         optimizer.step()
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     whole = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
-    x, _ = map(model.own_samples, data(0))
+    x, _ = map(model.local_batch, data(0))
     return losses, norms, whole, held, model(x)
 
 
@@ -114,13 +115,13 @@ def test_three_axes_train_as_one_process(
 
 
 def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
-    """The first step with other shapes runs a microbatch in advance, after which torch drops gradients of FSDP2."""
+    """The first step with new shapes runs an extra microbatch, after which torch drops gradients of FSDP2."""
     sizes = (8, 8, 16)
 
     def work(world: World) -> Any:
         model = Parallel3D(build(), make_mesh(pp=2, dp=2, device="cpu"), num_microbatches=2, loss=next_byte_loss)
         for number, rows in enumerate(sizes):
-            x, y = (model.own_samples(part[:rows]) for part in data(number))
+            x, y = (model.local_batch(part[:rows]) for part in data(number))
             model.step(x, y)
         return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
@@ -145,9 +146,9 @@ def test_in_bfloat16(four: Any) -> None:
         losses = []
         for step in range(STEPS):
             optimizer.zero_grad()
-            losses.append(model.mean_loss(model.step(*map(model.own_samples, data(step)))))
+            losses.append(model.mean_loss(model.step(*map(model.local_batch, data(step)))))
             optimizer.step()
-        output = model(model.own_samples(data(0)[0]))
+        output = model(model.local_batch(data(0)[0]))
         return losses, {p.dtype for p in model.parameters()}, None if output is None else output.dtype
 
     expected, _, _ = alone()
@@ -157,11 +158,11 @@ def test_in_bfloat16(four: Any) -> None:
         assert output == (torch.bfloat16 if rank >= 2 else None)
 
 
-def test_what_is_no_mesh_for_it(two: Any) -> None:
+def test_invalid_meshes_are_refused(two: Any) -> None:
     def told(call: Any) -> str:
         try:
             call()
-        except CommError as error:
+        except UsageError as error:
             return str(error)
         return ""
 
@@ -172,15 +173,15 @@ def test_what_is_no_mesh_for_it(two: Any) -> None:
             told(lambda: Parallel3D(model, make_mesh(dp=2, device="cpu"))),
             told(lambda: Parallel3D(model, make_mesh(pp=1, tp=2, device="cpu"))),
             told(lambda: Parallel3D(model, mesh, tp_plan={"block*.gate": ColwiseParallel()})),
-            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).own_samples(torch.ones(5))),
+            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).local_batch(torch.ones(5))),
             told(lambda: Parallel3D(model, mesh, mixed_precision=torch.bfloat16)),
-            str(flat.own_samples(torch.ones(5)).shape),
+            str(flat.local_batch(torch.ones(5)).shape),
         ]
 
     for texts in two.run(work):
-        assert texts[0].startswith("the mesh has the axes dp: it has pp, and dp and tp where wanted")
-        assert texts[1].startswith("tp=2 without tp_plan: say which layers are cut and how")
-        assert texts[2] == "tp_plan['block*.gate']: no module of the model has a name like that."
-        assert texts[3] == "a batch of 5 samples over dp=2: 5 / 2 = 2.5 is no whole number."
-        assert texts[4].startswith("mixed_precision=torch.bfloat16 without a dp of 2 or more: it comes with FSDP")
+        assert texts[0].startswith("The mesh must have the axis pp, and optionally dp and tp")
+        assert texts[1].startswith("tp=2 needs tp_plan, the layers to shard")
+        assert texts[2] == "tp_plan['block*.gate'] matches no module of the model."
+        assert texts[3] == "The batch size must be divisible by dp (2); got 5."
+        assert texts[4].startswith("mixed_precision=torch.bfloat16 needs dp=2 or more, as FSDP implements it")
         assert texts[5] == "torch.Size([5])"

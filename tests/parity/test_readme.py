@@ -111,7 +111,7 @@ def test_pipeline_parallelism() -> None:
         stage_modules = [nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)]
         expected = nn.Sequential(*stage_modules)(torch.ones(16, 4)).detach()
         pipe = Pipeline.from_modules(
-            stage_modules, world.default_group(), schedule=PipelineSchedule.ONE_F_ONE_B, num_microbatches=8
+            stage_modules, group=world.default_group(), schedule=PipelineSchedule.ONE_F_ONE_B, num_microbatches=8
         )
         output = pipe(torch.ones(16, 4))
         peak = PipelineMemoryStats.one_f_one_b_peak_activations(pipe.num_stages, 8)

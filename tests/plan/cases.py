@@ -91,7 +91,7 @@ def _ddp(**options: Any) -> Callable[[nn.Module, Any], Any]:
 def _tensor(*, sequence: bool = False, plan: Any = "auto", adam: bool = False) -> Callable[[Any], Step]:
     def make(mesh: Any) -> Step:
         model = gpt()
-        parallelize(model, plan, mesh["tp"], sequence=sequence, parallel_loss=sequence)
+        parallelize(model, plan, mesh=mesh["tp"], sequence=sequence, parallel_loss=sequence)
         loss = parallel_cross_entropy if sequence else next_byte_loss
         group = {"group": axis_group(mesh, "tp")} if sequence else {}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if adam else None
@@ -104,7 +104,7 @@ def _pipeline(schedule: str, stages: int, num_microbatches: int) -> Callable[[An
     def make(mesh: Any) -> Step:
         pipe = Pipeline.split(
             gpt(),
-            axis_group(mesh, "pp"),
+            group=axis_group(mesh, "pp"),
             schedule=schedule,
             num_stages=stages,
             num_microbatches=num_microbatches,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import PipelineMemoryStats, bubble_fraction, ideal_timeline
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 
 ALL = [schedule.value for schedule in PipelineSchedule]
 SECONDS = st.floats(0.001, 0.1)
@@ -140,7 +140,7 @@ def test_invariants_of_any_schedule(case: dict[str, Any]) -> None:
     for rank, order in enumerate(found.orders):
         moments = found.moments[rank]
         assert found.stages_of(rank) == tuple(
-            stages_of(found.schedule, rank, num_ranks=found.num_ranks, num_stages=stages)
+            stages_of_rank(found.schedule, rank, num_ranks=found.num_ranks, num_stages=stages)
         )
         assert all(one[1] <= two[0] for one, two in itertools.pairwise(moments)), "one action at a time"
         for (action, stage, microbatch), (begin, end) in zip(order, moments, strict=True):

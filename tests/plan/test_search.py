@@ -84,7 +84,7 @@ def test_impossible_layouts_give_a_reason() -> None:
 
     plain = plan.search(make, 4, 80, inputs=plan.TensorSpec(("batch", 8)), **OPTIONS)
     piped = [one for one in plain.candidates if one.pp > 1 and one.tp == 1]
-    assert all("is no nn.Sequential" in one.reason for one in piped)
+    assert all("is not an nn.Sequential" in one.reason for one in piped)
     assert len(piped) == 2, "one row for each mesh, however many ways there are to lay it out"
 
 

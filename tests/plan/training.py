@@ -24,7 +24,7 @@ from axon_nb.parallel import (
     parallelize,
 )
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.optimizer_state import held_states
+from axon_nb.parallel.optimizer_state import optimizer_states
 from axon_nb.plan.memory_request import MemoryRequest
 from tests.plan.allocator import allocated
 
@@ -113,11 +113,11 @@ def _wrapped(world: World, model: nn.Module, case: Case) -> tuple[Any, torch.opt
         return ddp, make(ddp.parameters())
     axes = dict(case.mesh)
     if axes.keys() == {"tp"}:
-        parallelize(model, "auto", world)
+        parallelize(model, "auto", mesh=world)
         return model, make(model.parameters())
     mesh = make_mesh(device="cpu", **axes) if len(axes) > 1 else None
     if mesh is not None and "tp" in axes:
-        parallelize(model, "auto", mesh["tp"])
+        parallelize(model, "auto", mesh=mesh["tp"])
         mesh = mesh["dp"]
     mixed = getattr(torch, case.mixed) if case.mixed and case.strategy != "optimizer_state" else None
     group = None if mesh is not None else world
@@ -130,7 +130,7 @@ def _in_stages(model: nn.Sequential, case: Case, tokens: torch.Tensor, targets: 
     options: Any = {"num_microbatches": case.num_microbatches, "schedule": case.schedule, "loss": next_byte_loss}
     piped: Any
     if mesh.ndim == 1:
-        piped = Pipeline.split(model, mesh, **options)
+        piped = Pipeline.split(model, group=mesh, **options)
     else:
         mixed = None if case.mixed is None else getattr(torch, case.mixed)
         again = case.strategy == "full_shard"
@@ -152,7 +152,7 @@ def _between(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
         three = (
             _storages(parameters),
             _storages([p.grad for p in parameters if p.grad is not None]),
-            _storages(held_states(optimizer)),
+            _storages(optimizer_states(optimizer)),
         )
         optimizer.zero_grad()
         return three

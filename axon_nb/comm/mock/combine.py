@@ -1,4 +1,4 @@
-"""Combining the tensors of all ranks, always in the order of ranks."""
+"""Combine the tensors of all ranks, always in rank order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import TensorError
 
-__all__ = ["combined"]
+__all__ = ["combine"]
 
 _OPS: Any = dist.ReduceOp.RedOpType
 _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -25,15 +25,15 @@ _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """One tensor from those of all ranks.
+def combine(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """Combine the tensors of all ranks into one.
 
     Raises:
-        TensorError: an operation that mock worlds do not have.
+        TensorError: mock worlds do not support the operation.
     """
     kind = next((kind for kind in _PAIRWISE if op == kind), None)
     if kind is None:
-        raise TensorError(f"{op}: mock worlds have {', '.join(kind.name for kind in _PAIRWISE)}.")
+        raise TensorError(f"mock worlds support {', '.join(kind.name for kind in _PAIRWISE)}; got {op}.")
     total = tensors[0].detach().clone()
     for tensor in tensors[1:]:
         total = _PAIRWISE[kind](total, tensor.detach())

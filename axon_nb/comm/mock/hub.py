@@ -1,4 +1,4 @@
-"""Where the ranks of one mock group meet: calls are matched by their number, messages by sender, receiver and tag."""
+"""Connects the ranks of a mock group: collectives match by call number, messages by sender, receiver and tag."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from axon_nb.comm.errors import CallMismatch
+from axon_nb.comm.errors import CollectiveMismatchError
 
-__all__ = ["Hub", "Meeting"]
+__all__ = ["Hub", "PendingCollective"]
 
 
 @dataclass
-class Meeting:
-    """One collective: what each rank brought, until all have."""
+class PendingCollective:
+    """One collective in progress: the arguments of each rank that has called it."""
 
     name: str
-    first: int
-    brought: dict[int, Any] = field(default_factory=dict)
+    first_rank: int
+    args_by_rank: dict[int, Any] = field(default_factory=dict)
     done: bool = False
 
 
 class Hub:
-    """One a group, shared by its ranks.
+    """Shared state of one mock group.
 
     Args:
         ranks: Global ranks, for messages.
@@ -33,63 +33,64 @@ class Hub:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self._meetings: dict[int, Meeting] = {}
+        self._pending: dict[int, PendingCollective] = {}
         self._counts = [0] * len(ranks)
-        self._lines: dict[tuple[int, int, int], _Line] = {}
+        self._channels: dict[tuple[int, int, int], _Channel] = {}
 
-    def join(self, rank: int, name: str, brings: Any, carry_out: Callable[[list[Any]], None]) -> Meeting:
-        """One rank makes its next collective; the last one to come carries it out for all.
+    def join(self, rank: int, name: str, args: Any, execute: Callable[[list[Any]], None]) -> PendingCollective:
+        """Join a rank's next collective; the last rank to call executes it for all.
 
         Raises:
-            CallMismatch: others make a different call as the same one.
+            CollectiveMismatchError: another rank made a different call.
         """
         number = self._counts[rank]
         self._counts[rank] += 1
-        meeting = self._meetings.setdefault(number, Meeting(name, rank))
-        if meeting.name != name:
-            raise CallMismatch(
-                f"rank {self.ranks[meeting.first]} calls {meeting.name} while rank {self.ranks[rank]} calls {name}, as "
-                "the same call of one group: every rank makes the same calls in the same order."
+        pending = self._pending.setdefault(number, PendingCollective(name, rank))
+        if pending.name != name:
+            raise CollectiveMismatchError(
+                f"Collective mismatch: rank {self.ranks[pending.first_rank]} called {pending.name}, "
+                f"rank {self.ranks[rank]} called {name} on the same group; all ranks must make the same calls in the "
+                "same order."
             )
-        meeting.brought[rank] = brings
-        if len(meeting.brought) == len(self.ranks):
-            del self._meetings[number]
-            carry_out([meeting.brought[member] for member in range(len(self.ranks))])
-            meeting.done = True
-        return meeting
+        pending.args_by_rank[rank] = args
+        if len(pending.args_by_rank) == len(self.ranks):
+            del self._pending[number]
+            execute([pending.args_by_rank[member] for member in range(len(self.ranks))])
+            pending.done = True
+        return pending
 
-    def missing(self, meeting: Meeting) -> list[int]:
-        """Global ranks that have not come."""
-        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in meeting.brought]
+    def absent_ranks(self, pending: PendingCollective) -> list[int]:
+        """Return the global ranks that have not called it yet."""
+        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in pending.args_by_rank]
 
-    def post(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leave a message for who has asked first; it is copied, so that the sender may go on."""
-        line = self._lines.setdefault((source, target, tag), _Line())
-        line.messages.append(tensor.detach().clone())
-        line.deliver()
+    def send(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> None:
+        """Send a copy of `tensor`, so that the sender can continue."""
+        channel = self._channels.setdefault((source, target, tag), _Channel())
+        channel.messages.append(tensor.detach().clone())
+        channel.deliver()
 
-    def ask(self, source: int, target: int, tag: int, take: Callable[[torch.Tensor], None]) -> None:
-        """Have `take` called with the next message that nobody has asked for before: in the order of asking."""
-        line = self._lines.setdefault((source, target, tag), _Line())
-        line.takers.append(take)
-        line.deliver()
+    def receive(self, source: int, target: int, tag: int, on_message: Callable[[torch.Tensor], None]) -> None:
+        """Pass the next unclaimed message to `on_message`; requests are served in order."""
+        channel = self._channels.setdefault((source, target, tag), _Channel())
+        channel.receivers.append(on_message)
+        channel.deliver()
 
-    def take_any(self, target: int, tag: int) -> tuple[int, torch.Tensor] | None:
-        """The oldest message of the lowest rank that has sent one; None when there is none."""
+    def receive_any(self, target: int, tag: int) -> tuple[int, torch.Tensor] | None:
+        """Take the oldest message of the lowest rank that has sent one; None if there is none."""
         for source in range(len(self.ranks)):
-            line = self._lines.get((source, target, tag))
-            if line is not None and line.messages:
-                return source, line.messages.popleft()
+            channel = self._channels.get((source, target, tag))
+            if channel is not None and channel.messages:
+                return source, channel.messages.popleft()
         return None
 
 
 @dataclass
-class _Line:
-    """From one rank to another: messages and those that wait for them, in order."""
+class _Channel:
+    """A one-way channel between two ranks: queued messages and waiting receivers."""
 
     messages: deque[torch.Tensor] = field(default_factory=deque)
-    takers: deque[Callable[[torch.Tensor], None]] = field(default_factory=deque)
+    receivers: deque[Callable[[torch.Tensor], None]] = field(default_factory=deque)
 
     def deliver(self) -> None:
-        while self.messages and self.takers:
-            self.takers.popleft()(self.messages.popleft())
+        while self.messages and self.receivers:
+            self.receivers.popleft()(self.messages.popleft())

@@ -1,7 +1,7 @@
-"""One torch.distributed for each mock rank: private hooks into torch, all of them.
+"""Give each mock rank its own torch.distributed state, through private hooks into torch.
 
-torch keeps its groups in a module-level object and in a registry of C++. The object is exchanged at each turn, the
-registry has a mode in which every thread has its own. `missing()` names what a newer torch no longer has.
+torch keeps its groups in a module-level object and in a C++ registry. The object is swapped whenever another rank runs;
+the registry has a mode in which each thread has its own. `missing_hooks()` names the hooks that a torch version lacks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch._C import _distributed_c10d as c_api
 
 from axon_nb.torch_api import torch_api
 
-__all__ = ["RankContext", "isolated_threads", "missing"]
+__all__ = ["RankContext", "missing_hooks", "set_thread_isolation"]
 
 c10d = dist.distributed_c10d
 
 
-def missing() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+def missing_hooks() -> list[str]:
+    """Return the names of the hooks that this torch lacks."""
     absent = [name for name in ("_world", "_register_process_group") if not hasattr(c10d, name)]
     absent += [name for name in ("_set_thread_isolation_mode",) if not hasattr(c_api, name)]
     known = set(vars(_World()))
@@ -31,7 +31,7 @@ def missing() -> list[str]:
 
 
 class _World:
-    """torch's own object of this kind reads module globals; this one holds everything itself."""
+    """Replaces torch's own `_World`, which reads module globals; this one holds all state itself."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -49,23 +49,23 @@ class _World:
 
 
 class RankContext:
-    """What a process would have for itself: torch's groups, and the state of the random number generators."""
+    """The per-process state of one rank: torch's groups and the random number generators."""
 
     def __init__(self) -> None:
         self._world: Any = _World()
         self._random: list[Any] = self._read()
-        self._outside: list[Any] = []
+        self._caller_state: list[Any] = []
 
     def enter(self) -> None:
-        """Put this rank's things in place."""
-        self._outside = [c10d._world, self._read()]
+        """Install this rank's state."""
+        self._caller_state = [c10d._world, self._read()]
         c10d._world = self._world
         self._write(self._random)
 
     def leave(self) -> None:
-        """Take them away again."""
+        """Save this rank's state and restore the previous one."""
         self._random = self._read()
-        c10d._world, before = self._outside
+        c10d._world, before = self._caller_state
         self._write(before)
 
     @staticmethod
@@ -81,6 +81,6 @@ class RankContext:
             sys.modules["numpy"].random.set_state(state[2])
 
 
-def isolated_threads(on: bool) -> None:
-    """Whether every thread has a registry of groups of its own."""
+def set_thread_isolation(on: bool) -> None:
+    """Choose whether each thread has its own registry of groups."""
     c_api._set_thread_isolation_mode(on)  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""Ranks as threads that run one at a time: each until it must wait, then the next that can go on.
+"""Deterministic scheduler: ranks are threads of which one runs at a time, until it must wait.
 
-The order depends on nothing but the program, so a run gives the same bits every time, and a world in which nobody can
-go on is known at once.
+The order depends on the program alone, so every run gives the same bits, and a deadlock is detected at once.
 """
 
 from __future__ import annotations
@@ -11,158 +10,158 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from axon_nb.comm.errors import WorldStuck
+from axon_nb.comm.errors import DeadlockError
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Context", "RankEnded", "Turns"]
+__all__ = ["Context", "RankAborted", "TurnScheduler"]
 
-_PIECE_S = 0.05
+_POLL_S = 0.05
 
 
-class RankEnded(BaseException):
-    """The world has ended because another rank failed. No `Exception`, so that user code does not swallow it."""
+class RankAborted(BaseException):
+    """Raised in a rank's thread because another rank failed. Not an `Exception`, so user code does not swallow it."""
 
 
 class Context(Protocol):
-    """What belongs to one rank and is put in place for its turn."""
+    """State of one rank that is installed while the rank runs."""
 
     def enter(self) -> None:
-        """The rank's turn begins."""
+        """Called before the rank runs."""
 
     def leave(self) -> None:
-        """The rank's turn ends."""
+        """Called after the rank has run."""
 
 
 @dataclass
-class _Seat:
-    """One rank."""
+class _RankState:
+    """The state of one rank's thread."""
 
-    turn: threading.Event = field(default_factory=threading.Event)
+    may_run: threading.Event = field(default_factory=threading.Event)
     ready: Callable[[], bool] | None = None
-    """Whether what it waits for is there; None while it does not wait."""
-    waits_in: Callable[[], str] = str
-    over: bool = False
+    """Whether the rank can continue; None while it is not waiting."""
+    waiting_in: Callable[[], str] = str
+    finished: bool = False
     result: Any = None
     error: BaseException | None = None
 
 
-class Turns:
-    """Runs functions as ranks.
+class TurnScheduler:
+    """Runs functions as ranks, one thread per rank.
 
     Args:
-        contexts: One a rank.
+        contexts: One per rank.
     """
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = list(contexts)
-        self._seats = [_Seat() for _ in contexts]
-        self._own = threading.local()
-        self._all_over = threading.Event()
-        self._ending: BaseException | None = None
+        self._states = [_RankState() for _ in contexts]
+        self._local = threading.local()
+        self._all_finished = threading.Event()
+        self._abort_cause: BaseException | None = None
         self.failed: list[int] = []
         """Ranks that raised, in the order in which they did."""
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Run `function(rank)` as every rank; the results in the order of ranks.
+        """Run `function(rank)` on every rank and return the results in rank order.
 
         Raises:
-            BaseException: what the first rank to fail raised; the others are ended.
+            BaseException: the failure of the first rank that failed; the others are aborted.
         """
         threads = [
-            threading.Thread(target=self._work, args=(rank, function), name=f"axon_nb-mock-rank{rank}", daemon=True)
-            for rank in range(len(self._seats))
+            threading.Thread(target=self._run_rank, args=(rank, function), name=f"axon_nb-mock-rank{rank}", daemon=True)
+            for rank in range(len(self._states))
         ]
         for thread in threads:
             thread.start()
-        self._seats[0].turn.set()
+        self._states[0].may_run.set()
         try:
-            while not self._all_over.wait(_PIECE_S):
+            while not self._all_finished.wait(_POLL_S):
                 pass
-        except BaseException as error:  # Ctrl-C: the ranks end at their next communication
-            self._ending = error
+        except BaseException as error:  # Ctrl-C: each rank aborts at its next communication
+            self._abort_cause = error
             raise
         for thread in threads:
             thread.join()
         if self.failed:
-            cause = self._seats[self.failed[0]].error
+            cause = self._states[self.failed[0]].error
             assert cause is not None
             raise cause
-        return [seat.result for seat in self._seats]
+        return [state.result for state in self._states]
 
-    def _work(self, rank: int, function: Callable[[int], Any]) -> None:
-        seat = self._seats[rank]
-        self._own.rank = rank
-        seat.turn.wait()
+    def _run_rank(self, rank: int, function: Callable[[int], Any]) -> None:
+        state = self._states[rank]
+        self._local.rank = rank
+        state.may_run.wait()
         self._contexts[rank].enter()
         try:
-            if self._ending is None:
-                seat.result = function(rank)
-        except RankEnded:
+            if self._abort_cause is None:
+                state.result = function(rank)
+        except RankAborted:
             pass
         except BaseException as error:
-            seat.error = error
+            state.error = error
             self.failed.append(rank)
-            self._ending = error
-        seat.over = True
+            self._abort_cause = error
+        state.finished = True
         self._contexts[rank].leave()
-        self._pass_on(rank)
+        self._schedule_next(rank)
 
     @property
     def rank(self) -> int | None:
-        """The rank whose thread this is; None outside."""
-        return getattr(self._own, "rank", None)
+        """The rank that runs in this thread; None outside."""
+        return getattr(self._local, "rank", None)
 
-    def wait_for(self, ready: Callable[[], bool], waits_in: Callable[[], str]) -> None:
-        """On a rank's thread: let others run until `ready()`.
+    def wait_for(self, ready: Callable[[], bool], waiting_in: Callable[[], str]) -> None:
+        """Let other ranks run until `ready()`; call it on a rank's thread.
 
         Raises:
-            WorldStuck: that can never be, as every other rank waits too or is over.
-            RankEnded: another rank failed.
+            DeadlockError: every other rank waits too or has finished.
+            RankAborted: another rank failed.
         """
         rank = self.rank
         assert rank is not None
-        seat = self._seats[rank]
-        self._raise_if_ending()
+        state = self._states[rank]
+        self._raise_if_aborted()
         if ready():
             return
-        seat.ready, seat.waits_in = ready, waits_in
-        seat.turn.clear()
+        state.ready, state.waiting_in = ready, waiting_in
+        state.may_run.clear()
         self._contexts[rank].leave()
-        self._pass_on(rank)
-        seat.turn.wait()
+        self._schedule_next(rank)
+        state.may_run.wait()
         self._contexts[rank].enter()
-        seat.ready = None
-        self._raise_if_ending()
+        state.ready = None
+        self._raise_if_aborted()
         if not ready():
-            raise WorldStuck(self._who_waits())
+            raise DeadlockError(self._describe_deadlock())
 
-    def _raise_if_ending(self) -> None:
-        if self._ending is not None:
-            raise RankEnded
+    def _raise_if_aborted(self) -> None:
+        if self._abort_cause is not None:
+            raise RankAborted
 
-    def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can use it."""
-        count = len(self._seats)
+    def _schedule_next(self, rank: int) -> None:
+        """Wake the next rank that can run."""
+        count = len(self._states)
         order = [(rank + 1 + offset) % count for offset in range(count)]
-        living = [other for other in order if not self._seats[other].over]
-        if not living:
-            self._all_over.set()
+        unfinished = [other for other in order if not self._states[other].finished]
+        if not unfinished:
+            self._all_finished.set()
             return
-        for other in living:
-            seat = self._seats[other]
-            if self._ending is not None or seat.ready is None or seat.ready():
-                seat.turn.set()
+        for other in unfinished:
+            state = self._states[other]
+            if self._abort_cause is not None or state.ready is None or state.ready():
+                state.may_run.set()
                 return
-        # Nobody can: the lowest rank says so, and its failure ends the others.
-        self._seats[min(living)].turn.set()
+        # Deadlock: the lowest rank raises, and its failure aborts the others.
+        self._states[min(unfinished)].may_run.set()
 
-    def _who_waits(self) -> str:
+    def _describe_deadlock(self) -> str:
         groups: dict[str, list[int]] = {}
-        for rank, seat in enumerate(self._seats):
-            groups.setdefault("over" if seat.over else f"waiting in {seat.waits_in()}", []).append(rank)
-        text = "; ".join(f"{_named(ranks)} {what}" for what, ranks in groups.items())
-        return f"No rank can go on: {text}. Every rank of a group makes the same calls in the same order."
+        for rank, state in enumerate(self._states):
+            groups.setdefault("finished" if state.finished else f"waiting in {state.waiting_in()}", []).append(rank)
+        text = "; ".join(f"{_name_ranks(ranks)} {what}" for what, ranks in groups.items())
+        return f"Deadlock: {text}. All ranks of a group must make the same calls in the same order."
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} are"

@@ -1,4 +1,4 @@
-"""The handle of one communication in a mock world."""
+"""The work handle of one communication in a mock world."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["MockWork"]
 
 
 class MockWork(Work):
-    """Waiting for it lets the other ranks run.
+    """A communication in progress; waiting for it lets the other ranks run.
 
     Args:
-        ready: Whether it is over; may complete it.
-        wait: Lets others run until `ready()`.
-        output: The tensors that a future gives.
-        source: Whom a message was from.
+        ready: Whether it has completed; the call may complete it.
+        wait: Lets other ranks run until `ready()`.
+        output: The tensors that the future returns.
+        source: Returns the sender's rank.
     """
 
     def __init__(
@@ -36,37 +36,37 @@ class MockWork(Work):
         self._output = output
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it."""
+        """Wait for completion."""
         self._wait(self._ready)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether it has completed."""
         return self._ready()
 
     def is_success(self) -> bool:
-        """Whether it is over: in a mock world nothing else can happen to it."""
+        """Whether it has completed: communication in a mock world cannot fail."""
         return self._ready()
 
     def exception(self) -> Any:
-        """None."""
+        """Return None: communication in a mock world cannot fail."""
         return None
 
     def result(self) -> Any:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._output
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def source_rank(self) -> int:
-        """Whom a message was from; -1 where that was said in the call."""
+        """Return the sender's rank; -1 if the call named it."""
         return self._source()
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future that has its value: whoever asks for one waits for it in C++, where no turn can be passed on."""
+        """Return a completed future: its users wait in C++, where no other rank could be scheduled."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(self._output)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from axon_nb.comm import ProcessGroup
-from axon_nb.comm.forming import forming
+from axon_nb.comm.forming import rebuild_count
 from axon_nb.compat.horovod.errors import NotInitialized
 from axon_nb.compat.horovod.negotiation import Channel
 from axon_nb.compat.horovod.operation import Operation
@@ -62,9 +62,9 @@ class State:
 
     def freshen(self) -> None:
         """Forget the calls that were under way when the groups were formed anew: no rank has them any more."""
-        if self.formed == forming():
+        if self.formed == rebuild_count():
             return
-        self.formed = forming()
+        self.formed = rebuild_count()
         self.lost |= set(self.handles)
         self.handles.clear()
         for member in self.sets.values():
@@ -101,7 +101,7 @@ def current() -> State:
 
 def remember(state: State) -> None:
     """From now on Horovod is this here."""
-    state.formed = forming()
+    state.formed = rebuild_count()
     _states[dist.group.WORLD] = state
 
 

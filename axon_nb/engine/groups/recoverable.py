@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.comm.named_group import NamedGroup
+from axon_nb.comm.named_group import PythonProcessGroup
 from axon_nb.engine.groups import activity, membership
 from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.arrivals import wait_for_all
@@ -63,7 +63,7 @@ def operations() -> list[str]:
     return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]
 
 
-class RecoverableGroup(NamedGroup):
+class RecoverableGroup(PythonProcessGroup):
     """See the module.
 
     Args:

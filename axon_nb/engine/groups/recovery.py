@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.forming import formed_anew
+from axon_nb.comm.forming import mark_rebuilt
 from axon_nb.compat.deepspeed_reset import forget_groups
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
@@ -202,7 +202,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     stand_down("")
     stop_at(None)
     activity.forget_all()
-    formed_anew()
+    mark_rebuilt()
     if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
         return {"groups": 0, "wrappers": 0, "leaked": 0, "not_reset": []}
     groups_state.epoch, groups_state.reforming = epoch, True

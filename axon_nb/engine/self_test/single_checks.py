@@ -121,7 +121,7 @@ def pipeline_spans(_: Place) -> None:
     """What is wrapped in pipelines to record their actions is there."""
     from axon_nb.parallel.pipeline import torch_hooks
 
-    _raise_if_missing(torch_hooks.missing())
+    _raise_if_missing(torch_hooks.missing_hooks())
 
 
 def mock_worlds(_: Place) -> None:

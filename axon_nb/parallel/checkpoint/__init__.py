@@ -1,30 +1,30 @@
-"""Checkpoints that survive a kill at any moment and load on any number of ranks, and export to safetensors."""
+"""Crash-safe checkpoints that load on any number of ranks, and export to safetensors."""
 
 from __future__ import annotations
 
 from axon_nb.parallel.checkpoint.checkpoints import Checkpoints, Resumed
 from axon_nb.parallel.checkpoint.errors import (
-    BrokenCheckpoint,
     CheckpointError,
-    CheckpointMismatch,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
     CheckpointWarning,
-    NoCheckpoint,
-    SaveFailed,
+    CorruptCheckpointError,
 )
 from axon_nb.parallel.checkpoint.safetensors import export_safetensors
 from axon_nb.parallel.checkpoint.sampler import ResumableSampler
 from axon_nb.parallel.checkpoint.saving import PendingSave
 
 __all__ = [
-    "BrokenCheckpoint",
     "CheckpointError",
-    "CheckpointMismatch",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
     "CheckpointWarning",
     "Checkpoints",
-    "NoCheckpoint",
+    "CorruptCheckpointError",
     "PendingSave",
     "ResumableSampler",
     "Resumed",
-    "SaveFailed",
     "export_safetensors",
 ]

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: save, resume on any number of ranks, keep the last few."""
+"""`Checkpoints`: a folder of checkpoints to save, resume from on any number of ranks, and keep the last few of."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from typing import Any
 
 from torch import nn
 
+from axon_nb.errors import UsageError
 from axon_nb.parallel.checkpoint.errors import (
-    BrokenCheckpoint,
     CheckpointError,
+    CheckpointSaveError,
     CheckpointWarning,
-    SaveFailed,
+    CorruptCheckpointError,
 )
 from axon_nb.parallel.checkpoint.folder import CheckpointFolder, Manifest, check
 from axon_nb.parallel.checkpoint.loading import restore
 from axon_nb.parallel.checkpoint.optimizers import Optimizers
 from axon_nb.parallel.checkpoint.peers import Peers
 from axon_nb.parallel.checkpoint.preparing import Contents, prepare
-from axon_nb.parallel.checkpoint.saving import PendingSave, commit, settle
+from axon_nb.parallel.checkpoint.saving import PendingSave, commit, finish_pending
 from axon_nb.parallel.checkpoint.tensors import TensorWriter
 
 __all__ = ["Checkpoints", "Resumed"]
 
-_NOT_SAVED = "the checkpoint could not be written"
+_NOT_SAVED = "The checkpoint could not be written"
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint says besides the states it has set."""
+    """What a checkpoint contains besides the states that were loaded."""
 
     step: int
-    """As it was saved."""
+    """The step, as saved."""
     extra: Any
-    """As it was saved; by rank 0, where the number of ranks has changed."""
+    """The value of `extra`, as saved; that of rank 0 if the number of ranks has changed."""
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     path: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
 
 
 class Checkpoints:
-    """Checkpoints of one training run, in one folder that all ranks see.
+    """Checkpoints of one training run, in one folder that all ranks can access.
 
-    A checkpoint is written beside the others and gets its name when all of it is on the disk: killed at any moment, a
-    run leaves the last good one. What was cut off is removed by the next save. The format of the tensors is that of
-    torch.distributed.checkpoint, one folder a checkpoint. Load only what you trust: reading it can run code.
+    A checkpoint is written beside the others and gets its name once it is completely on disk: if a run is killed at any
+    moment, the last good one remains. The next save removes leftovers. Each checkpoint is a folder; tensors are in the
+    format of torch.distributed.checkpoint. Load only checkpoints that you trust: reading one can run code.
 
         checkpoints = Checkpoints("runs/gpt", keep=3)
         resumed = checkpoints.load_latest(model=model, optimizer=optimizer, sampler=sampler)
@@ -59,23 +60,23 @@ class Checkpoints:
             if step % 100 == 0:
                 checkpoints.save(step, model=model, optimizer=optimizer, sampler=sampler, extra={"loss": loss})
 
-    Models may be plain, in DDP, FSDP (ours or torch's), ZeRO-1, a `Pipeline` or `Parallel3D`, sharded by
-    `fully_shard` or `parallelize`, or made of the layers of `axon_nb.parallel.tensor`; what was saved in one way on
-    some ranks can be loaded in another on others.
-    Every method but `steps`, `latest` and `path` is a collective: all ranks call it.
+    Models can be plain, in DDP, FSDP (ours or torch's), ZeRO-1, a `Pipeline` or `Parallel3D`, sharded by
+    `fully_shard` or `parallelize`, or built from the layers of `axon_nb.parallel.tensor`. A checkpoint saved with one
+    layout and number of ranks can be loaded with another.
+    All methods except `steps`, `latest` and `path` are collective: call them on all ranks.
 
     Args:
-        folder: Made when needed.
-        keep: How many of the last saved ones are kept; None: all.
-        group: The ranks that save and load together; None: all, or this process alone where there is no world.
+        folder: The folder; created if necessary.
+        keep: Number of most recent checkpoints to keep; None keeps all.
+        group: The ranks that save and load together. None: all, or this process alone if there is no world.
 
     Raises:
-        CheckpointError: `keep` is below 1.
+        UsageError: `keep` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, group: Any = None) -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}: at least 1 checkpoint is kept; None keeps all.")
+            raise UsageError(f"keep must be at least 1, or None to keep all; got {keep}.")
         self._folder = CheckpointFolder(folder)
         self._keep = keep
         self._group = group
@@ -83,134 +84,138 @@ class Checkpoints:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """Folder of the checkpoints."""
         return self._folder.path
 
     def steps(self) -> list[int]:
-        """The steps that can be loaded, in the order in which they were saved."""
-        return [manifest.step for manifest in self._folder.whole()]
+        """Return the steps that can be loaded, in the order in which they were saved."""
+        return [manifest.step for manifest in self._folder.complete()]
 
     @property
     def latest(self) -> int | None:
-        """The step that was saved last; None: there is none."""
+        """The step that was saved last; None if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def path(self, step: int) -> Path:
-        """The folder of a checkpoint.
+        """Return the folder of a checkpoint.
 
         Raises:
-            NoCheckpoint: there is none of that step.
-            BrokenCheckpoint: it is not whole.
+            CheckpointNotFoundError: there is no checkpoint of that step.
+            CorruptCheckpointError: the checkpoint is incomplete.
         """
         return self._folder.find(step).path
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: Optimizers = None, extra: Any = None, **stateful: Any
     ) -> Path:
-        """Write a checkpoint, and return when it is on the disk; collective.
+        """Write a checkpoint and return when it is on disk. Collective.
 
-        Random numbers of Python, NumPy, torch and CUDA are saved with it, those of each rank.
+        The random states of Python, NumPy, torch and CUDA are saved with it, for each rank.
 
         Args:
-            step: Number of the step; one that is there already is replaced when the new one is whole.
-            model: Its parameters and buffers.
-            optimizer: One, or several that share out the model's parameters.
-            extra: Tensors, numbers, strings and containers of them: an epoch, a number of batches. Each rank's own.
-            **stateful: Objects with `state_dict()` and `load_state_dict()`, such as schedulers, scalers, and loaders
-                that can resume; or samplers with `set_epoch()`.
+            step: Number of the step; an existing checkpoint of the step is replaced once the new one is complete.
+            model: The model; its parameters and buffers are saved.
+            optimizer: One optimizer, or several that train different parameters of the model.
+            extra: Tensors, numbers, strings and containers of them, such as an epoch or a batch count; per rank.
+            **stateful: Objects with `state_dict()` and `load_state_dict()`, such as schedulers, scalers and resumable
+                loaders; or samplers with `set_epoch()`.
 
         Returns:
-            The checkpoint's folder.
+            Folder of the checkpoint.
 
         Raises:
-            SaveFailed: it could not be written, or one in the background could not; on all ranks. The last good one
-                is still there.
-            CheckpointError: something cannot be saved, ranks save different steps, or they see different folders.
+            CheckpointSaveError: this checkpoint, or the previous background save, could not be written; raised
+                on all ranks. The last good checkpoint remains.
+            CheckpointError: something cannot be saved, or ranks save different steps or see different folders.
         """
         peers, writer = self._prepare(step, model, optimizer, extra, stateful)
         try:
-            peers.on_all(writer.write, error=SaveFailed, what=_NOT_SAVED)
-            made = peers.on_first(
-                lambda: commit(writer, self._folder, step=step, keep=self._keep).name, error=SaveFailed, what=_NOT_SAVED
+            peers.run_on_all(writer.write, error=CheckpointSaveError, what=_NOT_SAVED)
+            name = peers.run_on_first(
+                lambda: commit(writer, self._folder, step=step, keep=self._keep).name,
+                error=CheckpointSaveError,
+                what=_NOT_SAVED,
             )
         except CheckpointError:
             if peers.rank == 0:
                 self._folder.discard(writer.draft)
             raise
-        return self.folder.joinpath(made)
+        return self.folder.joinpath(name)
 
     def async_save(
         self, step: int, *, model: nn.Module, optimizer: Optimizers = None, extra: Any = None, **stateful: Any
     ) -> PendingSave:
-        """As `save`, but return when the tensors are copied; files are written in the background.
+        """Like `save`, but return once the tensors are copied; files are written in the background.
 
-        One save goes on at a time: the next one, `wait` and loading wait for it. An error is raised by them.
+        Only one save runs at a time: the next one, `wait` and loading wait for it and raise its error.
 
         Returns:
-            The save, with its progress.
+            The save in progress.
 
         Raises:
-            SaveFailed: the one before could not be written; this one has not begun.
+            CheckpointSaveError: the previous save failed; this one has not started.
             CheckpointError: as for `save`.
         """
         peers, writer = self._prepare(step, model, optimizer, extra, stateful)
-        peers.on_all(writer.stage, error=SaveFailed, what="the tensors could not be copied")
+        peers.run_on_all(writer.stage, error=CheckpointSaveError, what="The tensors could not be copied")
         self._pending = PendingSave(step, writer, self._folder, keep=self._keep, wait=self.wait)
         self._pending.start()
         return self._pending
 
     def wait(self) -> None:
-        """Return when nothing is written in the background any more; collective.
+        """Wait until the background save has finished. Collective.
 
         Raises:
-            SaveFailed: that could not be written; on all ranks.
+            CheckpointSaveError: it failed; raised on all ranks.
         """
-        self._settle(Peers(self._group))
+        self._finish_pending(Peers(self._group))
 
     def load(
         self, step: int, *, model: nn.Module, optimizer: Optimizers = None, strict: bool = True, **stateful: Any
     ) -> Resumed:
-        """Set model, optimizer and all else to what they were when a step was saved; collective.
+        """Restore model, optimizer and everything else from the checkpoint of a step. Collective.
 
-        Resumed by as many ranks as saved it, a run goes on as if it had not stopped, to the last bit. By another
-        number of ranks, what each rank kept for itself has no owner: `extra` and the objects get what rank 0 had
-        saved, and random numbers are derived from step and rank; a CheckpointWarning says so.
+        On as many ranks as saved it, the run continues bit for bit as if it had not stopped. On another number of
+        ranks, per-rank values have no owner: `extra` and the objects get rank 0's, and random states are derived from
+        step and rank; a CheckpointWarning says so.
 
         Args:
-            step: Which.
-            model: Made as before; what it is wrapped in, and on how many ranks, may differ.
-            optimizer: Made of the same parameters; None: its state is not loaded.
-            strict: The model has exactly the tensors of the checkpoint; otherwise what both have is loaded.
+            step: The step to load.
+            model: The model, built as before; its wrapper and the number of ranks may differ.
+            optimizer: The optimizer of the same parameters; None: its state is not loaded.
+            strict: Require exactly the tensors of the checkpoint; otherwise load those that both have.
             **stateful: As for `save`, or some of them.
 
         Raises:
-            NoCheckpoint: there is none of that step.
-            BrokenCheckpoint: it is not whole.
-            CheckpointMismatch: names or shapes differ; says which.
+            CheckpointNotFoundError: there is no checkpoint of that step.
+            CorruptCheckpointError: the checkpoint is incomplete.
+            CheckpointMismatchError: names or shapes differ; the message lists them.
             CheckpointError: ranks see different folders.
         """
         peers = Peers(self._group)
-        self._settle(peers)
-        found = peers.on_first(lambda: self._folder.find(step), error=CheckpointError, what="reading the folder failed")
+        self._finish_pending(peers)
+        found = peers.run_on_first(
+            lambda: self._folder.find(step), error=CheckpointError, what="Reading the folder failed"
+        )
         return self._load(peers, found, model, optimizer, stateful, strict=strict)
 
     def load_latest(
         self, *, model: nn.Module, optimizer: Optimizers = None, strict: bool = True, **stateful: Any
     ) -> Resumed | None:
-        """As `load`, of the last whole checkpoint that was saved; collective.
+        """Like `load`, for the last complete checkpoint that was saved. Collective.
 
         Returns:
-            None where there is none, with nothing changed: training begins.
+            None, with nothing changed, if there is no checkpoint: training starts from scratch.
 
         Raises:
-            BrokenCheckpoint: none of those that are there is whole.
-            CheckpointMismatch: names or shapes differ; says which.
+            CorruptCheckpointError: none of the existing checkpoints is complete.
+            CheckpointMismatchError: names or shapes differ; the message lists them.
             CheckpointError: ranks see different folders.
         """
         peers = Peers(self._group)
-        self._settle(peers)
-        found = peers.on_first(self._newest, error=CheckpointError, what="reading the folder failed")
+        self._finish_pending(peers)
+        found = peers.run_on_first(self._latest_complete, error=CheckpointError, what="Reading the folder failed")
         if found is None:
             return None
         manifest, broken = found
@@ -218,17 +223,17 @@ class Checkpoints:
             warnings.warn(f"{broken} Resuming from step {manifest.step}.", CheckpointWarning, stacklevel=2)
         return self._load(peers, manifest, model, optimizer, stateful, strict=strict)
 
-    def _newest(self) -> tuple[Manifest, str] | None:
-        told = ""
-        for manifest in reversed(self._folder.whole()):
+    def _latest_complete(self) -> tuple[Manifest, str] | None:
+        broken_text = ""
+        for manifest in reversed(self._folder.complete()):
             try:
                 check(manifest)
-            except BrokenCheckpoint as error:
-                told = told or str(error)
+            except CorruptCheckpointError as error:
+                broken_text = broken_text or str(error)
                 continue
-            return manifest, told
-        if told:
-            raise BrokenCheckpoint(f"no checkpoint in {self.folder} is whole: {told}")
+            return manifest, broken_text
+        if broken_text:
+            raise CorruptCheckpointError(f"No checkpoint in {self.folder} is complete: {broken_text}")
         return None
 
     def _load(
@@ -245,8 +250,8 @@ class Checkpoints:
         extra = restore(peers, found, model=model, optimizer=optimizer, stateful=stateful, strict=strict)
         if found.world_size != peers.size and peers.rank == 0:
             warnings.warn(
-                f"step {found.step} was saved by {found.world_size} ranks and is resumed by {peers.size}: `extra` and "
-                "samplers are those of rank 0, and random numbers are new ones.",
+                f"Step {found.step} was saved by {found.world_size} ranks and is loaded by {peers.size}: `extra` and "
+                "samplers are those of rank 0, and random states are new.",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -261,18 +266,18 @@ class Checkpoints:
         stateful: dict[str, Any],
     ) -> tuple[Peers, TensorWriter]:
         peers = Peers(self._group)
-        self._settle(peers)
+        self._finish_pending(peers)
         contents = Contents(model, optimizer, extra, stateful)
         return peers, prepare(peers, self._folder, step, contents)
 
-    def _settle(self, peers: Peers) -> None:
-        settle(peers, self._folder, self._pending, self._forget)
+    def _finish_pending(self, peers: Peers) -> None:
+        finish_pending(peers, self._folder, self._pending, self._clear_pending)
 
-    def _forget(self) -> None:
+    def _clear_pending(self) -> None:
         self._pending = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what goes on in the background of this process: a copy on another rank has no part in it."""
+        """Pickle without the background save, which belongs to this process."""
         return {**self.__dict__, "_pending": None}
 
     def __enter__(self) -> Checkpoints:

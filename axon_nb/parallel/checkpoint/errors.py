@@ -1,45 +1,45 @@
-"""What can go wrong with checkpoints, as types.
+"""Exceptions of checkpoints.
 
-CheckpointError               base; a CommError, as it is told on all ranks alike
- ├── NoCheckpoint             there is none of that step, or none at all
- ├── BrokenCheckpoint         a folder that is not whole: files are missing or cut short
- ├── CheckpointMismatch       it does not fit the model or the optimizer: names or shapes
- └── SaveFailed               it could not be written; the last good one is still there
+CheckpointError                   base; raised on all ranks alike
+ ├── CheckpointNotFoundError      there is no checkpoint of that step, or none at all
+ ├── CorruptCheckpointError       a checkpoint is incomplete: files are missing or truncated
+ ├── CheckpointMismatchError      it does not fit the model or the optimizer: names or shapes differ
+ └── CheckpointSaveError          it could not be written; the last good one remains
 """
 
 from __future__ import annotations
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import AxonError
 
 __all__ = [
-    "BrokenCheckpoint",
     "CheckpointError",
-    "CheckpointMismatch",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
     "CheckpointWarning",
-    "NoCheckpoint",
-    "SaveFailed",
+    "CorruptCheckpointError",
 ]
 
 
-class CheckpointError(CommError):
-    """A checkpoint that cannot be written or read."""
+class CheckpointError(AxonError, RuntimeError):
+    """A checkpoint cannot be written or read."""
 
 
-class NoCheckpoint(CheckpointError):
+class CheckpointNotFoundError(CheckpointError):
     """There is no such checkpoint."""
 
 
-class BrokenCheckpoint(CheckpointError):
-    """A checkpoint that is not whole."""
+class CorruptCheckpointError(CheckpointError):
+    """The checkpoint is incomplete."""
 
 
-class CheckpointMismatch(CheckpointError):
-    """A checkpoint of another model or optimizer."""
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is of another model or optimizer."""
 
 
-class SaveFailed(CheckpointError):
-    """A checkpoint that was not written."""
+class CheckpointSaveError(CheckpointError):
+    """The checkpoint could not be written."""
 
 
 class CheckpointWarning(UserWarning):
-    """Resumed, but not as an uninterrupted run would have gone on."""
+    """The run was resumed, but differs from an uninterrupted one."""

@@ -1,11 +1,11 @@
-"""The folder of checkpoints: names, what is whole, what is left over, what is kept.
+"""The folder of checkpoints: names, complete checkpoints, leftovers and retention.
 
-    step_00000010/      whole: `manifest.json` says which files it has and how long they are
-    step_00000010.1/    the same step, saved once more
-    .saving_…/          being written, or left by a save that was cut off
+    step_00000010/      complete: `manifest.json` lists its files and their sizes
+    step_00000010.1/    the same step, saved again
+    .saving_…/          being written, or left by an interrupted save
     .removing_…/        being removed
 
-A checkpoint gets its name by one rename after all of its files are on the disk, so at no moment is there half of one.
+A checkpoint gets its name by one rename after all its files are on disk, so it is never visible half-written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axon_nb.parallel.checkpoint.errors import BrokenCheckpoint, NoCheckpoint
+from axon_nb.parallel.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 __all__ = ["CheckpointFolder", "Manifest", "sync_file", "sync_folder"]
 
@@ -30,23 +30,23 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The description stored in a checkpoint."""
 
     step: int
     serial: int
-    """Number of the save in this folder: the highest is the latest, whatever its step."""
+    """Number of the save in this folder; the highest is the latest, whatever its step."""
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote it."""
     files: dict[str, int]
-    """Bytes of each file."""
+    """Size of each file in bytes."""
     token: str
-    """Of the save that made it."""
+    """Identifies the save that created it."""
     path: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
 
 
 class CheckpointFolder:
-    """Checkpoints on a disk; used by one rank, or by all for reading.
+    """Checkpoints on disk; one rank writes, all can read.
 
     Args:
         path: The folder.
@@ -55,56 +55,56 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def whole(self) -> list[Manifest]:
-        """The checkpoints that have a manifest, in the order in which they were saved."""
-        found = [manifest for path in self._named() if (manifest := _read(path)) is not None]
+    def complete(self) -> list[Manifest]:
+        """Return the checkpoints that have a manifest, in the order in which they were saved."""
+        found = [manifest for path in self._candidates() if (manifest := _read(path)) is not None]
         return sorted(found, key=lambda manifest: manifest.serial)
 
     def find(self, step: int) -> Manifest:
-        """The checkpoint of a step; the last one when there are several.
+        """Return the checkpoint of a step; the latest if there are several.
 
         Raises:
-            NoCheckpoint: there is none.
-            BrokenCheckpoint: it is not whole.
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it is incomplete.
         """
-        found = [manifest for manifest in self.whole() if manifest.step == step]
+        found = [manifest for manifest in self.complete() if manifest.step == step]
         if found:
             check(found[-1])
             return found[-1]
-        for path in self._named():
+        for path in self._candidates():
             if _step_of(path) == step:
-                raise BrokenCheckpoint(f"{path} has no {_MANIFEST} that can be read: it is half of one; remove it.")
-        steps = sorted({manifest.step for manifest in self.whole()})
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
-        raise NoCheckpoint(f"{self.path} has no checkpoint of step {step}: {there}.")
+                raise CorruptCheckpointError(f"{path} has no readable {_MANIFEST}, so it is incomplete; remove it.")
+        steps = sorted({manifest.step for manifest in self.complete()})
+        available = f"available: {', '.join(map(str, steps))}" if steps else "there are no checkpoints"
+        raise CheckpointNotFoundError(f"{self.path} has no checkpoint of step {step}; {available}.")
 
     def start(self) -> Path:
-        """Clear what interrupted saves have left, and make a folder to write the next one into."""
+        """Remove leftovers of interrupted saves, and create a folder for the next one."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in (*self.path.glob(".saving_*"), *self.path.glob(".removing_*")):
-            shutil.rmtree(left)
+        for leftover in (*self.path.glob(".saving_*"), *self.path.glob(".removing_*")):
+            shutil.rmtree(leftover)
         draft = self.path / f".saving_{secrets.token_hex(8)}"
         draft.mkdir()
         return draft
 
     def finish(self, draft: Path, *, step: int, world_size: int, keep: int | None) -> Path:
-        """Turn what was written into a checkpoint, then remove those that are too many."""
-        serial = max((manifest.serial for manifest in self.whole()), default=0) + 1
+        """Turn a written folder into a checkpoint, then remove surplus ones."""
+        serial = max((manifest.serial for manifest in self.complete()), default=0) + 1
         files = {
             item.name: item.stat().st_size for item in sorted(draft.iterdir()) if not item.name.startswith(".done")
         }
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "format": _FORMAT,
             "step": step,
             "serial": serial,
             "world_size": world_size,
             "files": files,
         }
-        told["token"] = draft.name
-        (draft / _MANIFEST).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        record["token"] = draft.name
+        (draft / _MANIFEST).write_text(json.dumps(record, indent=1), encoding="utf-8")
         sync_file(draft / _MANIFEST)
-        for left in draft.glob(".done*"):
-            left.unlink()
+        for leftover in draft.glob(".done*"):
+            leftover.unlink()
         sync_folder(draft)
         target = self._free_name(step)
         draft.rename(target)
@@ -112,26 +112,26 @@ class CheckpointFolder:
         self._retain(keep, replaced=step)
         return target
 
-    def made_by(self, token: str) -> bool:
-        """Whether the save that wrote to the folder of this name has made a checkpoint."""
-        return any(manifest.token == token for manifest in self.whole())
+    def is_committed(self, token: str) -> bool:
+        """Whether the save with this token has become a checkpoint."""
+        return any(manifest.token == token for manifest in self.complete())
 
     def discard(self, draft: Path) -> None:
         """Remove what a failed save has written."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def _retain(self, keep: int | None, *, replaced: int) -> None:
-        there = self.whole()
-        last = there[-1]
-        old = [manifest for manifest in there[:-1] if manifest.step == replaced]
-        others = [manifest for manifest in there if manifest not in old and manifest is not last]
+        existing = self.complete()
+        last = existing[-1]
+        old = [manifest for manifest in existing[:-1] if manifest.step == replaced]
+        others = [manifest for manifest in existing if manifest not in old and manifest is not last]
         if keep is not None:
             old += others[: max(0, len(others) - (keep - 1))]
         for manifest in old:
-            # Renamed first: a removal that is cut off leaves nothing that looks like a checkpoint.
-            going = self.path / f".removing_{manifest.path.name}_{secrets.token_hex(4)}"
-            manifest.path.rename(going)
-            shutil.rmtree(going)
+            # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
+            removed = self.path / f".removing_{manifest.path.name}_{secrets.token_hex(4)}"
+            manifest.path.rename(removed)
+            shutil.rmtree(removed)
 
     def _free_name(self, step: int) -> Path:
         target, number = self.path / f"step_{step:08d}", 0
@@ -140,34 +140,36 @@ class CheckpointFolder:
             target = self.path / f"step_{step:08d}.{number}"
         return target
 
-    def _named(self) -> list[Path]:
+    def _candidates(self) -> list[Path]:
         if not self.path.is_dir():
             return []
         return sorted(item for item in self.path.iterdir() if _NAME.fullmatch(item.name) and item.is_dir())
 
 
 def check(manifest: Manifest) -> None:
-    """Whether every file is there and as long as it was.
+    """Check that every file exists and has its recorded size.
 
     Raises:
-        BrokenCheckpoint: one is not.
+        CorruptCheckpointError: a file is missing or has another size.
     """
     for name, size in manifest.files.items():
         path = manifest.path / name
         actual = path.stat().st_size if path.exists() else None
         if actual != size:
             how = "is missing" if actual is None else f"has {actual} bytes"
-            raise BrokenCheckpoint(f"{path} {how}, and was written with {size}: load another step, or copy it anew.")
+            raise CorruptCheckpointError(
+                f"{path} {how}, but should have {size} bytes; load another step or copy it again."
+            )
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
+    """Flush a file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +185,7 @@ def _step_of(path: Path) -> int:
 
 def _read(path: Path) -> Manifest | None:
     try:
-        told: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        return Manifest(told["step"], told["serial"], told["world_size"], told["files"], told["token"], path)
+        record: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        return Manifest(record["step"], record["serial"], record["world_size"], record["files"], record["token"], path)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, on their way into a checkpoint and back."""
+"""Get and set the tensors of a model by name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["model_state", "set_model_state"]
 
 
 def model_state(model: nn.Module, shards: Shards) -> dict[str, Any]:
-    """Parameters and buffers over the memory that the model has them in; parts are DTensors.
+    """Return parameters and buffers, sharing the model's memory; shards are DTensors.
 
     Args:
-        model: Without wrappers.
+        model: The model without wrappers.
         shards: Its parameters.
     """
-    return {name: shards.wrap(name, value) for name, value in get_model_state_dict(model).items()}
+    return {name: shards.as_dtensor(name, value) for name, value in get_model_state_dict(model).items()}
 
 
 def set_model_state(model: nn.Module, shards: Shards, state: dict[str, Any]) -> None:
-    """Give the model what `model_state` had, after it was read into, or some of it."""
+    """Load a state as returned by `model_state`, or a part of it, into the model."""
     own = {
-        name: value.to_local() if name in shards.parts and isinstance(value, DTensor) else value
+        name: value.to_local() if name in shards.sharded_names and isinstance(value, DTensor) else value
         for name, value in state.items()
     }
     set_model_state_dict(model, own, options=StateDictOptions(strict=False))

@@ -1,4 +1,4 @@
-"""The states of optimizers by the names of the parameters, which mean the same on any number of ranks."""
+"""Optimizer states by parameter name, which is valid for any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from axon_nb.parallel.checkpoint.errors import CheckpointMismatch
+from axon_nb.parallel.checkpoint.errors import CheckpointMismatchError
 from axon_nb.parallel.checkpoint.shards import Shards
 
 __all__ = ["OptimizerStates", "Optimizers"]
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
-"""One optimizer, or several that share out the parameters."""
+"""One optimizer, or several that train different parameters."""
 
 _PREFIX = "optimizer"
 
 
 class OptimizerStates:
-    """States of the optimizers of one model, read and set.
+    """Reads and sets the states of the optimizers of one model.
 
-    Tensors go by names such as ``optimizer.exp_avg.block0.up.weight``, in the layout of their parameter; all else (the
-    learning rates, states that are no tensors) is plain data. Of a ZeroRedundancyOptimizer each rank has its own part.
+    Tensors have names such as ``optimizer.exp_avg.block0.up.weight`` and the layout of their parameter. Everything else
+    (learning rates, states that are not tensors) is plain data. A ZeroRedundancyOptimizer has one part per rank.
 
     Args:
-        optimizers: One or several.
+        optimizers: One optimizer, or several.
         shards: The model's parameters.
     """
 
     def __init__(self, optimizers: Optimizers, shards: Shards) -> None:
         several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        self._outer = several
-        # ZeroRedundancyOptimizer steps an optimizer of this rank's parameters, which has the states.
-        self._own: list[Optimizer] = [getattr(optimizer, "optim", optimizer) for optimizer in several]
+        self._optimizers = several
+        # The states of a ZeroRedundancyOptimizer are in its local optimizer of this rank's parameters.
+        self._local_optimizers: list[Optimizer] = [getattr(optimizer, "optim", optimizer) for optimizer in several]
         self._shards = shards
         self._names = {id(parameter): name for name, parameter in shards.names()}
 
     def tensors(self) -> dict[str, Any]:
-        """The states that are tensors, by name."""
+        """Return the states that are tensors, by name."""
         found = {}
         for optimizer, _, name, parameter in self._parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.wrap(name, value, parameter.shape)
+                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, value, parameter.shape)
         return found
 
     def plain(self) -> dict[str, Any]:
-        """All else: options by the name of each parameter, and states that are no tensors."""
+        """Return everything else: options by parameter name, and states that are not tensors."""
         options, states = {}, {}
         for optimizer, group, name, parameter in self._parameters():
             options[name] = {key: value for key, value in group.items() if key != "params"}
@@ -59,7 +59,7 @@ class OptimizerStates:
         return {"options": options, "states": {name: state for name, state in states.items() if state}}
 
     def expected(self, metadata: Metadata) -> dict[str, Any]:
-        """Tensors of the saved sizes, to be read into; those of a parameter's shape are laid out as it is."""
+        """Return tensors of the saved sizes to read into; those of a parameter's shape have its layout."""
         saved: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
         for full, entry in metadata.state_dict_metadata.items():
             prefix, _, rest = full.partition(".")
@@ -70,24 +70,24 @@ class OptimizerStates:
         for _, group, name, parameter in self._parameters():
             for key, entry in saved.get(name, []):
                 dtype = entry.properties.dtype
-                if entry.size == self._shards.whole_shape(name) and len(entry.size):
+                if entry.size == self._shards.full_shape(name) and len(entry.size):
                     blank = torch.zeros_like(parameter.detach(), dtype=dtype)
-                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.wrap(name, blank)
+                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, blank)
                 else:
                     device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
                     found[f"{_PREFIX}.{key}.{name}"] = torch.zeros(entry.size, dtype=dtype, device=device)
         return found
 
     def restore(self, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
-        """Set what was read.
+        """Set the states that were read.
 
         Raises:
-            CheckpointMismatch: a parameter has no options there: it was not trained by the saved optimizer.
+            CheckpointMismatchError: the saved optimizer did not train one of the parameters.
         """
         missing = [name for _, _, name, _ in self._parameters() if name not in plain["options"]]
         if missing:
-            raise CheckpointMismatch(
-                f"the saved optimizer does not have {_some(missing)}: make the optimizer of the same parameters."
+            raise CheckpointMismatchError(
+                f"The saved optimizer does not have {_some(missing)}; create the optimizer from the same parameters."
             )
         by_name: dict[str, dict[str, Any]] = {}
         for full, value in tensors.items():
@@ -103,23 +103,23 @@ class OptimizerStates:
         self._update_outer()
 
     def _local(self, name: str, value: Any) -> Any:
-        return value.to_local() if name in self._shards.parts and isinstance(value, DTensor) else value
+        return value.to_local() if name in self._shards.sharded_names and isinstance(value, DTensor) else value
 
     def _update_outer(self) -> None:
-        for outer, own in zip(self._outer, self._own, strict=True):
+        for outer, own in zip(self._optimizers, self._local_optimizers, strict=True):
             if outer is not own:
-                for theirs, ours in zip(outer.param_groups, own.param_groups, strict=True):
-                    theirs.update({key: value for key, value in ours.items() if key != "params"})
+                for outer_group, local_group in zip(outer.param_groups, own.param_groups, strict=True):
+                    outer_group.update({key: value for key, value in local_group.items() if key != "params"})
 
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, torch.nn.Parameter]]:
-        for optimizer in self._own:
+        for optimizer in self._local_optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self._names.get(id(parameter))
                     if name is None:
-                        raise CheckpointMismatch(
+                        raise CheckpointMismatchError(
                             f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not "
-                            "in the model: save it with the model that it trains, made before it."
+                            "in the model; create it after the model, and save it with that model."
                         )
                     yield optimizer, group, name, parameter
 

@@ -1,4 +1,4 @@
-"""What every rank keeps for itself in a checkpoint: random numbers, samplers and schedulers, the user's own values."""
+"""Per-rank state of a checkpoint: random states, samplers and schedulers, and the user's own values."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from typing import Any
 
 import torch
 
-from axon_nb.parallel.checkpoint.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from axon_nb.parallel.checkpoint.folder import sync_file
 from axon_nb.parallel.checkpoint.rng import derive_rng, rng_state, set_rng_state
 
-__all__ = ["own_state", "read_plain", "set_own_state", "write_plain"]
+__all__ = ["rank_state", "read_plain", "set_rank_state", "write_plain"]
 
 
-def own_state(stateful: Mapping[str, Any], extra: Any) -> bytes:
-    """This rank's state, as a file's content.
+def rank_state(stateful: Mapping[str, Any], extra: Any) -> bytes:
+    """Serialize this rank's state.
 
     Raises:
-        CheckpointError: an object has no state; a value is neither a tensor nor a plain container or number.
+        CheckpointError: an object has no state, or a value is not a tensor, number, string or container of them.
     """
     states = {name: _state_of(name, item) for name, item in stateful.items()}
-    return _packed({"rng": rng_state(), "stateful": states, "extra": extra}, "extra or an object's state")
+    return _serialize({"rng": rng_state(), "stateful": states, "extra": extra}, "extra or an object's state")
 
 
-def set_own_state(saved: dict[str, Any], stateful: Mapping[str, Any], *, own: bool, step: int, rank: int) -> None:
-    """Set what `own_state` has found.
+def set_rank_state(saved: dict[str, Any], stateful: Mapping[str, Any], *, is_own: bool, step: int, rank: int) -> None:
+    """Restore a state returned by `rank_state`.
 
     Args:
-        saved: The content.
-        stateful: Objects of the names that were saved.
-        own: It is this rank's own; otherwise it stands in, and random numbers are derived from step and rank.
-        step: Of the checkpoint.
-        rank: This process's.
+        saved: The deserialized state.
+        stateful: Objects under the names with which they were saved.
+        is_own: Whether the state is this rank's own. Otherwise it is rank 0's, and random states are derived from step
+            and rank.
+        step: Step of the checkpoint.
+        rank: Rank of this process.
 
     Raises:
-        CheckpointMismatch: an object was not saved.
+        CheckpointMismatchError: an object is not in the checkpoint.
     """
-    missing = [name for name in stateful if name not in saved["stateful"]]
-    if missing:
+    absent = [name for name in stateful if name not in saved["stateful"]]
+    if absent:
         there = ", ".join(saved["stateful"]) or "none"
-        raise CheckpointMismatch(f"{', '.join(missing)}: not in the checkpoint, which has {there}.")
+        raise CheckpointMismatchError(f"Not in the checkpoint: {', '.join(absent)}; it has {there}.")
     for name, item in stateful.items():
         state = saved["stateful"][name]
         if callable(getattr(item, "load_state_dict", None)):
             item.load_state_dict(state)
         else:
             item.set_epoch(state["epoch"])
-    if own:
+    if is_own:
         set_rng_state(saved["rng"])
     else:
         derive_rng(step=step, rank=rank)
@@ -62,12 +63,12 @@ def _state_of(name: str, item: Any) -> Any:
     if callable(getattr(item, "set_epoch", None)) and hasattr(item, "epoch"):
         return {"epoch": item.epoch}
     raise CheckpointError(
-        f"{name}={type(item).__name__}: it has neither state_dict() nor set_epoch(); plain values go into extra=…"
+        f"{name} must have state_dict() or set_epoch(); got {type(item).__name__}. Pass plain values in extra=…"
     )
 
 
-def _packed(content: Any, what: str) -> bytes:
-    """As `torch.save`, and proved to be readable without running code of its own."""
+def _serialize(content: Any, what: str) -> bytes:
+    """Serialize like `torch.save`, and verify that it can be read without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(content, buffer)
@@ -75,24 +76,24 @@ def _packed(content: Any, what: str) -> bytes:
         torch.load(buffer, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{what} cannot be saved: tensors, numbers, strings and containers of them can ({str(error)[:200]})."
+            f"Cannot save {what}: only tensors, numbers, strings and containers of them ({str(error)[:200]})."
         ) from None
     return buffer.getvalue()
 
 
 def write_plain(content: Any, path: Path, what: str) -> None:
-    """Write plain values, or the bytes of `own_state`, and wait until they are on the disk."""
-    path.write_bytes(content if isinstance(content, bytes) else _packed(content, what))
+    """Write plain values, or the bytes of `rank_state`, and flush them to disk."""
+    path.write_bytes(content if isinstance(content, bytes) else _serialize(content, what))
     sync_file(path)
 
 
 def read_plain(path: Path) -> Any:
-    """Read what `write_plain` has written.
+    """Read a file written by `write_plain`.
 
     Raises:
-        BrokenCheckpoint: it cannot be read.
+        CorruptCheckpointError: the file cannot be read.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+        raise CorruptCheckpointError(f"Cannot read {path}: {type(error).__name__}: {str(error)[:200]}") from error

@@ -1,4 +1,4 @@
-"""The ranks that save and load together, or a process alone: small objects and outcomes change hands."""
+"""The ranks that save and load together, or one process alone: exchange of objects and of outcomes."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ class Peers:
     """Ranks of a group that all make the same calls.
 
     Args:
-        group: Which; None: all, or this process alone where there is no world.
+        group: The group; None: all ranks, or this process alone if there is no world.
     """
 
     def __init__(self, group: GroupLike | Any = None) -> None:
-        alone = group is None and not dist.is_initialized()
-        self._group: ProcessGroup | None = None if alone else resolve(group)
+        single = group is None and not dist.is_initialized()
+        self._group: ProcessGroup | None = None if single else resolve(group)
 
     @property
     def rank(self) -> int:
-        """This process's rank among them."""
+        """This process's rank in the group."""
         return 0 if self._group is None else self._group.rank()
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return 1 if self._group is None else self._group.size()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank brings, on all of them; collective."""
+        """Return the values of all ranks, on all of them. Collective."""
         if self._group is None:
             return [value]
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, value, group=self._group.torch_group)
         return everyone
 
-    def on_first(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> Any:
-        """What the function returns on rank 0, on all ranks; collective.
+    def run_on_first(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> Any:
+        """Run `function` on rank 0 and return its result on all ranks. Collective.
 
         Raises:
-            CheckpointError: it failed there; of the kind `error` unless it is one already, and on all ranks.
+            CheckpointError: it failed; raised on all ranks. Other exceptions are converted to `error`.
         """
         outcome = [_attempt(function) if self.rank == 0 else None]
         if self._group is not None:
@@ -58,11 +58,11 @@ class Peers:
         _raise_first([failure], error, what)
         return value
 
-    def on_all(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> list[Any]:
-        """What the function returns on every rank, on all of them; collective.
+    def run_on_all(self, function: Callable[[], Any], *, error: type[CheckpointError], what: str) -> list[Any]:
+        """Run `function` on every rank and return all results on all ranks. Collective.
 
         Raises:
-            CheckpointError: it failed on a rank; of the kind `error` unless it is one already, and on all ranks.
+            CheckpointError: it failed on a rank; raised on all ranks. Other exceptions are converted to `error`.
         """
         outcomes = self.gather(_attempt(function))
         _raise_first([failure for _, failure in outcomes], error, what)
@@ -82,7 +82,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Failure]:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong: the system's error where there is one, of which torch may show a consequence alone."""
+    """Describe an error by the underlying OSError if there is one: torch may report only a consequence of it."""
     shown: BaseException | None = error
     while shown is not None and not isinstance(shown, OSError):
         shown = shown.__cause__ or shown.__context__

@@ -1,4 +1,4 @@
-"""The states of all random number generators that a training loop draws from."""
+"""The states of the random number generators that a training loop uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["derive_rng", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
-    """Those of Python, NumPy, torch, and of the current CUDA device where it is in use; plain values and tensors."""
+    """Return the states of Python, NumPy, torch and, if in use, the current CUDA device, as plain values."""
     kind, keys, position, has_gauss, gauss = cast("tuple[str, Any, int, int, float]", np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -25,7 +25,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put all of them where `rng_state` found them."""
+    """Restore the states returned by `rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -36,7 +36,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def derive_rng(*, step: int, rank: int) -> None:
-    """New states for a rank that has none: the same whenever the same step is resumed on the same rank."""
+    """Seed a rank that has no saved state; deterministic for a given step and rank."""
     seed = (step * 1_000_003 + rank * 7_919) % (1 << 32)
     random.seed(seed)
     np.random.seed(seed)

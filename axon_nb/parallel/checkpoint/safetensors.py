@@ -1,7 +1,7 @@
-"""A whole model as one safetensors file, which other libraries read.
+"""Export a full model as one safetensors file, which other libraries can read.
 
 The format (huggingface.co/docs/safetensors): 8 bytes, little-endian: the length of the header; the header, JSON, which
-says dtype, shape and place of each tensor; then the tensors, row by row, little-endian, without gaps.
+gives dtype, shape and offset of each tensor; then the tensors, row by row, little-endian, without gaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from axon_nb.parallel.checkpoint.errors import CheckpointError, SaveFailed
+from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointSaveError
 from axon_nb.parallel.checkpoint.folder import sync_folder
 from axon_nb.parallel.checkpoint.model_state import model_state
 from axon_nb.parallel.checkpoint.peers import Peers
@@ -34,26 +34,26 @@ _ALIGNMENT = 8
 
 
 def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, group: Any = None) -> Path:
-    """Write parameters and buffers, whole and under the names of a single process; collective.
+    """Write full parameters and buffers, with the names of a single process. Collective.
 
-    Rank 0 writes; one tensor at a time is whole on each rank. The file appears under its name when it is complete.
+    Rank 0 writes; tensors are gathered one at a time. The file appears under its name only when complete.
 
     Args:
-        model: Plain, wrapped or sharded, as for `Checkpoints.save`.
-        path: The file, on rank 0's host; its folder is made.
-        group: The ranks that have the model; None: all, or this process alone.
+        model: A plain, wrapped or sharded model, as for `Checkpoints.save`.
+        path: The file, on rank 0's host; its folder is created.
+        group: The ranks that hold the model. None: all, or this process alone if there is no world.
 
     Returns:
-        The file.
+        Path of the file.
 
     Raises:
-        CheckpointError: a tensor has a dtype that the format does not know, or is none.
-        SaveFailed: it could not be written; on all ranks.
+        CheckpointError: a value is not a tensor, or has a dtype that the format does not support.
+        CheckpointSaveError: the file could not be written; raised on all ranks.
     """
     peers, target = Peers(group), Path(path)
     shards = Shards(plain := plain_model(model))
     state = model_state(plain, shards)
-    header = peers.on_all(lambda: _header(state), error=CheckpointError, what="the model cannot be exported")[0]
+    header = peers.run_on_all(lambda: _header(state), error=CheckpointError, what="The model cannot be exported")[0]
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     failure: Exception | None = None
     file: BinaryIO | None = None
@@ -65,11 +65,11 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, group:
     except OSError as error:
         failure = error
     for value in state.values():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        full = value.full_tensor() if isinstance(value, DTensor) else value
         try:
             if file is not None and failure is None:
-                file.write(_bytes(whole))
-        except OSError as error:  # the others go on gathering
+                file.write(_bytes(full))
+        except OSError as error:  # the other ranks continue gathering
             failure = error
 
     def finish() -> None:
@@ -85,7 +85,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, group:
         finally:
             draft.unlink(missing_ok=True)
 
-    peers.on_first(finish, error=SaveFailed, what=f"{target} could not be written")
+    peers.run_on_first(finish, error=CheckpointSaveError, what=f"{target} could not be written")
     return target
 
 
@@ -94,10 +94,10 @@ def _header(state: dict[str, Any]) -> bytes:
     start = 0
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{name} is no tensor, but {type(value).__name__}: safetensors holds tensors alone.")
+            raise CheckpointError(f"safetensors supports only tensors; {name} is a {type(value).__name__}.")
         kind = str(value.dtype).removeprefix("torch.")
         if kind not in _NAMES:
-            raise CheckpointError(f"{name} is of {kind}, which safetensors does not know: convert it first.")
+            raise CheckpointError(f"safetensors does not support {kind}, the dtype of {name}; convert it first.")
         end = start + value.numel() * value.dtype.itemsize
         entries[name] = {"dtype": _NAMES[kind], "shape": list(value.shape), "data_offsets": [start, end]}
         start = end

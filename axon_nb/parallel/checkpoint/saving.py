@@ -1,4 +1,4 @@
-"""One save while it goes on: writing in the background, progress, the outcome."""
+"""Background saves: writing, progress and outcome."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from axon_nb.parallel.checkpoint.errors import SaveFailed
+from axon_nb.parallel.checkpoint.errors import CheckpointSaveError
 from axon_nb.parallel.checkpoint.folder import CheckpointFolder
 from axon_nb.parallel.checkpoint.peers import Peers, describe
 from axon_nb.parallel.checkpoint.tensors import TensorWriter
 
-__all__ = ["PendingSave", "commit", "settle"]
+__all__ = ["PendingSave", "commit", "finish_pending"]
 
-_LOOK_S = 0.02
-_AT_EXIT_S = 20.0
+_POLL_S = 0.02
+_EXIT_TIMEOUT_S = 20.0
 
 
 class PendingSave:
-    """A save that goes on in the background; `Checkpoints.async_save` returns it.
+    """A save in the background, as returned by `Checkpoints.async_save`.
 
-    Every rank writes its part; rank 0 sees when all parts are there and gives the checkpoint its name. The threads talk
-    through files alone, so a collective of training is never in their way.
+    Every rank writes its part; once all parts exist, rank 0 completes the checkpoint. The threads communicate only
+    through files, so they never interfere with collectives of the training.
     """
 
     step: int
-    """Of the save."""
+    """Step of the save."""
 
     def __init__(
         self,
@@ -42,60 +42,60 @@ class PendingSave:
         self.token = writer.draft.name
         self._writer, self._folder, self._keep = writer, folder, keep
         self._wait = wait
-        self._part_over = threading.Event()
+        self._part_written = threading.Event()
         self._stop = threading.Event()
         self._failure: str | None = None
         self._path: Path | None = None
         self._thread = threading.Thread(target=self._run, name=f"axon_nb-save-{step}", daemon=False)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start writing."""
         self._thread.start()
 
     @property
     def progress(self) -> float:
-        """Share of this rank's bytes that are written, 0 to 1."""
-        if self._part_over.is_set() and self._failure is None:
+        """Fraction of this rank's bytes that are written, 0 to 1."""
+        if self._part_written.is_set() and self._failure is None:
             return 1.0
         return min(1.0, self._writer.bytes_written / max(1, self._writer.bytes_total))
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do on this rank; on rank 0: the checkpoint is there, or has failed."""
+        """Whether this rank has finished; on rank 0, whether the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """As `Checkpoints.wait`: return when the checkpoint is there; collective.
+        """Wait until the checkpoint is complete, like `Checkpoints.wait`. Collective.
 
         Raises:
-            SaveFailed: it could not be written; on all ranks.
+            CheckpointSaveError: it could not be written; raised on all ranks.
         """
         self._wait()
 
     @property
     def failure(self) -> str | None:
-        """What went wrong on this rank; None: nothing, up to now."""
+        """Error on this rank; None if there is none so far."""
         return self._failure
 
     def part_outcome(self) -> str | None:
-        """Wait until this rank's part is written; returns what went wrong."""
-        self._part_over.wait()
+        """Wait until this rank's part is written; return the error, if any."""
+        self._part_written.wait()
         return self._failure
 
     def outcome(self) -> str | None:
-        """Wait until nothing is left to do on this rank; returns what went wrong."""
+        """Wait until this rank has finished; return the error, if any."""
         self._thread.join()
         return self._failure
 
-    def abandon(self) -> None:
-        """Give up: another rank will not write its part."""
+    def abort(self) -> None:
+        """Abort: another rank will not write its part."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._writer.write()
-            self._part_over.set()
+            self._part_written.set()
             if self._writer.rank == 0:
                 self._finish()
         except Exception as error:
@@ -103,17 +103,19 @@ class PendingSave:
             if not threading.main_thread().is_alive():
                 print(f"The checkpoint of step {self.step} was not saved: {self._failure}", file=sys.stderr)
         finally:
-            self._part_over.set()
+            self._part_written.set()
 
     def _finish(self) -> None:
-        limit = None
+        deadline = None
         while not self._writer.all_written():
-            if self._stop.wait(_LOOK_S) or not self._writer.draft.exists():
-                raise SaveFailed("a rank has not written its part.")
-            if limit is None and not threading.main_thread().is_alive():
-                limit = time.monotonic() + _AT_EXIT_S
-            if limit is not None and time.monotonic() > limit:
-                raise SaveFailed(f"a rank has not written its part {_AT_EXIT_S:.0f} s after the end of the program.")
+            if self._stop.wait(_POLL_S) or not self._writer.draft.exists():
+                raise CheckpointSaveError("A rank has not written its part.")
+            if deadline is None and not threading.main_thread().is_alive():
+                deadline = time.monotonic() + _EXIT_TIMEOUT_S
+            if deadline is not None and time.monotonic() > deadline:
+                raise CheckpointSaveError(
+                    f"A rank has not written its part within {_EXIT_TIMEOUT_S:.0f} s after the program ended."
+                )
         self._path = commit(self._writer, self._folder, step=self.step, keep=self._keep)
 
     def __repr__(self) -> str:
@@ -122,40 +124,42 @@ class PendingSave:
 
 
 def commit(writer: TensorWriter, folder: CheckpointFolder, *, step: int, keep: int | None) -> Path:
-    """Turn the parts that all ranks have written into a checkpoint; on one rank."""
+    """Turn the parts written by all ranks into a checkpoint. Call it on one rank."""
     writer.write_index()
     return folder.finish(writer.draft, step=step, world_size=writer.world_size, keep=keep)
 
 
-def settle(peers: Peers, folder: CheckpointFolder, pending: PendingSave | None, forget: Callable[[], None]) -> None:
-    """Wait for the save in the background, if there is one; collective.
+def finish_pending(
+    peers: Peers, folder: CheckpointFolder, pending: PendingSave | None, clear: Callable[[], None]
+) -> None:
+    """Wait for the background save, if there is one. Collective.
 
     Args:
         peers: The ranks; one that was replaced has no save.
-        folder: Where it goes.
+        folder: Destination of the save.
         pending: This rank's save.
-        forget: Called when its outcome is known to all, before it is told.
+        clear: Called when the outcome is known on all ranks, before an error is raised.
 
     Raises:
-        SaveFailed: it was not saved; on all ranks.
+        CheckpointSaveError: the save failed; raised on all ranks.
     """
     everyone = peers.gather(None if pending is None else (pending.step, pending.token, pending.part_outcome()))
     if not any(everyone):
         return
     step, token, _ = next(state for state in everyone if state)
     failures = [f"rank {rank}: {state[2]}" for rank, state in enumerate(everyone) if state and state[2]]
-    gone = [rank for rank, state in enumerate(everyone) if not state or state[1] != token]
-    failures += [f"rank {rank} has no part in it, as it was replaced" for rank in gone]
+    replaced = [rank for rank, state in enumerate(everyone) if not state or state[1] != token]
+    failures += [f"rank {rank} was replaced and did not take part" for rank in replaced]
     if pending is not None:
         if failures:
-            pending.abandon()
+            pending.abort()
         elif text := pending.outcome():
             failures.append(f"rank {peers.rank}: {text}")
-    saved, why = peers.on_first(
-        lambda: (folder.made_by(token), failures), error=SaveFailed, what="reading the folder failed"
+    saved, errors = peers.run_on_first(
+        lambda: (folder.is_committed(token), failures), error=CheckpointSaveError, what="Reading the folder failed"
     )
-    forget()
+    clear()
     if not saved:
         if peers.rank == 0:
             folder.discard(folder.path / token)
-        raise SaveFailed(f"step {step} was not saved in the background: {'; '.join(why)}; save again.")
+        raise CheckpointSaveError(f"The background save of step {step} failed: {'; '.join(errors)}. Save again.")

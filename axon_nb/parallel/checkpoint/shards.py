@@ -1,4 +1,4 @@
-"""What a model's tensors are called, and which of them are parts of a larger one without saying so themselves."""
+"""Names of a model's parameters, and which of them are shards without being DTensors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model within wrappers, or this rank's part of it, whose names are those of a single process."""
+    """Return the model inside wrappers, or this rank's part of it, with the names of a single process."""
     while isinstance(model, DistributedDataParallel | FSDP | HeldStages | Parallel3D):
         model = model.pipeline if isinstance(model, Parallel3D) else model.module
     return model
 
 
 class Shards:
-    """The parameters of a model by name; parts of `axon_nb.parallel.tensor` layers as DTensors.
+    """The parameters of a model by name; shards of `axon_nb.parallel.tensor` layers become DTensors.
 
-    Those layers hold plain tensors, one part a rank under the same name. As a DTensor over the layer's group a part
-    says where in the whole it belongs, so that another number of ranks can read it.
+    These layers hold plain tensors, with one shard per rank under the same name. As a DTensor over the layer's group, a
+    shard carries its position in the full tensor, so that another number of ranks can read it.
 
     Args:
-        model: Without wrappers.
+        model: The model without wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,17 +49,17 @@ class Shards:
                 if group not in meshes:
                     kind = next(module.parameters()).device.type
                     meshes[group] = DeviceMesh.from_group(group, kind)
-                self._dims[clean(f"{prefix}.{name}" if prefix else name)] = (dim, meshes[group])
-        self.parts = frozenset(self._dims)
-        self.parameters = {clean(name): parameter for name, parameter in model.named_parameters()}
+                self._dims[strip_wrapper_names(f"{prefix}.{name}" if prefix else name)] = (dim, meshes[group])
+        self.sharded_names = frozenset(self._dims)
+        self.parameters = {strip_wrapper_names(name): parameter for name, parameter in model.named_parameters()}
 
-    def wrap(self, name: str, tensor: Any, shape: torch.Size | None = None) -> Any:
-        """A tensor of the parameter `name` as a DTensor over the same memory, where it is a part.
+    def as_dtensor(self, name: str, tensor: Any, shape: torch.Size | None = None) -> Any:
+        """Return a tensor of the parameter `name`, as a DTensor over the same memory if it is a shard.
 
         Args:
-            name: Of the parameter.
-            tensor: The parameter, or a state of the optimizer: one of another shape is no part.
-            shape: The part's shape; None: the tensor's own.
+            name: Name of the parameter.
+            tensor: The parameter, or an optimizer state; a state of another shape is not a shard.
+            shape: Shape of the shard; None: that of the tensor.
         """
         if name not in self._dims or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             return tensor
@@ -68,18 +68,18 @@ class Shards:
         dim, mesh = self._dims[name]
         return DTensor.from_local(tensor.detach(), mesh, [Shard(dim)], run_check=False)
 
-    def whole_shape(self, name: str) -> torch.Size:
-        """The shape of the whole parameter."""
-        shape: torch.Size = self.wrap(name, self.parameters[name]).shape
+    def full_shape(self, name: str) -> torch.Size:
+        """Return the shape of the full parameter."""
+        shape: torch.Size = self.as_dtensor(name, self.parameters[name]).shape
         return shape
 
     def names(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with its name, each once."""
+        """Yield every parameter once, with its name."""
         yield from self.parameters.items()
 
 
-def clean(name: str) -> str:
-    """A parameter's name without the parts that wrappers add to it."""
+def strip_wrapper_names(name: str) -> str:
+    """Return a parameter's name without the prefixes that wrappers add."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name

@@ -1,7 +1,7 @@
-"""Tensors to files and back, by the planners of torch.distributed.checkpoint.
+"""Write tensors to files and read them back, with the planners of torch.distributed.checkpoint.
 
-torch's own `save` and `load` plan, write and finish in one call; here each is a step of its own, so that writing can go
-on in the background without a collective, and what it writes is a copy of no more than this rank's part.
+torch's own `save` and `load` plan, write and finish in one call. Here these are separate steps, so that writing can
+run in the background without a collective, from a copy of only this rank's part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from axon_nb.parallel.checkpoint.errors import CheckpointMismatch, SaveFailed
+from axon_nb.parallel.checkpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from axon_nb.parallel.checkpoint.folder import sync_file
 from axon_nb.parallel.checkpoint.peers import Peers
 
@@ -27,7 +27,7 @@ __all__ = ["TensorWriter", "mismatches", "read_metadata", "read_tensors"]
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Gives the writer copies on the host, when there are some, and counts what it has asked for."""
+    """Passes host copies to the writer, if staged, and counts the bytes written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _StagedPlanner(DefaultSavePlanner):
         self.bytes_written = 0
 
     def stage(self, plan: SavePlan) -> None:
-        """Copy what this rank will write."""
+        """Copy what this rank will write to host memory."""
         copies = {}
         for item in plan.items:
             data = super().resolve_data(item)
@@ -44,7 +44,7 @@ class _StagedPlanner(DefaultSavePlanner):
         self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The copy, or the tensor itself."""
+        """Return the copy, or the tensor itself."""
         data = super().resolve_data(write_item) if self.copies is None else self.copies.pop(write_item.index)
         self.bytes_written += _size(data)
         return data
@@ -52,10 +52,10 @@ class _StagedPlanner(DefaultSavePlanner):
 
 @dataclass
 class TensorWriter:
-    """One save's tensors on one rank."""
+    """Writes the tensors of one save on one rank."""
 
     draft: Path
-    """Where it is written."""
+    """Folder to write to."""
     planner: _StagedPlanner
     writer: FileSystemWriter
     plan: SavePlan
@@ -67,91 +67,93 @@ class TensorWriter:
 
     @classmethod
     def prepare(cls, state: dict[str, Any], draft: Path, peers: Peers) -> TensorWriter:
-        """Agree on who writes what; collective.
+        """Plan which rank writes what. Collective.
 
         Args:
-            state: Tensors by name; DTensors are parts, and of what several ranks have one writes.
-            draft: The folder to write into, which all see.
+            state: Tensors by name; DTensors are shards. Of replicated tensors, one rank writes.
+            draft: The folder to write to, visible to all ranks.
             peers: The ranks.
 
         Raises:
-            SaveFailed: ranks bring tensors that do not fit together.
+            CheckpointSaveError: the tensors of the ranks do not fit together.
         """
         planner, writer = _StagedPlanner(), FileSystemWriter(draft, sync_files=True)
 
-        def local() -> SavePlan:
+        def plan_locally() -> SavePlan:
             planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=peers.rank == 0)
             writer.set_up_storage_writer(peers.rank == 0, rank=peers.rank, use_collectives=True)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        plans = peers.on_all(local, error=SaveFailed, what="the checkpoint cannot be planned")
+        plans = peers.run_on_all(plan_locally, error=CheckpointSaveError, what="The checkpoint could not be planned")
 
-        def together() -> tuple[list[SavePlan], Metadata]:
+        def plan_globally() -> tuple[list[SavePlan], Metadata]:
             fitted, metadata = planner.create_global_plan(plans)
             return writer.prepare_global_plan(fitted), metadata
 
-        fitted, metadata = peers.on_first(together, error=SaveFailed, what="the checkpoint cannot be planned")
+        fitted, metadata = peers.run_on_first(
+            plan_globally, error=CheckpointSaveError, what="The checkpoint could not be planned"
+        )
         plan = planner.finish_plan(fitted[peers.rank])
         total = sum(_item_size(item) for item in plan.items)
         return cls(draft, planner, writer, plan, metadata, peers.rank, peers.size, total)
 
     def stage(self) -> None:
-        """Copy the tensors, so that the model can go on changing."""
+        """Copy the tensors, so that training can change the model."""
         self.planner.stage(self.plan)
 
     def write(self) -> None:
-        """Write this rank's part, wait until it is on the disk, and leave a note that it is."""
+        """Write this rank's part, flush it to disk, and leave a marker file."""
         results = self.writer.write_data(self.plan, self.planner)
         results.wait()
-        note = self.note(self.rank)
-        fresh = note.with_name(f"{note.name}.new")
-        fresh.write_bytes(pickle.dumps(results.value()))
-        sync_file(fresh)
-        fresh.rename(note)
+        marker = self.marker(self.rank)
+        draft_marker = marker.with_name(f"{marker.name}.new")
+        draft_marker.write_bytes(pickle.dumps(results.value()))
+        sync_file(draft_marker)
+        draft_marker.rename(marker)
 
-    def note(self, rank: int) -> Path:
-        """What a rank leaves when its part is there."""
+    def marker(self, rank: int) -> Path:
+        """Return the path of a rank's marker file."""
         return self.draft / f".done_{rank:05d}"
 
     def all_written(self) -> bool:
-        """Whether the parts of all ranks are there."""
-        return all(self.note(rank).exists() for rank in range(self.world_size))
+        """Whether all ranks have written their parts."""
+        return all(self.marker(rank).exists() for rank in range(self.world_size))
 
     def write_index(self) -> None:
-        """Write which tensor is where, when all parts are there; on one rank."""
-        # Made by this save alone, in a folder that it has made.
-        results = [pickle.loads(self.note(rank).read_bytes()) for rank in range(self.world_size)]
+        """Write the index of all tensors, once all parts exist. Call it on one rank."""
+        # Safe to unpickle: written by this save, into a folder that it created.
+        results = [pickle.loads(self.marker(rank).read_bytes()) for rank in range(self.world_size)]
         self.writer.finish(self.metadata, results)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that were given to the disk so far."""
+        """Bytes written so far."""
         return self.planner.bytes_written
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint has."""
+    """Return the metadata of a checkpoint."""
     return FileSystemReader(folder).read_metadata()
 
 
 def mismatches(state: dict[str, Any], metadata: Metadata) -> list[str]:
-    """What of `state` is not in the checkpoint, or has another shape there: one phrase each."""
-    told = []
+    """Return, as phrases, which tensors of `state` the checkpoint lacks or has with another shape."""
+    problems = []
     for name, value in state.items():
         saved = metadata.state_dict_metadata.get(name)
         shown = name.partition(".")[2]
         if saved is None:
-            told.append(f"{shown} is not in the checkpoint")
+            problems.append(f"{shown} is not in the checkpoint")
         elif isinstance(value, torch.Tensor) and isinstance(saved, TensorStorageMetadata) and value.shape != saved.size:
-            told.append(f"{shown} has shape {tuple(value.shape)} here and {tuple(saved.size)} in the checkpoint")
-    return told
+            problems.append(f"{shown} has shape {tuple(value.shape)} here and {tuple(saved.size)} in the checkpoint")
+    return problems
 
 
 def read_tensors(state: dict[str, Any], folder: Path, metadata: Metadata) -> None:
-    """Read into the tensors of `state`: of a DTensor this rank's part, whoever wrote it.
+    """Read into the tensors of `state`; of a DTensor only this rank's shard, whichever rank wrote it.
 
     Raises:
-        CheckpointMismatch: the checkpoint has not what is wanted.
+        CheckpointMismatchError: the checkpoint lacks something.
     """
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
     planner.set_up_planner(state, metadata, is_coordinator=True)
@@ -159,7 +161,7 @@ def read_tensors(state: dict[str, Any], folder: Path, metadata: Metadata) -> Non
     try:
         plan = reader.prepare_local_plan(planner.create_local_plan())
     except (RuntimeError, ValueError) as error:
-        raise CheckpointMismatch(f"{os.fspath(folder)}: {error}") from error
+        raise CheckpointMismatchError(f"{os.fspath(folder)}: {error}") from error
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 

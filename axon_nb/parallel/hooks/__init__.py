@@ -1,4 +1,4 @@
-"""What DDP does with its gradients instead of a plain all_reduce: fewer bytes, or another way."""
+"""DDP communication hooks that replace the plain all_reduce: compression and hierarchical averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A communication hook of DDP that counts the bytes it moves and, on request, measures the error it makes."""
+"""Base of DDP communication hooks: counts the bytes sent and optionally measures the compression error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch._C._distributed_c10d import GradBucket
 from axon_nb.comm.group import resolve
 from axon_nb.comm.spans import now, record
 
-__all__ = ["CommHook", "HookStats", "finished"]
+__all__ = ["CommHook", "HookStats", "completed_future"]
 
 
 @dataclass
 class HookStats:
-    """Sums over all buckets and steps since the hook was registered, on this rank."""
+    """Totals over all buckets and steps since the hook was registered, on this rank."""
 
     bytes_sent: int = 0
-    """Payload that this rank gave to collectives, in bytes."""
+    """Payload that this rank passed to collectives, in bytes."""
     bytes_uncompressed: int = 0
-    """What a plain all_reduce of the same gradients would have been given."""
+    """Payload of a plain all_reduce of the same gradients, in bytes."""
     buckets: int = 0
-    """How many buckets were reduced."""
+    """Number of buckets reduced."""
     _error: float = field(default=0.0, repr=False)
     _exact: float = field(default=0.0, repr=False)
 
@@ -40,20 +40,20 @@ class HookStats:
         return math.sqrt(self._error / self._exact) if self._exact else math.nan
 
     def compare(self, compressed: torch.Tensor, exact: torch.Tensor) -> None:
-        """Take one bucket into the error."""
+        """Add one bucket to the error."""
         self._error += float((compressed.double() - exact.double()).square().sum())
         self._exact += float(exact.double().square().sum())
 
 
 class CommHook:
-    """Base of the hooks; `DDP.register_hook` takes one.
+    """Base class of hooks for `DDP.register_hook`.
 
     Args:
-        measure: Also average every bucket exactly, and take the difference into `stats.error`; it costs what the hook
-            saves.
+        measure: Also average every bucket exactly, and add the difference to `stats.error`. This costs as much as the
+            hook saves.
     """
 
-    one_bucket = False
+    needs_single_bucket = False
     """Whether all gradients must be in one bucket."""
 
     def __init__(self, *, measure: bool = False) -> None:
@@ -72,22 +72,22 @@ class CommHook:
         return f"{type(self).__name__}(sent {stats.bytes_sent:,} of {stats.bytes_uncompressed:,} bytes)"
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average one bucket; the future gives the averaged buffer."""
+        """Start averaging one bucket; the future returns the averaged buffer."""
         raise NotImplementedError
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls for each bucket; recorded as one span, where the group does not record its calls itself."""
+        """Process a bucket; called by DDP. Records one span, unless the group itself records its calls."""
         start, before = now(), self.stats.bytes_sent
-        begun = self._counted(bucket)
+        started = self._reduce_counted(bucket)
         sent = self.stats.bytes_sent - before
 
         def recorded(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             record(resolve(self.group), type(self).__name__, start, sent)
             return future.value()
 
-        return begun.then(recorded)
+        return started.then(recorded)
 
-    def _counted(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_counted(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.stats.buckets += 1
         self.stats.bytes_uncompressed += buffer.nbytes
@@ -105,7 +105,7 @@ class CommHook:
         return self.reduce(bucket).then(compare)
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a tensor that the hook has made; counts its bytes."""
+        """Start averaging a tensor created by the hook, and count its bytes."""
         # Divided first, so that half precision does not overflow.
         self.stats.bytes_sent += tensor.nbytes
         work = dist.all_reduce(tensor.div_(self.num_ranks), group=self.group, async_op=True)
@@ -114,8 +114,8 @@ class CommHook:
         return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
-def finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future that has its value."""
+def completed_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future with this value."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future

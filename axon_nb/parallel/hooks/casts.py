@@ -1,4 +1,4 @@
-"""Gradients in half precision on the way: half the bytes of float32."""
+"""Send gradients in half precision: half the bytes of float32."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _Cast(CommHook):
 
 
 class FP16(_Cast):
-    """float16: 11 significant bits, largest value 65504."""
+    """float16: 11 significant bits, maximum 65504."""
 
     dtype = torch.float16
 
 
 class BF16(_Cast):
-    """bfloat16: 8 significant bits, the range of float32. On Gloo too, where torch's own hook refuses."""
+    """bfloat16: 8 significant bits, the range of float32. Works on Gloo, which torch's own hook does not support."""
 
     dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Averaging in two levels: within a node first, then across nodes, so that slow links carry a fraction."""
+"""Average in two levels, first within a node, then across nodes, so that slow links carry only a fraction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
-from axon_nb.parallel.hooks.base import CommHook, finished
+from axon_nb.errors import UsageError
+from axon_nb.parallel.hooks.base import CommHook, completed_future
 
 __all__ = ["Hierarchical"]
 
@@ -19,24 +19,24 @@ __all__ = ["Hierarchical"]
 class Hierarchical(CommHook):
     """Reduce-scatter within the node, all_reduce across nodes, all_gather within the node.
 
-    Each rank sends 1 / local size of the bucket across nodes. Exact, up to the order of adding.
+    Each rank sends 1 / (ranks per node) of the bucket across nodes. Exact, up to rounding.
 
     Args:
-        mesh: Two-dimensional, of (node, local) ranks: `init_device_mesh("cpu", (nodes, local), mesh_dim_names=…)`.
+        mesh: A 2-D mesh of (node, local) ranks: `init_device_mesh("cpu", (nodes, local), mesh_dim_names=…)`.
         measure: See `CommHook`.
 
     Raises:
-        CommError: the mesh is not two-dimensional.
+        UsageError: the mesh does not have 2 dimensions.
     """
 
     def __init__(self, mesh: DeviceMesh, *, measure: bool = False) -> None:
         super().__init__(measure=measure)
         if mesh.ndim != 2:
-            raise CommError(f"a mesh of {mesh.ndim} dimensions: it has two, (node, local).")
+            raise UsageError(f"Hierarchical needs a mesh of 2 dimensions, (node, local); got {mesh.ndim}.")
         self._across: Any = mesh.get_group(0)
         self._within: Any = mesh.get_group(1)
         self.bytes_across_nodes = 0
-        """Payload that this rank gave to the collectives across nodes, in bytes."""
+        """Payload that this rank passed to collectives across nodes, in bytes."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket; synchronous."""
@@ -52,4 +52,4 @@ class Hierarchical(CommHook):
         self.bytes_across_nodes += part.nbytes
         if padding:
             buffer.copy_(whole[: buffer.numel()])
-        return finished(buffer)
+        return completed_future(buffer)

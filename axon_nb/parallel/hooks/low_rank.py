@@ -1,4 +1,4 @@
-"""Gradient matrices as products of two thin ones: torch's PowerSGD.
+"""Compress gradient matrices to products of two thin ones: torch's PowerSGD.
 
 Vogels, Karimireddy, Jaggi: PowerSGD (2019).
 """
@@ -11,34 +11,34 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from axon_nb.comm.errors import CommError
+from axon_nb.errors import UsageError
 from axon_nb.parallel.hooks.base import CommHook
 
 __all__ = ["PowerSGD"]
 
 
 class PowerSGD(CommHook):
-    """torch's hook, with its bytes counted.
+    """torch's PowerSGD hook, with its bytes counted.
 
     Args:
-        rank: Columns of the thin matrices; more is closer and larger.
-        start_step: Steps of plain averaging first, at least 2: gradients of a fresh model do not compress well, and
-            DDP cuts its buckets anew after the first.
-        min_compression: Matrices that would shrink by less than this factor travel as they are.
+        rank: Columns of the thin matrices; more are more accurate and larger.
+        start_step: Number of initial steps with plain averaging, at least 2: gradients of a new model compress poorly,
+            and DDP rebuilds its buckets after the first step.
+        min_compression: Matrices that would shrink by less than this factor are sent uncompressed.
         measure: See `CommHook`.
 
     Raises:
-        CommError: rank is below 1, start_step below 2.
+        UsageError: `rank` is below 1 or `start_step` is below 2.
     """
 
-    one_bucket = True  # with several, their chains of collectives get in each other's way
+    needs_single_bucket = True  # chains of collectives of several buckets would interfere
 
     def __init__(
         self, rank: int = 2, *, start_step: int = 2, min_compression: float = 2.0, measure: bool = False
     ) -> None:
         super().__init__(measure=measure)
         if rank < 1 or start_step < 2:
-            raise CommError(f"PowerSGD with rank {rank} and start_step {start_step}: at least 1 and 2.")
+            raise UsageError(f"PowerSGD needs rank >= 1 and start_step >= 2; got rank={rank}, start_step={start_step}.")
         self.rank = rank
         self.start_step = start_step
         self.min_compression = min_compression

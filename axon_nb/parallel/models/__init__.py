@@ -1,4 +1,4 @@
-"""Small, readable models to try parallelism on: a byte-level GPT, an MLP and a CNN, and text to train the GPT with."""
+"""Small, readable models for experiments: a byte-level GPT, an MLP and a CNN, and text to train the GPT on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real text that every Python has: the source of its standard library, as bytes."""
+"""Training text that every Python installation has: the source of the standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["standard_library", "windows"]
 
 
 def standard_library(num_bytes: int = 1 << 20) -> torch.Tensor:
-    """The first bytes of the standard library's modules, in the order of their names; shape (num_bytes,), uint8.
+    """Return the first bytes of the standard library's modules, sorted by name; shape (num_bytes,), uint8.
 
     Raises:
-        ValueError: the library has less text than that.
+        ValueError: the standard library has less text than that.
     """
     parts, size = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -22,19 +22,19 @@ def standard_library(num_bytes: int = 1 << 20) -> torch.Tensor:
         size += len(parts[-1])
         if size >= num_bytes:
             return torch.frombuffer(bytearray(b"".join(parts)[:num_bytes]), dtype=torch.uint8)
-    raise ValueError(f"num_bytes={num_bytes}: the modules of the standard library have {size} bytes.")
+    raise ValueError(f"num_bytes must be at most {size}, the size of the standard library's modules; got {num_bytes}.")
 
 
 def windows(
     text: torch.Tensor, *, batch: int, seq: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pieces of a text, and the same pieces one byte later.
+    """Sample random windows of a text, with the windows one byte later as targets.
 
     Args:
         text: Shape (n,), uint8.
-        batch: Number of pieces.
-        seq: Bytes of each.
-        generator: What chooses; None: torch's own.
+        batch: Number of windows.
+        seq: Bytes per window.
+        generator: Random number generator; None: torch's default.
 
     Returns:
         Inputs and targets, each of shape (batch, seq), int64.

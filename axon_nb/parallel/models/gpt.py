@@ -1,4 +1,4 @@
-"""A GPT over bytes: a plain sequence of blocks, so that it can be cut, sharded and wrapped anywhere."""
+"""A byte-level GPT: a plain sequence of blocks, which can be split, sharded and wrapped anywhere."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class GPTConfig:
     """Sizes of a `GPT`."""
 
     vocab: int = 256
-    """Tokens; 256: bytes."""
+    """Vocabulary size; 256 for bytes."""
     context: int = 64
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     hidden: int = 64
     heads: int = 4
     blocks: int = 4
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions: (batch, seq) of ints to (batch, seq, hidden)."""
+    """Token and position embedding: integers (batch, seq) to (batch, seq, hidden)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(config.context, config.hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, seq, hidden)."""
+        """Return the embeddings, shape (batch, seq, hidden)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         embedded: torch.Tensor = self.token(tokens) + self.position(positions)
         return embedded
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the number of heads is read off the projections, so that each rank may hold some."""
+    """Causal self-attention. The number of heads follows from the projections, so each rank can hold some of them."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, hidden) to the same shape."""
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         parts = (self.query(x), self.key(x), self.value(x))
         q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each on a normalised copy and added back."""
+    """A pre-norm transformer block: attention and MLP, each with a residual."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, hidden) to the same shape."""
+        """Map (batch, seq, hidden) to (batch, seq, hidden)."""
         x = x + self.attention(self.norm1(x))
         out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
         return out
 
 
 class Head(nn.Module):
-    """(batch, seq, hidden) to the logits of the next token, (batch, seq, vocab)."""
+    """Output head: (batch, seq, hidden) to logits of the next token, (batch, seq, vocab)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -87,30 +87,30 @@ class Head(nn.Module):
         self.logits = nn.Linear(config.hidden, config.vocab, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, seq, vocab)."""
+        """Return the logits, shape (batch, seq, vocab)."""
         logits: torch.Tensor = self.logits(self.norm(x))
         return logits
 
 
 class GPT(nn.Sequential):
-    """Children ``embedding``, ``block0``, ``block1``, …, ``head``, called one after the other.
+    """A sequence of the children ``embedding``, ``block0``, ``block1``, …, ``head``.
 
     Args:
-        config: Its sizes.
+        config: Sizes of the model.
 
     Raises:
-        ValueError: the hidden size is no multiple of the number of heads.
+        ValueError: `hidden` is not divisible by `heads`.
     """
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         config = config or GPTConfig()
         if config.hidden % config.heads:
-            raise ValueError(f"hidden={config.hidden} is no multiple of heads={config.heads}.")
+            raise ValueError(f"hidden must be divisible by heads ({config.heads}); got {config.hidden}.")
         blocks = {f"block{i}": Block(config.hidden, config.heads) for i in range(config.blocks)}
         super().__init__(OrderedDict(embedding=Embedding(config), **blocks, head=Head(config)))
         self.config = config
 
 
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats; logits (batch, seq, vocab), targets (batch, seq)."""
+    """Compute the mean cross-entropy in nats; logits (batch, seq, vocab), targets (batch, seq)."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""Two classifiers of small pictures, such as scikit-learn's 8 x 8 digits."""
+"""Two classifiers for small images, such as scikit-learn's 8 x 8 digits."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ class CNN(nn.Module):
         self.classify = nn.Linear(2 * channels * (side // 2) ** 2, classes)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, classes)."""
+        """Return the logits, shape (batch, classes)."""
         logits: torch.Tensor = self.classify(self.features(pictures).flatten(1))
         return logits

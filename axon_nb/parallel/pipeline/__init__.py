@@ -1,4 +1,4 @@
-"""Pipeline parallelism on torch's schedules: stages over ranks, microbatches through them, every action recorded."""
+"""Pipeline parallelism on torch's schedules: stages on ranks, microbatches, and a span for every action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward of all microbatches through the stages, without gradients; shapes may differ from call to call."""
+"""Forward pass of all microbatches through the stages, without gradients; shapes may change from call to call."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["ForwardPass"]
 
 
 class ForwardPass:
-    """The stages of this rank, run one after the other, each over all microbatches.
+    """Runs the stages of this rank one after the other, each over all microbatches.
 
-    Not by torch's schedules, which would agree on shapes anew whenever training and this take turns, and would divide
-    gradients that wait for an optimizer's step.
+    torch's schedules are not used: they would negotiate shapes again whenever training and inference alternate, and
+    would divide gradients that wait for an optimizer step.
 
     Args:
-        modules: This rank's stages.
-        num_stages: Stages of all ranks.
-        rank_of: The rank, within the group, that holds a stage.
+        modules: This rank's stages, by index.
+        num_stages: Number of stages on all ranks.
+        rank_of: Returns the group rank that holds a stage.
         group: The ranks of the pipeline.
-        spans: Whether to record what is done.
+        spans: Whether to record spans.
     """
 
     def __init__(
@@ -47,76 +47,76 @@ class ForwardPass:
         self._group = group
         self._spans = spans
         self._sent: list[tuple[Any, Any]] = []
-        self._inside: dict[int, list[tuple[Any, ...]]] = {}
-        self._began = 0
+        self._local_inputs: dict[int, list[tuple[Any, ...]]] = {}
+        self._start_ns = 0
 
     @torch.no_grad()
     def run(self, inputs: Sequence[tuple[Any, ...]], num_microbatches: int) -> list[Any]:
-        """The output of each microbatch on the rank with the last stage, nothing elsewhere.
+        """Return the output of each microbatch on the rank with the last stage; elsewhere an empty list.
 
         Args:
-            inputs: The arguments of each microbatch; empty where the first stage is not.
-            num_microbatches: How many there are.
+            inputs: The arguments of each microbatch; empty on ranks without the first stage.
+            num_microbatches: Number of microbatches.
         """
         outputs: list[Any] = []
-        self._began = now()
+        self._start_ns = now()
         for stage in sorted(self._modules):
-            late: list[tuple[int, Any]] = []
-            for number in range(num_microbatches):
-                args = inputs[number] if stage == 0 else self._inputs(stage, number)
+            deferred: list[tuple[int, Any]] = []
+            for microbatch in range(num_microbatches):
+                args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
                 start = now()
                 with told_as_one("forward"):
                     output = self._modules[stage](*args)
-                self._record("F", start, (stage, number))
+                self._record("F", start, (stage, microbatch))
                 if stage == self._last:
                     outputs.append(output)
-                elif self._must_wait(stage):
-                    late.append((number, output))
+                elif self._must_defer_sends(stage):
+                    deferred.append((microbatch, output))
                 else:
-                    self._pass_on(stage, number, output)
-            for number, output in late:
-                self._pass_on(stage, number, output)
+                    self._send_output(stage, microbatch, output)
+            for microbatch, output in deferred:
+                self._send_output(stage, microbatch, output)
         for handle, _ in self._sent:
             handle.wait()
         self._reshard()
         return outputs
 
-    def _must_wait(self, stage: int) -> bool:
-        # Two ranks that send to each other at once: NCCL carries their messages in order, both ways, one at a time.
+    def _must_defer_sends(self, stage: int) -> bool:
+        # When two ranks send to each other at once, NCCL processes all messages in order, one at a time.
         own, other = self._rank_of(stage), self._rank_of(stage + 1)
         return self._group.size() == 2 and other < own
 
-    def _inputs(self, stage: int, number: int) -> tuple[Any, ...]:
+    def _inputs(self, stage: int, microbatch: int) -> tuple[Any, ...]:
         if stage - 1 in self._modules:
-            return self._inside[stage].pop(0)
+            return self._local_inputs[stage].pop(0)
         source = self._rank_of(stage - 1)
         start = now()
         with told_as_one("wait"):
             count = int(recv(source, group=self._group))
             args = tuple(recv(source, group=self._group) for _ in range(count))
-        self._record("RECV_F", start, (stage, number), sum(arg.nbytes for arg in args))
+        self._record("RECV_F", start, (stage, microbatch), sum(arg.nbytes for arg in args))
         return args
 
-    def _pass_on(self, stage: int, number: int, output: Any) -> None:
+    def _send_output(self, stage: int, microbatch: int, output: Any) -> None:
         parts = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         if stage + 1 in self._modules:
-            self._inside.setdefault(stage + 1, []).append(parts)
+            self._local_inputs.setdefault(stage + 1, []).append(parts)
             return
         start = now()
         device = parts[0].device
         for tensor in (torch.tensor(len(parts), device=device), *parts):
             handle = send(tensor, self._rank_of(stage + 1), group=self._group, async_op=True)
             self._sent.append((handle, tensor))
-        self._record("SEND_F", start, (stage, number), sum(part.nbytes for part in parts))
+        self._record("SEND_F", start, (stage, microbatch), sum(part.nbytes for part in parts))
 
-    def _record(self, name: str, start: int, place: tuple[int, int], size: int = 0) -> None:
+    def _record(self, name: str, start: int, position: tuple[int, int], size: int = 0) -> None:
         if self._spans:
             kind, group = "forward" if name == "F" else "p2p", self._group
             rank, group_name = group.ranks[group.rank()], group.torch_group.group_name
-            emit(Span(rank, kind, name, start, now(), group_name, size, *place, self._began))
+            emit(Span(rank, kind, name, start, now(), group_name, size, *position, self._start_ns))
 
     def _reshard(self) -> None:
-        # A root of FSDP2 keeps whole parameters for a backward; there is none, and an optimizer's step may come first.
+        # An FSDP2 root keeps parameters unsharded for backward. There is none here, and an optimizer step may be next.
         for module in self._modules.values():
             for part in module.modules():
                 if isinstance(part, FSDPModule):

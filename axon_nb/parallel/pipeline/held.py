@@ -1,4 +1,4 @@
-"""The part of a model that one rank of a pipeline holds, under the names of the whole model."""
+"""The stages that one rank of a pipeline holds, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.errors import UsageError
 from axon_nb.parallel.clip import clip_grad_norm
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.parallel.pipeline.split import Section
-from axon_nb.parallel.pipeline.stage import PipelineStage, device_of
+from axon_nb.parallel.pipeline.stage import PipelineStage, stage_device
 
 __all__ = ["HeldStages"]
 
 
 class HeldStages(nn.Module):
-    """This rank's stages; the others are not kept.
+    """Holds this rank's stages; the others are dropped.
 
     Args:
-        stages: All of them, in order.
+        stages: All stages, in order.
         group: The ranks of the pipeline.
-        schedule: Says which stages a rank holds.
-        device: Where stages compute that do not say.
-        wrap: Called with each of this rank's stages; what it returns computes.
+        schedule: Determines which stages a rank holds.
+        device: Device of stages that specify none.
+        wrap: Called with each of this rank's stages; returns the module that computes.
 
     Raises:
-        CommError: a stage in DDP, whose gradients the schedule computes without DDP's hooks.
+        UsageError: a stage is in DDP, and the schedule computes its gradients without DDP's hooks.
     """
 
     def __init__(
@@ -49,19 +49,18 @@ class HeldStages(nn.Module):
         self.module = nn.Module()
         """This rank's part of the model."""
         self._devices: dict[int, torch.device] = {}
-        self._computing: dict[int, nn.Module] = {}
-        for index in self._held(group.rank()):
+        self._stage_modules: dict[int, nn.Module] = {}
+        for index in self._stages_on(group.rank()):
             stage = stages[index].make()
-            self._devices[index] = device_of(stages[index].device or device, stage, group)
+            self._devices[index] = stage_device(stages[index].device or device, stage, group)
             stage.to(self._devices[index])
             for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
                 self.module.add_module(name, child)
-            self._computing[index] = stage if wrap is None else wrap(stage)
-            if schedule.splits_backward and isinstance(self._computing[index], DistributedDataParallel):
-                raise CommError(
-                    f"{schedule.value} with a stage in DDP: gradients of weights come without the hooks that DDP "
-                    "averages in; shard stages with fully_shard, or take a schedule with whole backwards, such as "
-                    "Interleaved1F1B."
+            self._stage_modules[index] = stage if wrap is None else wrap(stage)
+            if schedule.splits_backward and isinstance(self._stage_modules[index], DistributedDataParallel):
+                raise UsageError(
+                    f"{schedule.value} computes weight gradients without the hooks in which DDP averages; use "
+                    "fully_shard instead of DDP, or a schedule with undivided backwards, such as Interleaved1F1B."
                 )
 
     @property
@@ -71,53 +70,53 @@ class HeldStages(nn.Module):
 
     @property
     def stage_indices(self) -> tuple[int, ...]:
-        """This rank's stages."""
-        return tuple(self._computing)
+        """Indices of this rank's stages."""
+        return tuple(self._stage_modules)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank has the first stage, and needs the inputs."""
-        return 0 in self._computing
+        return 0 in self._stage_modules
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage, and needs the targets."""
-        return self.num_stages - 1 in self._computing
+        return self.num_stages - 1 in self._stage_modules
 
     @property
     def last_rank(self) -> int:
-        """The rank of the group that has the last stage; rank 0 where stages go down and up in a V."""
+        """The group rank with the last stage; rank 0 if the stages form a V."""
         return self._rank_of(self.num_stages - 1)
 
     def stage_ranks(self) -> dict[int, int]:
-        """The global rank that holds each stage."""
+        """Return the global rank of each stage."""
         return {stage: self._group.ranks[self._rank_of(stage)] for stage in range(self.num_stages)}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, under their names in the whole model."""
+        """Yield this rank's parameters by their names in the whole model."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's buffers, under their names in the whole model."""
+        """Yield this rank's buffers by their names in the whole model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's part of the whole model's."""
+        """Return this rank's part of the whole model's state."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a state, which may be the whole model's."""
+        """Load this rank's part of a state, which may be that of the whole model."""
         own = self.module.state_dict()
         part = {name: value for name, value in state_dict.items() if name in own}
         return self.module.load_state_dict(part, strict=strict, assign=assign)
 
     def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Clip by the norm over the gradients of all stages; as `axon_nb.parallel.clip_grad_norm`, collective."""
+        """Clip by the norm over the gradients of all stages, like `axon_nb.parallel.clip_grad_norm`. Collective."""
         return clip_grad_norm(
             self.module,
             max_norm,
@@ -126,8 +125,8 @@ class HeldStages(nn.Module):
             error_if_nonfinite=error_if_nonfinite,
         )
 
-    def _held(self, rank: int) -> list[int]:
-        return stages_of(self.schedule, rank, num_ranks=self._group.size(), num_stages=self.num_stages)
+    def _stages_on(self, rank: int) -> list[int]:
+        return stages_of_rank(self.schedule, rank, num_ranks=self._group.size(), num_stages=self.num_stages)
 
     def _rank_of(self, stage: int) -> int:
-        return next(rank for rank in range(self._group.size()) if stage in self._held(rank))
+        return next(rank for rank in range(self._group.size()) if stage in self._stages_on(rank))

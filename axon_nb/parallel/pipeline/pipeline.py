@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages, each on one rank, and a batch cut into microbatches."""
+"""Pipeline parallelism: a model split into stages on different ranks, and a batch split into microbatches."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.comm.move import broadcast
-from axon_nb.parallel.pipeline.batch import agree, as_args, described, merged, microbatches, refused, rows_of
+from axon_nb.errors import UsageError
+from axon_nb.parallel.pipeline.batch import (
+    agree,
+    as_args,
+    describe_args,
+    find_problem,
+    join_microbatches,
+    num_samples,
+    split_microbatches,
+)
 from axon_nb.parallel.pipeline.forward import ForwardPass
 from axon_nb.parallel.pipeline.held import HeldStages
 from axon_nb.parallel.pipeline.memory import PipelineMemoryStats
 from axon_nb.parallel.pipeline.runner import Runner
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
-from axon_nb.parallel.pipeline.split import Cost, balanced_starts, sections
-from axon_nb.parallel.pipeline.stage import PipelineStage, check_apart
+from axon_nb.parallel.pipeline.split import Cost, balanced_stage_starts, split_sections
+from axon_nb.parallel.pipeline.stage import PipelineStage, check_no_shared_parameters
 
 __all__ = ["Loss", "Pipeline", "PipelineOptions"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""From the output and the target of one microbatch to a mean over its samples."""
+"""Computes the mean loss of one microbatch from its output and target."""
 
 
 class PipelineOptions(TypedDict, total=False):
@@ -38,32 +46,33 @@ class PipelineOptions(TypedDict, total=False):
 
 
 class Pipeline(HeldStages):
-    """Every rank keeps one stage of the model, or several; microbatches flow through them.
+    """Holds one or several stages of the model on each rank; microbatches flow through them.
 
-    `step(x, target)` trains: afterwards gradients are those of one process, for the mean of the loss over the batch.
-    `pipe(x)` is a forward without gradients. Names of parameters are those of the whole model; `module` holds this
+    `step(x, target)` trains: afterwards the gradients are those of one process for the mean loss over the batch.
+    `pipe(x)` runs a forward without gradients. Parameters keep their names in the whole model; `module` holds this
     rank's part of it.
 
     Args:
         stages: All stages in order: modules, or `PipelineStage`s. Only this rank's are kept.
-        group: A World, a group of ours or of torch's, a mesh with one axis; None: all ranks.
-        num_microbatches: Parts of a batch; None: as many as stages.
-        schedule: In which order ranks compute; a `PipelineSchedule`, or its name.
-        loss: Mean loss of one microbatch, from output and target; None: `step` is given it.
-        device: Where stages compute that do not say; None: where their parameters are.
-        wrap: Called with each of this rank's stages; what it returns computes, such as the stage in DDP.
-        spans: Record every action, with stage and microbatch.
+        group: A World, one of our groups or torch's, or a mesh with one axis; None means all ranks.
+        num_microbatches: Microbatches per batch; None: as many as stages.
+        schedule: Order of computation: a `PipelineSchedule`, or its name.
+        loss: Mean loss of one microbatch, from output and target; None: pass it to `step`.
+        device: Device of stages that specify none; None: where their parameters are.
+        wrap: Called with each of this rank's stages; returns the module that computes, such as the stage in DDP.
+        spans: Record a span for every action, with stage and microbatch.
 
     Raises:
-        CommError: numbers of ranks, stages and microbatches do not fit the schedule; two stages share a parameter.
-        NotInGroup: this rank is no member of the group.
+        UsageError: the numbers of ranks, stages and microbatches do not fit the schedule, or two stages share a
+            parameter.
+        NotInGroupError: this rank is not a member of the group.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module | PipelineStage],
-        group: GroupLike | Any = None,
         *,
+        group: GroupLike | Any = None,
         num_microbatches: int | None = None,
         schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
         loss: Loss | None = None,
@@ -75,112 +84,111 @@ class Pipeline(HeldStages):
         own, chosen = resolve(group), PipelineSchedule.of(schedule)
         count = len(given) if num_microbatches is None else num_microbatches
         check_counts(chosen, num_ranks=own.size(), num_stages=len(given), num_microbatches=count)
-        check_apart(given)
+        check_no_shared_parameters(given)
         super().__init__(given, own, chosen, device=device, wrap=wrap)
         self.num_microbatches = count
-        self._loss = (loss,)  # in a tuple: a loss that is a module is no part of this one
+        self._loss = (loss,)  # in a tuple, so that a loss that is a module does not become a submodule
         self._step_loss: tuple[Loss | None] = (None,)
         self._losses: list[torch.Tensor] = []
         self._spans = spans
         self._runner: Runner | None = None
-        self._made_for: tuple[Any, ...] = ()
+        self._runner_key: tuple[Any, ...] = ()
 
     @classmethod
     def from_modules(
-        cls, modules: Sequence[nn.Module], group: GroupLike | Any = None, **options: Unpack[PipelineOptions]
+        cls, modules: Sequence[nn.Module], *, group: GroupLike | Any = None, **options: Unpack[PipelineOptions]
     ) -> Pipeline:
-        """A pipeline of these stages; their names are "0", "1", …, as in `nn.Sequential(*modules)`."""
-        return cls(modules, group, **options)
+        """Create a pipeline of these stages, named "0", "1", …, as in `nn.Sequential(*modules)`."""
+        return cls(modules, group=group, **options)
 
     @classmethod
     def split(
         cls,
         model: nn.Module,
-        group: GroupLike | Any = None,
         *,
+        group: GroupLike | Any = None,
         at: Sequence[str] | None = None,
         split: Cost = "params",
         num_stages: int | None = None,
         sample: Any = None,
         **options: Unpack[PipelineOptions],
     ) -> Pipeline:
-        """A pipeline of a Sequential, cut between its children.
+        """Create a pipeline from a Sequential, split between its children.
 
         Args:
             model: The whole model, on every rank.
             group: The pipeline's ranks, as in `Pipeline`.
-            at: Children that begin a new stage. None: stages are balanced.
-            split: By what: "params", their number; "time", as the first rank measures it; or a function that gives the
-                cost of one child.
-            num_stages: None: one a rank, or two where the schedule has several.
+            at: Names of the children that start a new stage. None: balance the stages.
+            split: What to balance: "params", the number of parameters; "time", as measured on the first rank; or a
+                function that returns the cost of one child.
+            num_stages: Number of stages. None: one per rank, or two if the schedule needs several.
             sample: For "time": inputs of the model, such as one microbatch.
             **options: As in `Pipeline`.
 
         Raises:
-            CommError: the model is no Sequential, or cannot be cut so.
+            UsageError: the model is not a Sequential, or cannot be split like that.
         """
         if at is None:
             own = resolve(group)
             schedule = PipelineSchedule.of(options.get("schedule", PipelineSchedule.ONE_F_ONE_B))
             wanted = num_stages or default_num_stages(schedule, own.size())
-            at = balanced_starts(model, split, wanted, sample=sample, group=own)
+            at = balanced_stage_starts(model, split, wanted, sample=sample, group=own)
         elif num_stages not in (None, len(at) + 1):
-            raise CommError(f"at={list(at)} makes {len(at) + 1} stages, and num_stages={num_stages}: leave one away.")
-        return cls(sections(model, at), group, **options)
+            raise UsageError(f"at={list(at)} defines {len(at) + 1} stages, but num_stages={num_stages}; pass only one.")
+        return cls(split_sections(model, at), group=group, **options)
 
     def step(self, x: Any = None, target: Any = None, loss: Loss | None = None) -> torch.Tensor | None:
-        """Forward and backward of one batch; gradients are added to those that are there. Every rank calls it.
+        """Run forward and backward of one batch and accumulate gradients. Call it on every rank.
 
         Args:
-            x: Input of the model, samples along dim 0; a tuple holds several arguments. The rank with the first stage
-                needs it, the others may leave it away.
-            target: What the loss compares with, a tensor with samples along dim 0; the rank with the last stage needs
-                it.
+            x: Input of the model, samples along dim 0; a tuple holds several arguments. Required on the rank with the
+                first stage, ignored elsewhere.
+            target: Target for the loss, a tensor with samples along dim 0. Required on the rank with the last stage.
             loss: Mean loss of one microbatch; None: the pipeline's own.
 
         Returns:
-            On the rank with the last stage the loss of each microbatch, shape (num_microbatches,), without gradient;
-            its mean is that of the batch. None on the others.
+            On the rank with the last stage, the loss of each microbatch, shape (num_microbatches,), without gradient;
+            its mean is the loss of the batch. None elsewhere.
 
         Raises:
-            CommError: the batch cannot be cut into microbatches, or something is missing; on all ranks.
+            UsageError: the batch cannot be split into microbatches, or something is missing; raised on all ranks.
         """
         self._step_loss = (loss,) if loss is not None else self._loss
         args = as_args(x) if self.is_first and x is not None else ()
-        own = (described(args), self._traits())
-        self._agree(x, target, training=True, changed=self._runner is None or own != self._made_for)
+        own = (describe_args(args), self._shape_context())
+        self._check_batch(x, target, training=True, changed=self._runner is None or own != self._runner_key)
         if self._runner is None:
-            self._runner, self._made_for = self._make_runner(), own
+            self._runner, self._runner_key = self._make_runner(), own
         self._losses.clear()
         try:
             self._runner.step(args, target if self.is_last else None)
         except BaseException:
-            self._runner = None  # what torch keeps of half a step would be taken for the next one's
+            self._runner = None  # torch would mix what it keeps of half a step with the next one
             raise
         return torch.stack(self._losses[-self.num_microbatches :]) if self.is_last else None
 
     def forward(self, *args: Any) -> Any:
-        """The model's output, without gradients; every rank calls it.
+        """Compute the model's output without gradients. Call it on every rank.
 
         Args:
-            *args: Inputs of the model, needed on the rank with the first stage.
+            *args: Inputs of the model, required on the rank with the first stage.
 
         Returns:
-            On the rank with the last stage the output for the whole batch; None on the others.
+            On the rank with the last stage, the output for the whole batch; None elsewhere.
 
         Raises:
-            CommError: the batch cannot be cut into microbatches; on all ranks.
+            UsageError: the batch cannot be split into microbatches; raised on all ranks.
         """
-        self._agree(args or None, None, training=False, changed=False)
+        self._check_batch(args or None, None, training=False, changed=False)
         run = ForwardPass(
-            self._computing, num_stages=self.num_stages, rank_of=self._rank_of, group=self._group, spans=self._spans
+            self._stage_modules, num_stages=self.num_stages, rank_of=self._rank_of, group=self._group, spans=self._spans
         )
-        inputs = microbatches(args, self.num_microbatches) if self.is_first else []
+        inputs = split_microbatches(args, self.num_microbatches) if self.is_first else []
         outputs = run.run(inputs, self.num_microbatches)
-        return merged(outputs) if self.is_last else None
+        return join_microbatches(outputs) if self.is_last else None
 
     def mean_loss(self, losses: torch.Tensor | None) -> float:
-        """The mean of what `step` returned, on every rank; collective."""
+        """Average the losses that `step` returned; the same on every rank. Collective."""
         device = next(iter(self._devices.values()))
         mean = torch.zeros((), dtype=torch.float64, device=device)
         if losses is not None:
@@ -188,7 +196,7 @@ class Pipeline(HeldStages):
         return float(broadcast(mean, src=self.last_rank, group=self._group))
 
     def memory_estimate(self) -> PipelineMemoryStats:
-        """How many microbatches are live at once, by the schedule."""
+        """Estimate how many microbatches are live at once, from the schedule."""
         return PipelineMemoryStats.of(
             self.schedule,
             num_ranks=self._group.size(),
@@ -197,36 +205,36 @@ class Pipeline(HeldStages):
         )
 
     def peak_activations(self) -> dict[int, int]:
-        """Most microbatches that were live in each of this rank's stages in the last step; empty without spans."""
+        """Return the peak of live microbatches per stage of this rank in the last step; empty without spans."""
         watches = {} if self._runner is None else self._runner.watches
         return {stage: watch.peak for stage, watch in watches.items()}
 
-    def _agree(self, x: Any, target: Any, *, training: bool, changed: bool) -> None:
-        """Go on together, or not at all; and have torch's pipeline made anew where that is so on any rank."""
-        problem = refused("x", x, self.num_microbatches, several=True) if self.is_first else None
+    def _check_batch(self, x: Any, target: Any, *, training: bool, changed: bool) -> None:
+        """Continue on all ranks or on none, and rebuild torch's pipeline if any rank needs it."""
+        problem = find_problem("x", x, self.num_microbatches, several=True) if self.is_first else None
         if training and self.is_last and problem is None:
-            problem = refused("target", target, self.num_microbatches)
+            problem = find_problem("target", target, self.num_microbatches)
             if self._step_loss == (None,):
-                problem = "there is no loss: pipe.step(x, target, loss), or Pipeline(…, loss=loss)"
+                problem = "no loss given: use pipe.step(x, target, loss) or Pipeline(…, loss=loss)"
         if training and not torch.is_grad_enabled():
-            problem = "step() trains, and gradients are off here: pipe(x) is the forward without them"
-        rows = [rows_of(x) if self.is_first else 0, rows_of(target) if training and self.is_last else 0]
+            problem = "step() needs gradients, which are disabled here; for inference use pipe(x)"
+        rows = [num_samples(x) if self.is_first else 0, num_samples(target) if training and self.is_last else 0]
         everyone = agree(self._group, problem, int(changed), *rows)
         inputs, targets = everyone[0][1], everyone[self.last_rank][2]
         if training and inputs != targets:
-            raise CommError(f"x has {inputs} samples and target {targets}: each sample has its target.")
+            raise UsageError(f"x and target must have equally many samples; got {inputs} and {targets}.")
         if any(row[0] for row in everyone):
             self._runner = None
 
-    def _traits(self) -> tuple[Any, ...]:
-        """What decides, besides the batch, over shapes and dtypes between stages, and over what needs a gradient."""
+    def _shape_context(self) -> tuple[Any, ...]:
+        """Return what else determines shapes and dtypes between stages, and which parameters need gradients."""
         kinds = {device.type for device in self._devices.values()}
         casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return casts, tuple((parameter.requires_grad, parameter.dtype) for parameter in self.parameters())
 
     def _make_runner(self) -> Runner:
         return Runner(
-            self._computing,
+            self._stage_modules,
             schedule=self.schedule,
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
@@ -244,6 +252,6 @@ class Pipeline(HeldStages):
         return loss / self.num_microbatches
 
     def extra_repr(self) -> str:
-        """What `repr` shows beside the modules."""
+        """Describe stages and schedule in `repr`."""
         own = ", ".join(map(str, self.stage_indices))
         return f"stages {own} of {self.num_stages}, {self.schedule.value}, {self.num_microbatches} microbatches"

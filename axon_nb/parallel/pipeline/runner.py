@@ -1,4 +1,4 @@
-"""One pipeline of torch's, made for batches of one shape: stages, schedule, and what its first step must not leave."""
+"""Runs training steps with torch's schedule, for batches of one shape."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.spans import now
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, missing, quiet, schedule_class
+from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, missing_hooks, quiet, schedule_class
 
 __all__ = ["Runner"]
 
 
 class Runner:
-    """Runs training steps.
+    """Wraps torch's stages and schedule, and cleans up after torch's shape inference.
 
     Args:
-        modules: This rank's stages.
-        schedule: In which order.
-        num_stages: Stages of all ranks.
-        num_microbatches: Microbatches of a batch.
+        modules: This rank's stages, by index.
+        schedule: Order of computation.
+        num_stages: Number of stages on all ranks.
+        num_microbatches: Microbatches per batch.
         group: The ranks of the pipeline.
-        devices: Where each stage computes.
-        loss: The loss of one microbatch, from output and target, to go backward from.
-        spans: Whether to record every action.
+        devices: Device of each stage.
+        loss: Computes the loss of one microbatch from output and target.
+        spans: Whether to record spans.
     """
 
     def __init__(
@@ -54,53 +54,53 @@ class Runner:
         self._modules = list(modules.values())
         self._has_run = False
         self.watches: dict[int, StageWatch] = {}
-        """By stage; empty when nothing is recorded."""
-        if spans and not missing():
+        """By stage; empty if nothing is recorded."""
+        if spans and not missing_hooks():
             rank, name = group.ranks[group.rank()], torch_group.group_name
             self.watches = {stage.stage_index: StageWatch(stage, rank=rank, group=name) for stage in stages}
-        # The loss is divided, rather than gradients afterwards: those of earlier steps may wait in the same place.
+        # The loss is divided instead of the gradients, which may include those of earlier steps.
         self._schedule = schedule_class(schedule)(
             stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
         )
 
     def step(self, args: tuple[Any, ...], target: Any) -> None:
-        """Forward and backward of one batch.
+        """Run forward and backward of one batch.
 
         Args:
-            args: Of the first stage; empty where that is not.
-            target: Of the last stage; None where that is not.
+            args: Arguments of the first stage; empty on ranks without it.
+            target: Target of the last stage; None on ranks without it.
         """
-        began = now()
+        start = now()
         for watch in self.watches.values():
-            watch.begin_step(began)
+            watch.begin_step(start)
         prepared = is_prepared(self._schedule, self._has_run)
-        with quiet(), contextlib.nullcontext() if prepared else _untouched(self._modules):
+        with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules):
             try:
                 self._schedule.step(*args, target=target, return_outputs=False)
             except RuntimeError as error:
-                if (cause := _raised_in_a_stage(error)) is None:
+                if (cause := _stage_exception(error)) is None:
                     raise
                 raise cause from None
         self._has_run = True
 
 
-def _raised_in_a_stage(error: RuntimeError) -> BaseException | None:
-    """What a stage's own code raised: torch puts its message, with all arguments, in front of it."""
+def _stage_exception(error: RuntimeError) -> BaseException | None:
+    """Return the exception raised by a stage's own code: torch prefixes its message with all arguments."""
     text = str(error).lower()
     return error.__cause__ if "failed to run forward" in text or "failed to run stage" in text else None
 
 
 @contextlib.contextmanager
-def _untouched(modules: list[nn.Module]) -> Iterator[None]:
-    """For a step in which torch first runs one microbatch to learn shapes: it leaves buffers and gradients as they are.
+def _preserve_state(modules: list[nn.Module]) -> Iterator[None]:
+    """Restore buffers and gradients after a step in which torch first runs one microbatch to infer shapes.
 
-    BatchNorm would count that microbatch twice; DDP would take the first backward for the last one, and average too
-    early; and torch drops all gradients of FSDP2 modules after it (2.13).
+    Otherwise BatchNorm would count that microbatch twice, DDP would take the first backward for the last one and
+    average too early, and torch would drop all gradients of FSDP2 modules (2.13).
     """
-    restores = [_after_a_forward(module) for module in modules]
+    restores = [_restore_after_forward(module) for module in modules]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in kept:
+    saved = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in saved:
         parameter.grad = None
     try:
         yield
@@ -108,27 +108,27 @@ def _untouched(modules: list[nn.Module]) -> Iterator[None]:
         for restore in restores:
             restore()
         with torch.no_grad():
-            for parameter, grad in kept:
+            for parameter, grad in saved:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def _after_a_forward(module: nn.Module) -> Callable[[], None]:
-    """Have buffers put back after the next forward, of which DDP is told that it averages nothing.
+def _restore_after_forward(module: nn.Module) -> Callable[[], None]:
+    """Restore buffers after the next forward, and disable DDP's averaging during it.
 
     Returns:
-        What does so now, where it has not been done.
+        A function that does so now, unless already done.
     """
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     ddp: Any = module if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync else None
     if ddp is not None:
         ddp.require_backward_grad_sync = False
 
     def restore(*_: Any) -> None:
-        nonlocal kept
+        nonlocal saved
         handle.remove()
-        for buffer, before in kept:
-            buffer.data.copy_(before)  # by data: autograd has noted the buffers of this forward, which goes nowhere
-        kept = []
+        for buffer, before in saved:
+            buffer.data.copy_(before)  # through data: autograd has recorded the buffers of this discarded forward
+        saved = []
         if ddp is not None:
             ddp.require_backward_grad_sync = True
 

@@ -1,4 +1,4 @@
-"""Cutting a sequence of modules into stages: at given names, or so that stages cost about the same."""
+"""Split a Sequential into stages: at given names, or so that stages cost about the same."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
 from axon_nb.comm.move import broadcast
+from axon_nb.errors import UsageError
 
-__all__ = ["Cost", "Section", "balanced", "balanced_starts", "costs_of", "sections"]
+__all__ = ["Cost", "Section", "balance", "balanced_stage_starts", "child_costs", "split_sections"]
 
 Cost = Literal["params", "time"] | Callable[[nn.Module], float]
-"""What stages are balanced by: the number of parameters, the measured time, or a function of one module."""
+"""What to balance: the number of parameters, the measured time, or a function of one module."""
 
 
 class Section(nn.Sequential):
-    """Consecutive modules of a larger one, under the names that they have there."""
+    """Consecutive children of a larger Sequential, under their names there."""
 
 
-def sections(model: nn.Module, starts: Sequence[str]) -> list[Section]:
-    """The children of a Sequential, in sections; each but the first begins at one of `starts`.
+def split_sections(model: nn.Module, starts: Sequence[str]) -> list[Section]:
+    """Split the children of a Sequential into sections; each but the first starts at one of `starts`.
 
     Raises:
-        CommError: the model is no Sequential, or has no children of these names in this order.
+        UsageError: the model is not a Sequential, or has no children of these names in this order.
     """
     children = _children(model)
     names = list(children)
     unknown = [name for name in starts if name not in names]
     if unknown:
-        raise CommError(f"at={unknown[0]!r}: the model's children are {', '.join(names)}.")
-    cuts = [0, *(names.index(name) for name in starts), len(names)]
-    if any(first >= second for first, second in itertools.pairwise(cuts)):
-        raise CommError(
-            f"at={list(starts)}: each name is where the next stage begins, so they are in the model's order, and the "
-            f"first child, {names[0]}, is none of them."
+        raise UsageError(f"at: the model has no child {unknown[0]!r}; its children are {', '.join(names)}.")
+    bounds = [0, *(names.index(name) for name in starts), len(names)]
+    if any(first >= second for first, second in itertools.pairwise(bounds)):
+        raise UsageError(
+            f"at must list children in the model's order, without the first one ({names[0]}), as each starts the next "
+            f"stage; got {list(starts)}."
         )
     items = list(children.items())
-    return [Section(OrderedDict(items[first:second])) for first, second in itertools.pairwise(cuts)]
+    return [Section(OrderedDict(items[first:second])) for first, second in itertools.pairwise(bounds)]
 
 
-def costs_of(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, float]:
-    """The cost of each child of a Sequential.
+def child_costs(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, float]:
+    """Return the cost of each child of a Sequential.
 
     Args:
         model: The model.
-        by: What is counted.
+        by: What to count.
         sample: For "time": an input of the model, such as one microbatch.
 
     Raises:
-        CommError: `by` is unknown, or "time" without a sample.
+        UsageError: `by` is unknown, or is "time" without a sample.
     """
     children = _children(model)
     if callable(by):
@@ -66,44 +66,44 @@ def costs_of(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, float]
     if by == "params":
         return {name: float(sum(p.numel() for p in child.parameters())) for name, child in children.items()}
     if by != "time":
-        raise CommError(f"split={by!r}: it is 'params', 'time', or a function that gives the cost of one module.")
+        raise UsageError(f"split must be 'params', 'time' or a function that returns the cost of a module; got {by!r}.")
     if sample is None:
-        raise CommError("split='time' runs the model once: give it sample=, such as the inputs of one microbatch.")
-    return dict(zip(children, _seconds(list(children.values()), sample), strict=True))
+        raise UsageError("split='time' needs sample=, such as the inputs of one microbatch, to measure the model.")
+    return dict(zip(children, _measure_seconds(list(children.values()), sample), strict=True))
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each of `parts` consecutive parts begins, so that the dearest one costs least.
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """Return the start of each of `parts` consecutive parts so that the most expensive part costs least.
 
-    Among equals the costs are as even as can be (least sum of squares); no part is empty.
+    Among equal solutions, the costs are as even as possible (least sum of squares). No part is empty.
 
     Raises:
-        CommError: there are fewer costs than parts, or one is negative.
+        UsageError: there are fewer costs than parts, or one is negative.
     """
     if not 1 <= parts <= len(costs):
-        raise CommError(f"{len(costs)} modules cannot be cut into {parts} stages: a stage has at least one.")
+        raise UsageError(f"num_stages must be 1 to {len(costs)}, the number of modules; got {parts}.")
     if any(not cost >= 0 for cost in costs):
-        raise CommError(f"the costs are {list(costs)}: each is 0 or more.")
+        raise UsageError(f"costs must be 0 or more; got {list(costs)}.")
     sums = [0.0, *itertools.accumulate(costs)]
-    dearest, _ = _cut(sums, parts, lambda cost: cost, max)
-    limit = dearest * (1 + 1e-9)
-    _, starts = _cut(sums, parts, lambda cost: cost * cost if cost <= limit else math.inf, lambda a, b: a + b)
+    highest, _ = _best_split(sums, parts, lambda cost: cost, max)
+    limit = highest * (1 + 1e-9)
+    _, starts = _best_split(sums, parts, lambda cost: cost * cost if cost <= limit else math.inf, lambda a, b: a + b)
     return starts
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Sequential):
-        raise CommError(
-            f"{type(model).__name__} is no nn.Sequential, so it is not known in which order its parts are called: give "
-            "the stages themselves, Pipeline.from_modules([first, second, …])."
+        raise UsageError(
+            f"{type(model).__name__} is not an nn.Sequential, so the order of its children is unknown. Pass the stages "
+            "themselves: Pipeline.from_modules([first, second, …])."
         )
     return dict(model.named_children())
 
 
-def _cut(
+def _best_split(
     sums: list[float], parts: int, price: Callable[[float], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The best cut by dynamic programming: its value, and where its parts begin."""
+    """Find the best split by dynamic programming: its value, and the start of each part."""
     count = len(sums) - 1
     best = [[math.inf] * (count + 1) for _ in range(parts + 1)]
     start = [[0] * (count + 1) for _ in range(parts + 1)]
@@ -121,26 +121,26 @@ def _cut(
     return best[parts][count], starts[::-1]
 
 
-def _seconds(children: list[nn.Module], sample: Any, repeats: int = 3) -> list[float]:
-    """Seconds that each takes for forward and backward; the shortest of some tries."""
+def _measure_seconds(children: list[nn.Module], sample: Any, repeats: int = 3) -> list[float]:
+    """Measure forward and backward of each child, in seconds; the minimum of several runs."""
     buffers = [buffer for child in children for buffer in child.buffers()]
-    kept = [buffer.clone() for buffer in buffers]
-    taken = [math.inf] * len(children)
+    saved = [buffer.clone() for buffer in buffers]
+    shortest = [math.inf] * len(children)
     with torch.random.fork_rng(), torch.enable_grad():
         for _ in range(repeats + 1):
             value = sample
             for number, child in enumerate(children):
-                seconds, value = _once(child, value)
-                taken[number] = min(taken[number], seconds)
+                seconds, value = _time_once(child, value)
+                shortest[number] = min(shortest[number], seconds)
     with torch.no_grad():
-        for buffer, before in zip(buffers, kept, strict=True):
+        for buffer, before in zip(buffers, saved, strict=True):
             buffer.copy_(before)
-    return taken
+    return shortest
 
 
-def _once(child: nn.Module, value: Any) -> tuple[float, Any]:
-    """Seconds of a forward and a backward, and the output."""
-    given = tree_map(_leaf, value)
+def _time_once(child: nn.Module, value: Any) -> tuple[float, Any]:
+    """Run one forward and backward; return the seconds and the output."""
+    given = tree_map(_as_leaf, value)
     args = given if isinstance(given, tuple) else (given,)
     sources = [tensor for tensor in (*_tensors(args), *child.parameters()) if tensor.requires_grad]
     _wait_for_device()
@@ -150,14 +150,14 @@ def _once(child: nn.Module, value: Any) -> tuple[float, Any]:
     if sources and outputs:
         torch.autograd.grad(outputs, sources, [torch.ones_like(out) for out in outputs], allow_unused=True)
     _wait_for_device()
-    return time.perf_counter() - start, tree_map(_leaf, output)
+    return time.perf_counter() - start, tree_map(_as_leaf, output)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _leaf(value: Any) -> Any:
+def _as_leaf(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point())
@@ -168,10 +168,12 @@ def _wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def balanced_starts(model: nn.Module, by: Cost, num_stages: int, *, sample: Any, group: ProcessGroup) -> list[str]:
-    """The children that begin a stage, but for the first; the same on all ranks of the group. For "time" collective."""
-    costs = costs_of(model, by, sample)
+def balanced_stage_starts(
+    model: nn.Module, by: Cost, num_stages: int, *, sample: Any, group: ProcessGroup
+) -> list[str]:
+    """Return the children that start a stage, except the first; the same on all ranks. Collective for "time"."""
+    costs = child_costs(model, by, sample)
     values = torch.tensor(list(costs.values()), dtype=torch.float64)
     if by == "time" and group.size() > 1:
         values = broadcast(values.cuda() if group.backend is Backend.NCCL else values, group=group).cpu()
-    return [list(costs)[start] for start in balanced(values.tolist(), num_stages)[1:]]
+    return [list(costs)[start] for start in balance(values.tolist(), num_stages)[1:]]

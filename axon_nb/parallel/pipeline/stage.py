@@ -1,4 +1,4 @@
-"""The stages of a pipeline, as they are given by the user."""
+"""Pipeline stages as defined by the user."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.kinds import Backend
+from axon_nb.errors import UsageError
 
-__all__ = ["PipelineStage", "check_apart", "device_of"]
+__all__ = ["PipelineStage", "check_no_shared_parameters", "stage_device"]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """A module and where it computes: `Pipeline([PipelineStage(first, "cuda:0"), PipelineStage(second, "cuda:1")])`."""
+    """A module and its device: `Pipeline([PipelineStage(first, "cuda:0"), PipelineStage(second, "cuda:1")])`."""
 
     module: nn.Module | Callable[[], nn.Module]
-    """The module, or a function without arguments that makes it; only the rank that holds the stage calls it."""
+    """The module, or a function without arguments that creates it; only called on the rank that holds the stage."""
     device: torch.device | str | None = None
     """None: where its parameters are."""
 
     def make(self) -> nn.Module:
-        """The module."""
+        """Return the module, creating it if necessary."""
         return self.module if isinstance(self.module, nn.Module) else self.module()
 
 
-def device_of(given: torch.device | str | None, stage: nn.Module, group: ProcessGroup) -> torch.device:
-    """Where a stage computes: as given, or where its parameters are; with NCCL, this rank's GPU."""
+def stage_device(given: torch.device | str | None, stage: nn.Module, group: ProcessGroup) -> torch.device:
+    """Return a stage's device: the given one, or that of its parameters; with NCCL, this rank's GPU."""
     if given is not None:
         return torch.device(given)
     parameter = next(stage.parameters(), None)
@@ -39,11 +39,11 @@ def device_of(given: torch.device | str | None, stage: nn.Module, group: Process
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def check_apart(stages: Sequence[PipelineStage]) -> None:
-    """Whether each parameter is in one stage only; in two it would be trained as two.
+def check_no_shared_parameters(stages: Sequence[PipelineStage]) -> None:
+    """Check that no two stages share a parameter: each rank would train its own copy.
 
     Raises:
-        CommError: one is not.
+        UsageError: two stages share a parameter.
     """
     owner: dict[int, tuple[int, str]] = {}
     for index, stage in enumerate(stages):
@@ -52,7 +52,7 @@ def check_apart(stages: Sequence[PipelineStage]) -> None:
         for name, parameter in stage.module.named_parameters():
             first, first_name = owner.setdefault(id(parameter), (index, name))
             if first != index:
-                raise CommError(
-                    f"{name} of stage {index} is {first_name} of stage {first}: each rank would train a copy of its "
-                    "own, so stages have parameters of their own."
+                raise UsageError(
+                    f"{name} of stage {index} is also {first_name} of stage {first}. Stages cannot share parameters, "
+                    "as each rank would train its own copy."
                 )

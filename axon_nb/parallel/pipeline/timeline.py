@@ -1,4 +1,4 @@
-"""A schedule as it would run if messages took no time, and the share of time that ranks are idle."""
+"""Ideal timeline of a schedule, with instant messages, and its bubble fraction."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def ideal_timeline(
     forward_s: float = 0.01,
     backward_s: float = 0.02,
 ) -> list[Span]:
-    """The spans of one step if every stage took as long, and a message no time.
+    """Return the spans of one step if all stages took equally long and messages took no time.
 
-    `axon_nb.plan.schedule` takes stages that differ, and messages that take time.
+    For unequal stages and messages that take time, see `axon_nb.plan.schedule`.
 
     Args:
         schedule: The schedule, or its name.
-        num_ranks: Ranks of the pipeline; they are numbered from 0.
-        num_microbatches: Microbatches of a batch.
-        num_stages: Stages of all ranks; None: one a rank, or two where the schedule has several.
-        forward_s: Seconds of a forward of one microbatch in one stage.
-        backward_s: Seconds of a backward; half of it where inputs and weights are done apart.
+        num_ranks: Number of ranks of the pipeline, numbered from 0.
+        num_microbatches: Microbatches per batch.
+        num_stages: Stages on all ranks. None: one per rank, or two if the schedule needs several.
+        forward_s: Seconds per forward of one microbatch in one stage.
+        backward_s: Seconds per backward; half of that each for inputs and weights if computed separately.
 
     Returns:
-        Spans from 0 ns on, rank by rank. With GPipe, 1F1B, Interleaved1F1B and LoopedBFS, and v stages a rank,
-        `bubble_fraction` of them is (P - 1) / (v M + P - 1) (Narayanan et al., 2021).
+        Spans starting at 0 ns, rank by rank. With GPipe, 1F1B, Interleaved1F1B and LoopedBFS, and v stages per rank,
+        their `bubble_fraction` is (P - 1) / (v M + P - 1) (Narayanan et al., 2021).
 
     Raises:
-        CommError: the schedule cannot run with these numbers.
+        UsageError: the schedule cannot run with these numbers.
     """
     chosen = PipelineSchedule.of(schedule)
     stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages

@@ -1,4 +1,7 @@
-"""Tensor parallelism: layers by hand whose weights are cut over a group, and plans that cut an ordinary model."""
+"""Tensor parallelism: hand-written layers with sharded weights, and `parallelize` for ordinary models.
+
+Use `parallelize` for your own models. The layers show how tensor parallelism works and match AxonML's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Self-attention whose heads are shared out over a group."""
+"""Self-attention with heads distributed over a group."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["TensorParallelAttention"]
 
 
 class TensorParallelAttention(nn.Module):
-    """Multi-head self-attention; each rank computes some of the heads.
+    """Multi-head self-attention of which each rank computes some heads.
 
     Args:
         hidden: Features of the input and the output.
-        heads: Number of heads; a multiple of the group's size, and a divisor of `hidden`.
-        causal: Whether a position sees only those up to itself.
-        bias: Whether the projections have one.
-        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden).
-        group: The ranks that share it; None: all.
+        heads: Number of heads, divisible by the group size; must divide `hidden`.
+        causal: Whether each position attends only to itself and earlier ones.
+        bias: Whether the projections have a bias.
+        sequence: Input and output are this rank's positions, (…, positions / ranks, hidden).
+        group: The ranks that share the heads; None means all.
         **kwargs: `device` and `dtype`.
 
     Raises:
-        TensorError: the heads cannot be shared out equally, or `hidden` is no multiple of them.
+        TensorError: `heads` is not divisible by the group size, or `hidden` by `heads`.
     """
 
     def __init__(
@@ -45,11 +45,9 @@ class TensorParallelAttention(nn.Module):
         super().__init__()
         pg = resolve(group)
         if hidden % heads:
-            raise TensorError(f"hidden={hidden} with {heads} heads: it must be a multiple of them.")
+            raise TensorError(f"hidden must be divisible by heads ({heads}); got {hidden}.")
         if heads % pg.size():
-            raise TensorError(
-                f"{heads} heads over {pg.size()} ranks: each rank has as many, so it is a multiple of that."
-            )
+            raise TensorError(f"heads must be divisible by the group size ({pg.size()}); got {heads}.")
         self.heads, self.causal = heads // pg.size(), causal
         self.group, self.sequence = pg, sequence
         self.query, self.key, self.value = (
@@ -58,17 +56,17 @@ class TensorParallelAttention(nn.Module):
         self.out = RowParallelLinear(hidden, hidden, bias=bias, sequence=sequence, group=pg, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, positions, hidden), the same on all ranks, to the same shape."""
-        # Once for the three: one collective backward.
+        """Map a replicated (…, positions, hidden) to (…, positions, hidden)."""
+        # Once for all three projections: a single collective in backward.
         x = gather_sequence(x, self.group) if self.sequence else copy_to_ranks(x, self.group)
 
         def split(part: torch.Tensor) -> torch.Tensor:
             return part.reshape(*part.shape[:-1], self.heads, -1).transpose(-3, -2)
 
         attended = nn.functional.scaled_dot_product_attention(
-            split(self.query.own_features(x)),
-            split(self.key.own_features(x)),
-            split(self.value.own_features(x)),
+            split(self.query.local_features(x)),
+            split(self.key.local_features(x)),
+            split(self.value.local_features(x)),
             is_causal=self.causal,
         )
         result: torch.Tensor = self.out(attended.transpose(-3, -2).flatten(-2))

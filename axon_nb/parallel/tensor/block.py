@@ -1,4 +1,4 @@
-"""A transformer block whose weights are cut over a group."""
+"""A transformer block with weights sharded over a group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["ParallelMLP", "TensorParallelBlock"]
 
 
 class ParallelMLP(nn.Module):
-    """Two linear layers with GELU between: one all_reduce forward, one backward.
+    """Two linear layers with GELU between: one all_reduce in forward, one in backward.
 
     Args:
         hidden: Features of the input and the output.
-        inner: Features between the layers; a multiple of the group's size; None: 4 * hidden.
-        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden).
-        group: The ranks that share it; None: all.
+        inner: Features between the layers, divisible by the group size; None: 4 * hidden.
+        sequence: Input and output are this rank's positions, (…, positions / ranks, hidden).
+        group: The ranks that share the layers; None means all.
         **kwargs: `device` and `dtype`.
     """
 
@@ -42,22 +42,22 @@ class ParallelMLP(nn.Module):
         self.down = RowParallelLinear(inner or 4 * hidden, hidden, sequence=sequence, group=pg, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, hidden) to the same shape."""
+        """Map (…, hidden) to (…, hidden)."""
         result: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
         return result
 
 
 class TensorParallelBlock(nn.Module):
-    """A pre-norm transformer block: attention and MLP, each with a residual. Norms are whole on every rank.
+    """A pre-norm transformer block: attention and MLP, each with a residual. Norms are replicated on all ranks.
 
     Args:
         hidden: Features of the input and the output.
         heads: Number of heads.
         inner: Features within the MLP; None: 4 * hidden.
-        causal: Whether a position sees only those up to itself.
-        sequence: Input and output are each rank's own positions, (…, positions / ranks, hidden), and so is all that the
-            norms and residuals keep for backward.
-        group: The ranks that share it; None: all.
+        causal: Whether each position attends only to itself and earlier ones.
+        sequence: Input and output are this rank's positions, (…, positions / ranks, hidden), and so is everything that
+            norms and residuals store for backward.
+        group: The ranks that share the block; None means all.
         **kwargs: `device` and `dtype`.
     """
 
@@ -81,7 +81,7 @@ class TensorParallelBlock(nn.Module):
         self.mlp = ParallelMLP(hidden, inner, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, positions, hidden) to the same shape."""
+        """Map (…, positions, hidden) to (…, positions, hidden)."""
         x = x + self.attention(self.norm_1(x))
         result: torch.Tensor = x + self.mlp(self.norm_2(x))
         return result

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through, in pairs: what one does forward, its partner does backward.
+"""Differentiable collectives, in pairs: each one's backward is its partner's forward.
 
 Shoeybi et al., Megatron-LM (2019), section 3: `f` is `copy_to_ranks`, `g` is `sum_over_ranks`.
 """
@@ -29,7 +29,7 @@ _SEQUENCE, _FEATURES = -2, -1
 
 
 class _Copy(torch.autograd.Function):
-    """Forward the same on all ranks, backward the sum of their gradients."""
+    """Forward: identity. Backward: sum of the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -42,7 +42,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward the sum over ranks, backward the same for all."""
+    """Forward: sum over ranks. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -54,68 +54,68 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _Join(torch.autograd.Function):
-    """Forward the parts of all ranks, joined along a dimension; backward each rank's own."""
+class _Gather(torch.autograd.Function):
+    """Forward: gather the parts of all ranks along a dimension. Backward: keep this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return _joined(x, group, dim)
+        return _gather(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(gradient, ctx.group, ctx.dim), None, None
+        return _local_chunk(gradient, ctx.group, ctx.dim), None, None
 
 
 class _Split(torch.autograd.Function):
-    """Forward each rank's own part along a dimension; backward those of all."""
+    """Forward: keep this rank's part along a dimension. Backward: gather the parts of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return _own(x, group, dim)
+        return _local_chunk(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _joined(gradient, ctx.group, ctx.dim), None, None
+        return _gather(gradient, ctx.group, ctx.dim), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Forward all positions; backward the sum over ranks of the gradients, each rank's own positions."""
+    """Forward: gather all positions. Backward: sum the gradients over ranks and keep this rank's positions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _joined(x, group, _SEQUENCE)
+        return _gather(x, group, _SEQUENCE)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return _reduce_scatter(gradient, ctx.group), None
 
 
 class _ScatterSequence(torch.autograd.Function):
-    """Forward the sum over ranks, each rank's own positions; backward all positions."""
+    """Forward: sum over ranks and keep this rank's positions. Backward: gather all positions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradient, ctx.group, _SEQUENCE), None
+        return _gather(gradient, ctx.group, _SEQUENCE), None
 
 
-def _joined(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-    whole: torch.Tensor = all_gather(x, dim=dim, group=group)
-    return whole.contiguous()
+def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    gathered: torch.Tensor = all_gather(x, dim=dim, group=group)
+    return gathered.contiguous()
 
 
-def _own(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+def _local_chunk(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 
-def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     _check_positions(x, group)
     own: torch.Tensor = reduce_scatter_sum(x.movedim(_SEQUENCE, 0).contiguous(), group=group)
     return own.movedim(0, _SEQUENCE).contiguous()
@@ -124,8 +124,8 @@ def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 def _check_positions(x: torch.Tensor, group: ProcessGroup) -> None:
     if x.ndim < 2 or x.shape[_SEQUENCE] % group.size():
         raise TensorError(
-            f"a sequence of shape {tuple(x.shape)} over {group.size()} ranks: sequence parallelism takes (…, "
-            f"positions, features) with a multiple of {group.size()} positions; pad the sequence."
+            "sequence parallelism needs shape (…, positions, features), with positions divisible by the group size "
+            f"({group.size()}); got shape {tuple(x.shape)}. Pad the sequence."
         )
 
 
@@ -135,49 +135,49 @@ def _apply(function: Any, *arguments: Any) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:
-    """(…, positions / ranks, features) of each rank to (…, positions, features).
+    """Gather (…, positions / ranks, features) from each rank to (…, positions, features).
 
     Args:
         x: This rank's positions.
         group: The ranks that share the sequence.
-        replicated: What follows is the same on all ranks, such as a loss, so that each takes its part of the gradient;
-            otherwise each computes something of its own, such as some of the heads, and gradients are summed.
+        replicated: Whether what follows is the same on all ranks, such as a loss: each rank then keeps its part of the
+            gradient. Otherwise each rank computes something different, such as its heads, and gradients are summed.
     """
     if replicated:
-        return _apply(_Join, x, group, _SEQUENCE)
+        return _apply(_Gather, x, group, _SEQUENCE)
     return _apply(_GatherSequence, x, group)
 
 
 def scatter_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of (…, positions, features), of which each gets (…, positions / ranks, features)."""
+    """Sum (…, positions, features) over ranks; each rank keeps (…, positions / ranks, features)."""
     return _apply(_ScatterSequence, x, group)
 
 
 def split_sequence(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """(…, positions, features), which all ranks have, to this rank's (…, positions / ranks, features).
+    """Keep this rank's (…, positions / ranks, features) of a replicated (…, positions, features).
 
     Raises:
-        TensorError: the positions cannot be divided equally.
+        TensorError: the positions are not divisible by the group size.
     """
     _check_positions(x, group)
     return _apply(_Split, x, group, _SEQUENCE)
 
 
 def copy_to_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """`x`, which all ranks have; its gradient is the sum of theirs."""
+    """Return the replicated `x` unchanged; its gradient is summed over ranks."""
     return _apply(_Copy, x, group)
 
 
 def sum_over_ranks(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum over ranks; each rank's part gets the whole gradient."""
+    """Sum over ranks; each rank's input gets the full gradient."""
     return _apply(_Sum, x, group)
 
 
 def gather_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """(…, features / ranks) of each rank to (…, features)."""
-    return _apply(_Join, x, group, _FEATURES)
+    """Gather (…, features / ranks) from each rank to (…, features)."""
+    return _apply(_Gather, x, group, _FEATURES)
 
 
 def split_features(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """(…, features), which all ranks have, to this rank's (…, features / ranks)."""
+    """Keep this rank's (…, features / ranks) of a replicated (…, features)."""
     return _apply(_Split, x, group, _FEATURES)

@@ -1,4 +1,4 @@
-"""A layer norm where each rank has its own positions of a sequence."""
+"""Layer norm for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["SequenceParallelNorm"]
 
 
 class SequenceParallelNorm(nn.LayerNorm):
-    """`nn.LayerNorm` on this rank's positions; the gradients of its parameters are summed over ranks.
+    """`nn.LayerNorm` on this rank's positions; gradients of its parameters are summed over ranks.
 
     Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), section 4.2.2.
 
     Args:
-        features: Of the last dimension.
-        group: The ranks that share the sequence; None: all.
-        **kwargs: Those of `nn.LayerNorm`.
+        features: Size of the last dimension.
+        group: The ranks that share the sequence; None means all.
+        **kwargs: Arguments of `nn.LayerNorm`.
     """
 
     def __init__(self, features: int, *, group: GroupLike = None, **kwargs: Any) -> None:
@@ -29,7 +29,7 @@ class SequenceParallelNorm(nn.LayerNorm):
         self.group = resolve(group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.LayerNorm calls it
-        """(…, positions / ranks, features) to the same shape."""
+        """Normalise (…, positions / ranks, features)."""
         parameters: tuple[torch.Tensor | None, ...] = (self.weight, self.bias)
         weight, bias = (None if part is None else copy_to_ranks(part, self.group) for part in parameters)
         return nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)

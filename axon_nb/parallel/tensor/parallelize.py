@@ -1,4 +1,4 @@
-"""Cutting an ordinary model over ranks by a plan."""
+"""Shard an ordinary model over ranks by a plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from axon_nb.comm.errors import CommError, TensorError
+from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.move import broadcast
+from axon_nb.errors import UsageError
 from axon_nb.parallel.tensor.recognise import automatic_plan
 from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
-from axon_nb.parallel.tensor.styles import STYLES, check_fits, style_of
+from axon_nb.parallel.tensor.styles import STYLES, check_divisible, create_style
 
 __all__ = ["parallelize"]
 
@@ -28,67 +29,67 @@ Style = str | ParallelStyle
 def parallelize(
     model: nn.Module,
     plan: Mapping[str, Style] | str = "auto",
-    mesh: DeviceMesh | GroupLike | Any = None,
     *,
+    mesh: DeviceMesh | GroupLike | Any = None,
     sequence: bool = False,
     parallel_loss: bool = False,
 ) -> ParallelReport:
-    """Cut the weights of a model over ranks, in place; collective.
+    """Shard the weights of a model over ranks, in place. Collective.
 
-    Every rank first gets rank 0's parameters and buffers, so seeds do not matter; parts are slices of them. Parameters
-    become DTensors; make the optimizer afterwards. With data parallelism besides, `FSDP` or `fully_shard` comes next.
+    Every rank first gets rank 0's parameters and buffers, so seeds do not matter; shards are slices of them. Parameters
+    become DTensors, so create the optimizer afterwards. For data parallelism, apply `FSDP` or `fully_shard` next.
 
         parallelize(model, {"block*.attention.[qkv]*": "column", "block*.attention.out": "row",
-                            "block*.up": "column", "block*.down": "row"}, mesh["tp"])
+                            "block*.up": "column", "block*.down": "row"}, mesh=mesh["tp"])
 
     Args:
-        model: Of plain tensors.
-        plan: Patterns of module names, in which ``*`` stands for anything, dots too, to a style: ``column`` (output
-            features are cut), ``row`` (input features, after a column layer), ``column+gather`` and ``split+row``
-            (whole on the side that is not cut), ``sequence`` (a norm), ``share`` (on a
-            module whose column layers take one input: fewer sums), ``gather`` and ``split`` (of positions, at the input
-            or output of any module), or one of torch's own. ``auto``: what is known to stay right, see
-            `axon_nb.parallel.tensor.recognise`; the rest stays whole.
-        mesh: A mesh with one axis, or a group; None: all ranks.
-        sequence: Between blocks each rank has its own positions of (batch, positions, hidden): norms, residuals and
-            what they keep for backward are cut as well. A plan of patterns says where, by the last three styles.
-        parallel_loss: With ``auto``: the model gives this rank's part of the logits, for `parallel_cross_entropy`.
+        model: A model of plain tensors.
+        plan: Maps patterns of module names, where ``*`` matches anything including dots, to styles: ``column`` (shards
+            output features), ``row`` (shards input features, after a column layer), ``column+gather`` and
+            ``split+row`` (replicated on the unsharded side), ``sequence`` (a norm), ``share`` (a module whose column
+            layers use one input: fewer sums), ``gather`` and ``split`` (of positions, at the input or output of any
+            module), or one of torch's own. ``auto``: modules known to compute the same when sharded, see
+            `axon_nb.parallel.tensor.recognise`; the rest is not sharded.
+        mesh: A mesh with one axis, or a group; None means all ranks.
+        sequence: Shard (batch, positions, hidden) between blocks by position, and with it norms, residuals and what
+            they store for backward. A plan of patterns says where, with the last three styles.
+        parallel_loss: With ``auto``: the model returns this rank's part of the logits, for `parallel_cross_entropy`.
 
     Returns:
-        What was cut how, what was not and why.
+        How each module is sharded, or why not.
 
     Raises:
-        TensorError: a pattern matches nothing; a module cannot be cut so, or matches two patterns; features or heads do
-            not divide; a weight belongs to two modules.
-        CommError: an unknown style or plan; the model is sharded already.
+        TensorError: a pattern matches nothing, a module cannot be sharded like that or matches two patterns, features
+            or heads are not divisible, or two modules share a weight.
+        UsageError: a style or plan is unknown, or the model is already sharded.
     """
     group, axis = _axis(mesh, model)
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if sharded:
-        raise CommError(f"{sharded[0]} is a DTensor: parallelize comes first, on a model of plain tensors.")
-    why: dict[str, str] = {}
+        raise UsageError(f"{sharded[0]} is a DTensor; call parallelize first, on a model of plain tensors.")
+    reasons: dict[str, str] = {}
     if isinstance(plan, str):
         if plan != "auto":
-            raise CommError(f"plan={plan!r}: 'auto', or patterns of module names to styles.")
-        named, why = automatic_plan(model, ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
+            raise UsageError(f"plan must be 'auto' or map patterns of module names to styles; got {plan!r}.")
+        named, reasons = automatic_plan(model, num_ranks=group.size(), sequence=sequence, parallel_loss=parallel_loss)
         styles: dict[str, Style] = dict(named)
-        rest = "auto knows no way to cut it"
+        default_reason = "not known to 'auto'"
     else:
-        styles, rest = _matched(model, plan), "no pattern matches"
-    _check(model, styles, group.size())
-    before = {name: _sizes(module) for name, module in model.named_modules()}
+        styles, default_reason = _match_patterns(model, plan), "matches no pattern"
+    _check_styles(model, styles, group.size())
+    sizes_before = {name: _parameter_sizes(module) for name, module in model.named_modules()}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor, group=group)
     for name, style in styles.items():
         module = model.get_submodule(name)
-        made = (
+        created = (
             style
             if isinstance(style, ParallelStyle)
-            else style_of(style, module, sequence=sequence, inside=_inside(name, styles))
+            else create_style(style, module, sequence=sequence, inside=_has_prepared_input(name, styles))
         )
-        parallelize_module(module, axis, made, src_data_rank=None)
-    return _report(model, styles, before, why=why, rest=rest, ranks=group.size())
+        parallelize_module(module, axis, created, src_data_rank=None)
+    return _report(model, styles, sizes_before, reasons=reasons, default_reason=default_reason, num_ranks=group.size())
 
 
 def _axis(mesh: Any, model: nn.Module) -> tuple[ProcessGroup, DeviceMesh]:
@@ -99,23 +100,23 @@ def _axis(mesh: Any, model: nn.Module) -> tuple[ProcessGroup, DeviceMesh]:
     return group, DeviceMesh.from_group(group.torch_group, device)
 
 
-def _matched(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+def _match_patterns(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     found: dict[str, tuple[str, Style]] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in STYLES:
-            raise CommError(f"{pattern!r}: {style!r} is no style; there are {', '.join(STYLES)}, and torch's own.")
-        hits = [name for name in names if fnmatchcase(name, pattern)]
-        if not hits:
-            raise TensorError(f"{pattern!r} matches no module: there are {_some(names)}.")
-        for name in hits:
+            raise UsageError(f"{pattern!r}: style must be {', '.join(STYLES)} or one of torch's; got {style!r}.")
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            raise TensorError(f"{pattern!r} matches no module; the modules are {_abbreviate(names)}.")
+        for name in matches:
             if name in found and found[name][1] != style:
-                raise TensorError(f"{name} matches {found[name][0]!r} and {pattern!r}, with different styles.")
+                raise TensorError(f"{name} matches {found[name][0]!r} and {pattern!r}, which have different styles.")
             found[name] = (pattern, style)
     return {name: style for name, (_, style) in found.items()}
 
 
-def _inside(name: str, styles: Mapping[str, Style]) -> bool:
+def _has_prepared_input(name: str, styles: Mapping[str, Style]) -> bool:
     above = name
     while above := above.rpartition(".")[0]:
         if styles.get(above) in ("gather", "share"):
@@ -123,59 +124,61 @@ def _inside(name: str, styles: Mapping[str, Style]) -> bool:
     return False
 
 
-def _check(model: nn.Module, styles: Mapping[str, Style], ranks: int) -> None:
+def _check_styles(model: nn.Module, styles: Mapping[str, Style], num_ranks: int) -> None:
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
         module = model.get_submodule(name)
         if not isinstance(style, ParallelStyle):
-            check_fits(name, module, style, parent=model.get_submodule(name.rpartition(".")[0]), ranks=ranks)
+            check_divisible(
+                name, module, style, parent=model.get_submodule(name.rpartition(".")[0]), num_ranks=num_ranks
+            )
         if any(owners[id(parameter)] > 1 for parameter in module.parameters(recurse=False)):
-            raise TensorError(f"{name} shares a parameter with another module: cut, it would be two; leave it whole.")
+            raise TensorError(f"{name} shares a parameter with another module, so it cannot be sharded; leave it out.")
 
 
-def _sizes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:
+def _parameter_sizes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], int]]:
     return {name: (tuple(p.shape), p.nbytes) for name, p in module.named_parameters(recurse=False)}
 
 
 def _report(
     model: nn.Module,
     styles: Mapping[str, Style],
-    before: Mapping[str, dict[str, tuple[tuple[int, ...], int]]],
+    sizes_before: Mapping[str, dict[str, tuple[tuple[int, ...], int]]],
     *,
-    why: Mapping[str, str],
-    rest: str,
-    ranks: int,
+    reasons: Mapping[str, str],
+    default_reason: str,
+    num_ranks: int,
 ) -> ParallelReport:
     rows = []
     for name, module in model.named_modules():
-        if not before[name] and name not in styles:
+        if not sizes_before[name] and name not in styles:
             continue
         style = styles.get(name, "")
-        here = 0
+        local_bytes = 0
         shapes = []
         for key, parameter in module.named_parameters(recurse=False):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            here += local.nbytes
-            shape, own = _shown(before[name][key][0]), _shown(tuple(local.shape))
-            shapes.append(f"{key} {shape}" if shape == own else f"{key} {shape} -> {own}")
+            local_bytes += local.nbytes
+            shape, local_shape = _format_shape(sizes_before[name][key][0]), _format_shape(tuple(local.shape))
+            shapes.append(f"{key} {shape}" if shape == local_shape else f"{key} {shape} -> {local_shape}")
         rows.append(
             ModuleReport(
                 name,
                 type(module).__name__,
                 style if isinstance(style, str) else type(style).__name__,
-                sum(size for _, size in before[name].values()),
-                here,
+                sum(size for _, size in sizes_before[name].values()),
+                local_bytes,
                 ", ".join(shapes),
-                "" if name in styles else why.get(name, rest),
+                "" if name in styles else reasons.get(name, default_reason),
             )
         )
-    return ParallelReport(ranks, tuple(rows))
+    return ParallelReport(num_ranks, tuple(rows))
 
 
-def _shown(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "1"
 
 
-def _some(names: list[str]) -> str:
+def _abbreviate(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

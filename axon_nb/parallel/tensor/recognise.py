@@ -1,4 +1,4 @@
-"""A plan for models whose parts are known to compute the same when they are cut."""
+"""The automatic plan: styles for modules that are known to compute the same when sharded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from axon_nb.comm.errors import TensorError
 from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
-from axon_nb.parallel.tensor.styles import check_fits
+from axon_nb.parallel.tensor.styles import check_divisible
 
 __all__ = ["automatic_plan"]
 
@@ -22,46 +22,46 @@ _ELEMENTWISE = (
     nn.Hardswish,
     nn.Identity,
 )
-"""What may be between a column and a row layer: each rank applies it to its own features."""
+"""Modules allowed between a column and a row layer: each rank applies them to its own features."""
 
 
 def automatic_plan(
-    model: nn.Module, *, ranks: int, sequence: bool, parallel_loss: bool
+    model: nn.Module, *, num_ranks: int, sequence: bool, parallel_loss: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Styles by module, and reasons by module that stays whole though it is known.
+    """Return styles by module, and reasons by known module that cannot be sharded.
 
-    Known are the parts of `axon_nb.parallel.models.GPT`, and within an `nn.Sequential` two linear layers with an
-    elementwise activation between.
+    Known are the modules of `axon_nb.parallel.models.GPT`, and two linear layers with an elementwise activation between
+    them inside an `nn.Sequential`.
 
     Raises:
-        TensorError: `sequence` for another model than that GPT, or one that does not divide.
+        TensorError: `sequence` is set for another model than that GPT, or its sizes are not divisible.
     """
     if sequence and not isinstance(model, GPT):
         raise TensorError(
-            f"sequence=True for a {type(model).__name__}: where its activations can be cut is known of the GPT of "
-            "axon_nb.parallel.models alone; give a plan with 'sequence', 'gather' and 'split'."
+            "sequence=True with plan='auto' supports only the GPT of axon_nb.parallel.models; got a "
+            f"{type(model).__name__}. Pass a plan with 'sequence', 'gather' and 'split'."
         )
     plan: dict[str, str] = {}
-    whole: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for unit in _units(module, parallel_loss=parallel_loss):
-            named = {f"{prefix}{name}" if name else path: style for name, style in unit.items()}
+            unit_plan = {f"{prefix}{name}" if name else path: style for name, style in unit.items()}
             try:
-                for name, style in named.items():
+                for name, style in unit_plan.items():
                     inner = model.get_submodule(name)
                     parent = model.get_submodule(name.rpartition(".")[0])
-                    check_fits(name, inner, style, parent=parent, ranks=ranks)
+                    check_divisible(name, inner, style, parent=parent, num_ranks=num_ranks)
             except TensorError as error:
                 if sequence:
                     raise
-                # A column layer alone would give its row layer a part of what it needs: all of the unit or nothing.
-                whole |= dict.fromkeys(named, str(error))
+                # All of the unit or nothing: a column layer alone would pass only a part to its unsharded row layer.
+                skipped |= dict.fromkeys(unit_plan, str(error))
                 continue
-            plan |= named
+            plan |= unit_plan
         if sequence:
-            plan |= {f"{prefix}{name}" if name else path: style for name, style in _positions(module).items()}
-    return plan, whole
+            plan |= {f"{prefix}{name}" if name else path: style for name, style in _sequence_styles(module).items()}
+    return plan, skipped
 
 
 def _units(module: nn.Module, *, parallel_loss: bool) -> list[dict[str, str]]:
@@ -88,7 +88,7 @@ def _pairs(module: nn.Sequential) -> list[dict[str, str]]:
     return pairs
 
 
-def _positions(module: nn.Module) -> dict[str, str]:
+def _sequence_styles(module: nn.Module) -> dict[str, str]:
     if isinstance(module, Embedding):
         return {"": "split"}
     if isinstance(module, Attention):

@@ -1,4 +1,4 @@
-"""The ways to cut a module of an ordinary model, by name: torch's parallel styles."""
+"""Parallel styles for the modules of an ordinary model, by name."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.parallel.tensor.functions import split_sequence
 
-__all__ = ["STYLES", "check_fits", "style_of"]
+__all__ = ["STYLES", "check_divisible", "create_style"]
 
 STYLES = {
-    "column": "output features are cut; the output is this rank's part",
-    "column+gather": "output features are cut; the output is gathered",
-    "row": "input features are cut, as a column layer before gives them; outputs are summed",
-    "split+row": "input features are cut, of an input that all ranks have; outputs are summed",
-    "sequence": "a norm on this rank's positions",
-    "share": "several column layers inside take the same input: one sum for them backward",
-    "gather": "as share, and the positions of the input are gathered",
-    "split": "of the positions of the output each rank keeps its own",
+    "column": "shard the output features; the output is this rank's part",
+    "column+gather": "shard the output features; gather the output",
+    "row": "shard the input features, as a column layer before provides them; sum the outputs",
+    "split+row": "shard the input features of a replicated input; sum the outputs",
+    "sequence": "apply a norm to this rank's positions",
+    "share": "compute one backward sum for several column layers inside that use the same input",
+    "gather": "like share, and also gather the positions of the input",
+    "split": "keep this rank's positions of the output",
 }
-"""Names of styles, and what each does."""
+"""Names of the styles, and what each does."""
 
-_CUT = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
+_SHARD_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
 _HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _POSITIONS = Shard(1)
-"""The layout of activations of which each rank has its own positions: (batch, positions, features)."""
+"""Layout of activations sharded by position: (batch, positions, features)."""
 
 
 class _SplitOutput(ParallelStyle):
-    """Each rank keeps its own positions of the output."""
+    """Keeps this rank's positions of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,62 +52,61 @@ class _SplitOutput(ParallelStyle):
         return module
 
 
-def style_of(name: str, module: nn.Module, *, sequence: bool, inside: bool) -> ParallelStyle:
-    """Torch's style for a name.
+def create_style(name: str, module: nn.Module, *, sequence: bool, inside: bool) -> ParallelStyle:
+    """Create torch's style for a name.
 
     Args:
         name: One of `STYLES`.
-        module: What it is for.
-        sequence: Activations between blocks are cut along the sequence.
-        inside: It is within a module of the style `share` or `gather`, and gets its input as that leaves it.
+        module: The module it is for.
+        sequence: Whether activations between blocks are sharded along the sequence.
+        inside: Whether a parent module has the style `share` or `gather`, which prepares the input.
     """
-    whole, between = Replicate(), _POSITIONS if sequence else Replicate()
-    # Said to be cut, an input that is whole would be made whole anew: a sum backward for each layer that takes it.
-    given = whole if inside or isinstance(module, nn.Embedding) else between
+    replicated, between = Replicate(), _POSITIONS if sequence else Replicate()
+    # A replicated input must not be declared as sharded: each layer that uses it would then add a sum in backward.
+    input_layout = replicated if inside or isinstance(module, nn.Embedding) else between
     embedding = isinstance(module, nn.Embedding)
-    made: dict[str, Any] = {
-        "column": lambda: ColwiseParallel(input_layouts=given),
-        "column+gather": lambda: ColwiseParallel(input_layouts=given, output_layouts=whole),
-        "row": lambda: RowwiseParallel(input_layouts=whole if embedding else Shard(-1), output_layouts=between),
-        "split+row": lambda: RowwiseParallel(input_layouts=whole, output_layouts=between),
+    factories: dict[str, Any] = {
+        "column": lambda: ColwiseParallel(input_layouts=input_layout),
+        "column+gather": lambda: ColwiseParallel(input_layouts=input_layout, output_layouts=replicated),
+        "row": lambda: RowwiseParallel(input_layouts=replicated if embedding else Shard(-1), output_layouts=between),
+        "split+row": lambda: RowwiseParallel(input_layouts=replicated, output_layouts=between),
         "sequence": lambda: SequenceParallel(use_local_output=True),
         "gather": lambda: PrepareModuleInput(
-            input_layouts=(_POSITIONS,), desired_input_layouts=(whole,), use_local_output=False
+            input_layouts=(_POSITIONS,), desired_input_layouts=(replicated,), use_local_output=False
         ),
         "share": lambda: PrepareModuleInput(
-            input_layouts=(whole,), desired_input_layouts=(whole,), use_local_output=False
+            input_layouts=(replicated,), desired_input_layouts=(replicated,), use_local_output=False
         ),
         "split": _SplitOutput,
     }
-    style: ParallelStyle = made[name]()
+    style: ParallelStyle = factories[name]()
     return style
 
 
-def check_fits(path: str, module: nn.Module, style: str, *, parent: nn.Module | None, ranks: int) -> None:
-    """Whether a style can cut a module over so many ranks.
+def check_divisible(path: str, module: nn.Module, style: str, *, parent: nn.Module | None, num_ranks: int) -> None:
+    """Check that a style can shard a module over `num_ranks` ranks.
 
     Raises:
-        TensorError: it is of another kind, its features or its parent's heads do not divide.
+        TensorError: the module has another type, or its features or its parent's heads are not divisible.
     """
-    if style not in _CUT:
+    if style not in _SHARD_DIM:
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
-        raise TensorError(f"{path} is a {type(module).__name__}: {style!r} cuts nn.Linear and nn.Embedding.")
+        raise TensorError(f"{path}: style {style!r} supports nn.Linear and nn.Embedding; got {type(module).__name__}.")
     if isinstance(module, nn.Linear):
-        what = "in_features" if _CUT[style] else "out_features"
+        what = "in_features" if _SHARD_DIM[style] else "out_features"
     else:
-        what = "num_embeddings" if _CUT[style] else "embedding_dim"
+        what = "num_embeddings" if _SHARD_DIM[style] else "embedding_dim"
     size = int(getattr(module, what))
-    if size % ranks:
+    if size % num_ranks:
         raise TensorError(
-            f"{path}.{what}={size} over {ranks} ranks: it must be a multiple of {ranks}; the next is "
-            f"{-(-size // ranks) * ranks}."
+            f"{path}.{what} must be divisible by the group size ({num_ranks}); got {size}. The next multiple is "
+            f"{-(-size // num_ranks) * num_ranks}."
         )
     heads = _heads(parent, size) if isinstance(module, nn.Linear) and style == "column" else None
-    if heads and heads % ranks:
+    if heads and heads % num_ranks:
         raise TensorError(
-            f"{path} has {heads} heads, and there are {ranks} ranks: each rank has as many, so heads are a multiple of "
-            f"{ranks}."
+            f"{path}: the number of heads must be divisible by the group size ({num_ranks}); got {heads}."
         )
 
 
