@@ -25,7 +25,7 @@ fi
 failed=()
 for set in "${sets[@]}"; do
     case "$set" in
-        lowest) python="${OLDEST_PYTHON:-python3.11}" choice=(--resolution lowest-direct) ;;
+        lowest) python="${OLDEST_PYTHON:-python3.11}" choice=(--upgrade --resolution lowest-direct) ;;
         newest) python="${NEWEST_PYTHON:-python3.13}" choice=(--upgrade) ;;
     esac
     place=".versions/$set"
