@@ -11,7 +11,15 @@ from axon_nb.cluster import remote
 from axon_nb.cluster.failures import cell_error, root_cause
 from axon_nb.cluster.hints import hint_for
 from axon_nb.errors import ClusterGone, UsageError
-from axon_nb.host.parcels import Address, Parcel, ParcelUnreachable, join_parts, parcel_size, split_parts, supported
+from axon_nb.host.parcels import (
+    BlockAddress,
+    SharedBlock,
+    SharedBlockUnavailableError,
+    block_size,
+    join_parts,
+    memfd_supported,
+    split_parts,
+)
 from axon_nb.records.ranks import format_ranks, parse_ranks
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ __all__ = ["last_values", "pull", "push"]
 _ENGINE = "axon_nb.engine.variables"
 _LOOK_S = 0.1
 _OTHER_RANKS = "OtherRanks"
-_UNREACHABLE = ParcelUnreachable.__name__
+_UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
 def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
@@ -41,13 +49,13 @@ def push(cluster: Cluster, variables: Mapping[int, Mapping[str, Any]]) -> None:
     _tell_queue(cluster, variables)
     packed = {id(own): _packed(own) for own in variables.values()}
     near = _near(cluster, variables)
-    _check_memory(sum(parcel_size(parts) for parts in packed.values()), what=", ".join(names))
+    _check_memory(sum(block_size(parts) for parts in packed.values()), what=", ".join(names))
     with contextlib.ExitStack() as open_parcels:
-        addresses: dict[int, Address] = {}
+        addresses: dict[int, BlockAddress] = {}
         for key, parts in packed.items():
             fitting = [rank for rank in near if id(variables[rank]) == key]
             if fitting:
-                parcel = open_parcels.enter_context(Parcel())
+                parcel = open_parcels.enter_context(SharedBlock())
                 parcel.write(parts)
                 addresses.update(dict.fromkeys(fitting, parcel.address))
         unreached = _run(cluster, list(addresses), f"take({addresses!r})", what) if addresses else []
@@ -81,7 +89,7 @@ def pull(
     running = list(ranks)
     with contextlib.ExitStack() as open_parcels:
         while True:
-            parcels = {rank: open_parcels.enter_context(Parcel()) for rank in near}
+            parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
             addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
             call = f"give({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
             try:
@@ -94,7 +102,7 @@ def pull(
             near = [rank for rank in near if rank not in unreached]
         far = [rank for rank in ranks if rank not in parcels]
         came = _ask_far(cluster, far, "take_offer", f"give {expression!r}", lambda rank: {})
-        sources: dict[int, Parcel | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
+        sources: dict[int, SharedBlock | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
         sources |= {rank: data for rank, data in came.items() if data}
         # What was put together has one giver; the entry of each rank is a copy of its own all the same.
         whole = len(sources) < len(ranks) or running != list(ranks)
@@ -108,7 +116,7 @@ def last_values(cluster: Cluster, ranks: Iterable[int], token: str) -> dict[int,
     chosen = list(ranks)
     near = _near(cluster, chosen)
     with contextlib.ExitStack() as open_parcels:
-        parcels = {rank: open_parcels.enter_context(Parcel()) for rank in near}
+        parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
         futures = {}
         for rank in chosen:
             address = parcels[rank].address if rank in parcels else None
@@ -137,11 +145,11 @@ def _unpack(parts: list[memoryview]) -> Any:
     return unpack(parts)
 
 
-def _parts(source: Parcel | bytes) -> list[memoryview]:
-    return source.read() if isinstance(source, Parcel) else split_parts(bytearray(source))
+def _parts(source: SharedBlock | bytes) -> list[memoryview]:
+    return source.read() if isinstance(source, SharedBlock) else split_parts(bytearray(source))
 
 
-def _loaded(rank: int, expression: str, source: Parcel | bytes) -> Any:
+def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
     try:
         return _unpack(_parts(source))
     except Exception as error:
@@ -180,7 +188,7 @@ def _check_memory(size: int, *, what: str) -> None:
 
 def _near(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
     """The ranks on the notebook's own host."""
-    if not supported():
+    if not memfd_supported():
         return []
     own = socket.gethostname()
     return [rank for rank in ranks if cluster.places[rank]["host"] == own]

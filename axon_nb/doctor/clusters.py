@@ -76,8 +76,8 @@ def find_clusters() -> list[FoundCluster]:
 def _examine(run_dir: RunDir) -> FoundCluster | None:
     info = run_dir.read_info()
     name = str(info.get("name") or run_dir.path.name)
-    if not run_dir.alive():
-        return None if run_dir.just_made or not run_dir.path.is_dir() else FoundCluster(run_dir, name, "dead")
+    if not run_dir.is_alive():
+        return None if run_dir.just_created or not run_dir.path.is_dir() else FoundCluster(run_dir, name, "dead")
     if not info.get("world_size"):
         return None
     silent = FoundCluster(

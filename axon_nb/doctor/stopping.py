@@ -131,7 +131,7 @@ def _no_answer(one: FoundCluster) -> str:
 
 
 def _remove(one: FoundCluster) -> str:
-    if one.run_dir.alive():  # the name was given again, or the agent was only starting
+    if one.run_dir.is_alive():  # the name was given again, or the agent was only starting
         raise NotEnded(f"The cluster {one.name!r} has come to life: run `axon-nb stop {shlex.quote(one.name)}` again.")
     one.run_dir.remove()
     if one.run_dir.path.exists():

@@ -1,6 +1,6 @@
-"""Which GPUs this user may take, asked of the driver's management library: CUDA itself must not be touched here.
+"""Available GPUs according to `nvidia-smi`: CUDA itself must not be initialised here.
 
-A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent ever asks torch.
+A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent asks torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Gpu:
     """One GPU of this host."""
 
     index: int
-    """Number as the driver counts, which is what `CUDA_VISIBLE_DEVICES` takes."""
+    """The driver's index, as used in `CUDA_VISIBLE_DEVICES`."""
     name: str
     total_bytes: int
     used_bytes: int
 
     @property
     def busy(self) -> bool:
-        """Whether someone else holds more than half a GiB of it."""
+        """Whether more than half a GiB of its memory is in use."""
         return self.used_bytes > _BUSY_BYTES
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty where there is no driver.
+    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty without a driver.
 
-    As CUDA does: the first entry that names no card ends the list; a card named twice, or a name that fits two, shows
-    none at all.
+    Follows CUDA's rules: the first entry that matches no GPU ends the list; a duplicate or ambiguous entry hides all
+    GPUs.
     """
     cards = [card for line in _query().splitlines() if (card := _parse(line)) is not None]
     visible = os.environ.get(VISIBLE_GPUS.name)
@@ -46,12 +46,12 @@ def list_gpus() -> list[Gpu]:
         return [gpu for _, gpu in cards]
     chosen: list[Gpu] = []
     for item in (entry.strip() for entry in visible.split(",")):
-        fitting = [gpu for uuid, gpu in cards if item and (item == str(gpu.index) or uuid.startswith(item))]
-        if not fitting:
+        matching = [gpu for uuid, gpu in cards if item and (item == str(gpu.index) or uuid.startswith(item))]
+        if not matching:
             break
-        if len(fitting) > 1 or fitting[0] in chosen:
+        if len(matching) > 1 or matching[0] in chosen:
             return []
-        chosen.append(fitting[0])
+        chosen.append(matching[0])
     return chosen
 
 

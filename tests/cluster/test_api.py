@@ -191,9 +191,11 @@ def test_push_and_pull_keep_types(script: Script) -> None:
 
 def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
     script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.places)")
-    script.ok("from axon_nb.host import parcels\naddress = parcels.Parcel.address")
+    script.ok("from axon_nb.host import parcels\naddress = parcels.SharedBlock.address")
     elsewhere = "c.places[1] = {**c.places[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
-    unreachable = "parcels.Parcel.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
+    unreachable = (
+        "parcels.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
+    )
     for difference in (elsewhere, unreachable):
         script.ok(difference)
         script.ok("c.push({'b': b, 'n': {'t': torch.ones(3)}})\nc.run('b[0] = rank', quiet=True)")
@@ -204,7 +206,7 @@ def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> 
         answer = script.run("c.pull('nothing_there')")
         assert "Rank 0 cannot give 'nothing_there': NameError" in answer.message
     assert script.value("[v for v in c.client.results.values() if isinstance(v, bytes) and len(v) > 9999]") == []
-    script.ok("c.places[:] = places\nparcels.Parcel.address = address")
+    script.ok("c.places[:] = places\nparcels.SharedBlock.address = address")
 
 
 def test_push_to_some_ranks(script: Script) -> None:

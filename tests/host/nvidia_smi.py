@@ -1,4 +1,4 @@
-"""A program called `nvidia-smi` that prints what the real one printed on some machine."""
+"""A stand-in for `nvidia-smi` that prints recorded output of the real one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Unable to determine the device handle for GPU2: 0000:41:00.0: Unknown Error
 
 
 class Driver:
-    """Puts the program on the PATH."""
+    """Installs the program on the PATH."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Driver:
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     def prints(self, text: str, *, code: int = 0) -> None:
-        """From now on there are these cards; the program takes only the question that the real one takes."""
+        """Print this output from now on; the program accepts only the query that we send."""
         query = "--query-gpu=index,uuid,name,memory.total,memory.used --format=csv,noheader,nounits"
         program = self._folder / "nvidia-smi"
         program.write_text(

@@ -1,4 +1,4 @@
-"""Cores by affinity and by the container's quota, whichever is less."""
+"""Usable cores: CPU affinity or the container's quota, whichever is less."""
 
 from __future__ import annotations
 
