@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         AxonError,
         CellError,
         CellInterrupt,
-        CellTimeout,
-        ClusterGone,
-        NoCluster,
+        CellTimeoutError,
+        ClusterLostError,
+        NoClusterError,
         StartError,
         UsageError,
     )
@@ -36,10 +36,10 @@ __all__ = [
     "CellError",
     "CellInterrupt",
     "CellResult",
-    "CellTimeout",
+    "CellTimeoutError",
     "Cluster",
-    "ClusterGone",
-    "NoCluster",
+    "ClusterLostError",
+    "NoClusterError",
     "StartError",
     "UsageError",
     "__version__",
@@ -59,9 +59,9 @@ _HOME = {
         "AxonError",
         "CellError",
         "CellInterrupt",
-        "CellTimeout",
-        "ClusterGone",
-        "NoCluster",
+        "CellTimeoutError",
+        "ClusterLostError",
+        "NoClusterError",
         "StartError",
         "UsageError",
     ),
@@ -92,7 +92,7 @@ def current_cluster() -> Cluster:
     """The cluster that this process's cells run on.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
     """
     cluster: Cluster = import_module("axon_nb.cluster.current").require("axon_nb.current_cluster()")
     return cluster

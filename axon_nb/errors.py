@@ -2,11 +2,11 @@
 
 AxonError
  ├── UsageError          what was asked for cannot be: shown as one sentence, without our frames
- │    └── NoCluster      the command needs a cluster and none is running
+ │    └── NoClusterError      the command needs a cluster and none is running
  ├── StartError          the cluster did not come up
- ├── ClusterGone         the cluster was there and is no longer
+ ├── ClusterLostError         the cluster was there and is no longer
  └── CellError           a `%%distributed` cell failed on at least one rank
-      └── CellTimeout    a cell did not end within its `--timeout`
+      └── CellTimeoutError    a cell did not end within its `--timeout`
 
 KeyboardInterrupt
  └── CellInterrupt       the user interrupted a cell; the ranks have stopped, or are named
@@ -20,9 +20,9 @@ __all__ = [
     "AxonError",
     "CellError",
     "CellInterrupt",
-    "CellTimeout",
-    "ClusterGone",
-    "NoCluster",
+    "CellTimeoutError",
+    "ClusterLostError",
+    "NoClusterError",
     "StartError",
     "UsageError",
 ]
@@ -43,7 +43,7 @@ class UsageError(AxonError, ValueError):
     """What was asked for cannot be; the message says what can."""
 
 
-class NoCluster(UsageError):
+class NoClusterError(UsageError):
     """The command needs a cluster and none is running."""
 
     def __init__(self, command: str = "This") -> None:
@@ -54,7 +54,7 @@ class StartError(AxonError, RuntimeError):
     """The cluster did not come up."""
 
 
-class ClusterGone(AxonError, RuntimeError):
+class ClusterLostError(AxonError, RuntimeError):
     """The cluster was there and is no longer."""
 
 
@@ -80,5 +80,5 @@ class CellInterrupt(KeyboardInterrupt):
         return self._report
 
 
-class CellTimeout(CellError, TimeoutError):
+class CellTimeoutError(CellError, TimeoutError):
     """A cell did not end within its `--timeout`."""

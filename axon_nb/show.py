@@ -24,7 +24,7 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         cluster: Whose ranks are asked; None: the current one.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
         UsageError: there is nothing of that name to show.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.shards()")
@@ -41,7 +41,7 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         cluster: Whose ranks are asked; None: the current one.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
         UsageError: there is nothing of that name.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
@@ -72,7 +72,7 @@ def timeline(
         The same to keep: `save` writes it as .json (a trace for Perfetto), .html or .csv, `to_dataframe` gives a table.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
         UsageError: there is no such rank, or ranks have no spans of that cell.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.timeline()")
@@ -88,7 +88,7 @@ def watch(*, cluster: Cluster | None = None) -> None:
         cluster: Whose ranks are asked; None: the current one.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.watch()")
     import_module("axon_nb.widgets.open_job").show_watch(chosen)

@@ -30,7 +30,7 @@ from axon_nb.cluster.repair import auto_repair, replace_stuck
 from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.settings import settings as process_settings
-from axon_nb.errors import ClusterGone, UsageError
+from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class CellRunning:
             self._runs.remove(run)
         if run.lost:
             way_back = _BACK if run.lost == LEFT else _AFRESH
-            raise ClusterGone(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
+            raise ClusterLostError(f"The cluster {self.name!r} {run.lost} while the cell ran: {way_back}.")
         self.health.follow_stuck(run)
         replaced = replace_stuck(self._whole, run.to_replace)
         failure = failure_of(run, replaced, way_back=self.health.way_back)

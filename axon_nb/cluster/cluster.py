@@ -101,7 +101,7 @@ class Cluster(CellRunning):
         Raises:
             CellError: a rank failed.
             CellInterrupt: the user pressed stop; with `check=False` too.
-            ClusterGone: the cluster ended.
+            ClusterLostError: the cluster ended.
         """
         with presses.caught() as pressed:
             run = self.begin(code, options)
@@ -154,7 +154,7 @@ class Cluster(CellRunning):
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
         transfer.push(self, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        journal.pushed(variables, chosen, scattered_along=dim)
+        journal.pushed(variables, chosen, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and put the values together in the ranks' order.

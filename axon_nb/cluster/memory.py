@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.waits import ask
-from axon_nb.errors import AxonError, ClusterGone, UsageError
+from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.ranks import format_ranks
 
@@ -94,7 +94,7 @@ def ask_plan(cluster: Cluster, names: Sequence[str], asked: Mapping[str, Any] | 
         AxonError: it does not answer, or there is none.
     """
     if not cluster.running:
-        raise ClusterGone(f"The cluster {cluster.name!r} is gone: `%distributed start`, and `%memory` again.")
+        raise ClusterLostError(f"The cluster {cluster.name!r} is gone: `%distributed start`, and `%memory` again.")
     living = [rank for rank in cluster.ranks if rank not in cluster.health.dead][:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster import remote
 from axon_nb.cluster.failures import cell_error, root_cause
 from axon_nb.cluster.hints import hint_for
-from axon_nb.errors import ClusterGone, UsageError
+from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.host.parcels import (
     BlockAddress,
     SharedBlock,
@@ -234,12 +234,12 @@ def _answer(cluster: Cluster, rank: int, future: Any, what: str) -> Any:
     try:
         while not future.wait(_LOOK_S):
             if cluster.health.gone:
-                raise ClusterGone(f"The cluster {cluster.name!r} {cluster.health.gone}: it cannot {what}.")
+                raise ClusterLostError(f"The cluster {cluster.name!r} {cluster.health.gone}: it cannot {what}.")
             if rank in cluster.health.dead:
                 why, way_back = cluster.health.dead[rank], cluster.health.way_back
-                raise ClusterGone(f"rank {rank} {why}, and cannot {what}. {way_back}")
+                raise ClusterLostError(f"rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
-    except (ClusterGone, KeyboardInterrupt):
+    except (ClusterLostError, KeyboardInterrupt):
         with contextlib.suppress(Exception):
             cluster.connection.client.abort(future, block=False)
         raise

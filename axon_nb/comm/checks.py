@@ -27,7 +27,7 @@ _NAMES = (
     "barrier",
 )
 _MAX_DIMS = 8
-_FROM_START = CHECK.on()
+_FROM_START = CHECK.is_enabled()
 # A context variable: ranks of a mock world are threads, and each asks for itself.
 _asked = contextvars.ContextVar("axon_nb_check", default=_FROM_START)
 is_checking = _asked.get

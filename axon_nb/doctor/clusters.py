@@ -92,7 +92,7 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
     try:
         with AgentQuery(run_dir, timeout_s=_ANSWER_S) as agent:
             try:
-                reply = agent.ask("get_info")
+                reply = agent.request("get_info")
             except TimeoutError:
                 return replace(silent, agent_pid=agent.pid, since=_started([agent.pid or 0]))
     except (OSError, ValueError):

@@ -13,13 +13,13 @@ from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.query import AgentQuery
 
-__all__ = ["NotEnded", "stop_clusters"]
+__all__ = ["StopFailedError", "stop_clusters"]
 
 _ENDED_S = 15.0
 _ANSWER_S = 5.0
 
 
-class NotEnded(AxonError):
+class StopFailedError(AxonError):
     """A cluster was asked to stop, and something of it is still there."""
 
 
@@ -36,7 +36,7 @@ def stop_clusters(name: str | None, *, everything: bool = False, force: bool = F
 
     Raises:
         UsageError: none fits, several do, or a notebook uses it.
-        NotEnded: something is left after 15 seconds.
+        StopFailedError: something is left after 15 seconds.
     """
     if name is not None and everything:
         raise UsageError("axon-nb stop: NAME or --all, not both.")
@@ -46,10 +46,10 @@ def stop_clusters(name: str | None, *, everything: bool = False, force: bool = F
     for one in chosen:
         try:
             lines.append(_stop(one))
-        except NotEnded as error:
+        except StopFailedError as error:
             failures.append(str(error))
     if failures:
-        raise NotEnded(" ".join([*lines, *failures]))
+        raise StopFailedError(" ".join([*lines, *failures]))
     if everything and not force:
         used = [one.name for one in found if one.state == "attached"]
         if used:
@@ -97,22 +97,22 @@ def _stop(one: FoundCluster) -> str:
     if one.state == "dead":
         return _remove(one)
     if one.state == "silent":
-        raise NotEnded(_no_answer(one))
+        raise StopFailedError(_no_answer(one))
     members = _members(one)
     if one.engines not in ("axon", ""):
         _shut_down_engines(one, members)
     try:
         with AgentQuery(one.run_dir, timeout_s=_ANSWER_S) as agent:
-            agent.ask("stop")
+            agent.request("stop")
             ended = agent.wait_closed(_ENDED_S)
     except TimeoutError:
-        raise NotEnded(_no_answer(one)) from None
+        raise StopFailedError(_no_answer(one)) from None
     except (OSError, ValueError):
         ended = True  # it has ended by itself meanwhile
     left = _wait(members, one)
     if left or not ended:
         pids = " ".join(str(process.pid) for process in left)
-        raise NotEnded(
+        raise StopFailedError(
             f"The cluster {one.name!r} has not ended within {_ENDED_S:.0f} s: `kill -9 {pids}` ends what is left."
             if left
             else f"The host agent of {one.name!r} has not ended within {_ENDED_S:.0f} s: run `axon-nb list` in a while."
@@ -132,10 +132,12 @@ def _no_answer(one: FoundCluster) -> str:
 
 def _remove(one: FoundCluster) -> str:
     if one.run_dir.is_alive():  # the name was given again, or the agent was only starting
-        raise NotEnded(f"The cluster {one.name!r} has come to life: run `axon-nb stop {shlex.quote(one.name)}` again.")
+        raise StopFailedError(
+            f"The cluster {one.name!r} has come to life: run `axon-nb stop {shlex.quote(one.name)}` again."
+        )
     one.run_dir.remove()
     if one.run_dir.path.exists():
-        raise NotEnded(f"Not all files of {one.name!r} could be removed: run `rm -r {one.run_dir.path}`.")
+        raise StopFailedError(f"Not all files of {one.name!r} could be removed: run `rm -r {one.run_dir.path}`.")
     return f"Removed what the dead cluster {one.name!r} left in {one.run_dir.path}."
 
 

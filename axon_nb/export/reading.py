@@ -13,7 +13,7 @@ from typing import Any
 from axon_nb.cluster.journal import auto_options, failed_line
 from axon_nb.errors import UsageError
 from axon_nb.export.steps import pushes_in
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 __all__ = ["read_notebook"]
 
@@ -25,7 +25,7 @@ _BY_ITSELF = re.compile(r"^Started (\d+) ranks \((\w+)\);", re.MULTILINE)
 """What a cell prints for which ranks were started with nothing said."""
 
 
-def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues]]:
+def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedValues]]:
     """The ranks and the cells of an `.ipynb`; one without prompts, as it was never run, is read from top to bottom.
 
     Raises:
@@ -39,7 +39,7 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues
         raise UsageError(f"{path} is no notebook: it is to be an .ipynb file.") from None
     ran = [cell for cell in cells if cell.get("execution_count")]
     ordered = sorted(ran, key=lambda cell: int(cell["execution_count"])) if ran else cells
-    facts, found = SessionFacts(), list[RanCell | PushedValues]()
+    facts, found = SessionFacts(), list[ExecutedCell | PushedValues]()
     auto: str | None = None
     for cell in ordered:
         source = "".join(cell["source"])
@@ -47,7 +47,7 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues
             words = _words(line)
             if words[:1] == ["%distributed"] and words[1:2] and words[1] in _FRESH:
                 facts = _facts(words[2:], facts) if words[1] == "start" else facts
-                found = [entry for entry in found if isinstance(entry, RanCell) and not entry.magic]
+                found = [entry for entry in found if isinstance(entry, ExecutedCell) and not entry.magic]
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
@@ -93,7 +93,7 @@ def _configured(words: list[str], before: SessionFacts) -> SessionFacts:
     return before
 
 
-def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> RanCell:
+def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> ExecutedCell:
     number = cell.get("execution_count")
     first, _, rest = source.lstrip("\n").partition("\n")
     name = first[2:].partition(" ")[0].strip() if first.startswith("%%") else ""
@@ -106,7 +106,7 @@ def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> RanCell:
         line += 1  # no first line of a magic's was sent
     magic = first[2:].strip() if on_ranks else ""
     code = rest if on_ranks or name == "local" else source
-    return RanCell(number, magic, code, outcome, line, error)
+    return ExecutedCell(number, magic, code, outcome, line, error)
 
 
 def _outcome(cell: dict[str, Any], number: int | None) -> tuple[str, int | None, str]:

@@ -222,12 +222,12 @@ class _Writer:
         for statement in step.imports:
             self._imports.add(statement)
         code = self._arguments.code(step)
-        if step.scattered_along is not None:
+        if step.scatter_dim is not None:
             helper = self._arguments.share
             self._helpers["share"] = _SHARE.replace("{name}", helper)
             ranks = list(step.ranks) if step.ranks is not None else list(range(self._facts.num_ranks))
             place = "rank" if step.ranks is None else f"{ranks}.index(rank)"
-            dim = f", dim={step.scattered_along}" if step.scattered_along else ""
+            dim = f", dim={step.scatter_dim}" if step.scatter_dim else ""
             count = "world_size" if step.ranks is None else str(len(ranks))
             line = f"{step.name} = {helper}({step.name}, {place}, {count}{dim})\n"
             code += line if step.ranks is None else f"if rank in ({', '.join(map(str, ranks))},):\n    {line}"

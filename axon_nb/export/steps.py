@@ -15,12 +15,12 @@ from axon_nb.export.liveness import making_of
 from axon_nb.export.own_group import with_group_kept
 from axon_nb.export.style import commented, one_a_line
 from axon_nb.export.translate import parse, translate
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 from axon_nb.records.ranks import parse_ranks
 
 __all__ = ["CellStep", "History", "SeedStep", "Step", "ValueStep", "pushes_in", "steps_of"]
 
-History = Sequence[RanCell | PushedValues]
+History = Sequence[ExecutedCell | PushedValues]
 _OURS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
 """Lines that run in the notebook, in auto mode too: where there are no others, no rank has run the cell."""
 
@@ -29,7 +29,7 @@ _OURS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeli
 class CellStep:
     """A cell that ran on ranks."""
 
-    cell: RanCell
+    cell: ExecutedCell
     ranks: list[int] | None
     """None: all."""
     code: str
@@ -49,7 +49,7 @@ class ValueStep:
 
     name: str
     ranks: tuple[int, ...] | None
-    scattered_along: int | None
+    scatter_dim: int | None
     way: str
     """``argument``, ``literal``, ``code``, ``file``, or ``path``: a file that whoever runs the script names."""
     text: str = ""
@@ -114,7 +114,7 @@ def steps_of(
     return walk.steps, walk.wanted
 
 
-def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
+def _cell(cell: ExecutedCell, facts: SessionFacts) -> CellStep | None:
     try:
         options = _options(cell.magic, facts.num_ranks)
         python = translate(cell.code)
@@ -158,7 +158,7 @@ def _cut(step: CellStep, count: int) -> None:
     step.tree = parse(step.code)
 
 
-def _plain_cell(walk: _Walk, cell: RanCell) -> None:
+def _plain_cell(walk: _Walk, cell: ExecutedCell) -> None:
     """Take in a cell of the notebook's own: what it binds may be pushed later, and its magics may concern the ranks."""
     for line in cell.code.splitlines():
         word, _, rest = line.strip().partition(" ")
@@ -190,9 +190,9 @@ def _seed(walk: _Walk, line: str) -> None:
 
 
 def _value(walk: _Walk, entry: PushedValues, name: str, *, is_last: bool) -> ValueStep:
-    step = ValueStep(name, entry.ranks, entry.scattered_along, "path")
+    step = ValueStep(name, entry.ranks, entry.scatter_dim, "path")
     text = entry.literals.get(name) or _assigned_literal(walk.plain, name)
-    if text and entry.scattered_along is None:
+    if text and entry.scatter_dim is None:
         step.way, step.text = ("literal" if name in walk.given else "argument"), text
         walk.given.add(name)
         return step

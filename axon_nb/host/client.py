@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from axon_nb.errors import ClusterGone, StartError
+from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.last_words import describe_controller_exit
 from axon_nb.host.rundir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
@@ -85,7 +85,7 @@ class AgentClient:
         self._handlers.append(handler)
 
     def send(self, cmd: str, **content: Any) -> Future[dict[str, Any]]:
-        """Send a command; the future resolves to the reply, or raises `ClusterGone`."""
+        """Send a command; the future resolves to the reply, or raises `ClusterLostError`."""
         if cmd == "fork":
             self.exits.pop(content.get("rank", -1), None)
         number = next(self._ids)
@@ -93,13 +93,13 @@ class AgentClient:
         line = json.dumps({"id": number, "cmd": cmd, **content}).encode() + b"\n"
         with self._lock:
             if self.closed.is_set():
-                raise ClusterGone(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")
+                raise ClusterLostError(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")
             self._replies[number] = future
             try:
                 self._sock.sendall(line)
             except OSError:
                 self._replies.pop(number, None)
-                raise ClusterGone(
+                raise ClusterLostError(
                     f"The host agent of {self.name!r} is gone. Run `%distributed start` to start a new cluster."
                 ) from None
         return future
@@ -108,13 +108,13 @@ class AgentClient:
         """Send a command and wait for the reply.
 
         Raises:
-            ClusterGone: the agent is gone or does not reply.
+            ClusterLostError: the agent is gone or does not reply.
             StartError: the agent rejects the command; the message says why.
         """
         try:
             reply = self.send(cmd, **content).result(_REPLY_TIMEOUT_S)
         except TimeoutError:
-            raise ClusterGone(
+            raise ClusterLostError(
                 f"The host agent of {self.name!r} did not reply to {cmd!r} within {_REPLY_TIMEOUT_S:.0f} s."
             ) from None
         if "error" in reply:
@@ -141,7 +141,7 @@ class AgentClient:
                 self.closed.set()
                 replies, self._replies = self._replies, {}
             for future in replies.values():
-                future.set_exception(ClusterGone(f"The host agent of {self.name!r} is gone."))
+                future.set_exception(ClusterLostError(f"The host agent of {self.name!r} is gone."))
             self._emit({"event": "closed"})
 
     def _emit(self, message: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class AgentClient:
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Tell the agent to stop everything; return whether it is gone within `timeout_s` seconds."""
-        with contextlib.suppress(ClusterGone):
+        with contextlib.suppress(ClusterLostError):
             self.send("stop")
         gone = self.closed.wait(timeout_s)
         self.close()

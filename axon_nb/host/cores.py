@@ -1,4 +1,4 @@
-"""CPU cores that this process may use: its affinity and the container's quota, not the machine's total."""
+"""How many CPU cores this process may use: affinity and the container's quota, not what the machine has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["usable_cores"]
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Number of cores by CPU affinity, capped by the cgroup's quota (v2 `cpu.max`, v1 `cfs_quota_us`); at least 1."""
+    """Cores by CPU affinity, lowered to the cgroup's quota (v2 `cpu.max`, v1 `cfs_quota_us`); at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:

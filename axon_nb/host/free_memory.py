@@ -1,4 +1,4 @@
-"""How much memory this process can allocate before the out-of-memory killer steps in."""
+"""How much memory this process can still take without another one being ended for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CACHE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes available on the machine and in its cgroup (v2), whichever is less; None if unknown."""
+    """Bytes that are free or can be freed at once, on the machine and in its cgroup (v2); None: nobody tells."""
     known = [value for value in (_of_machine(meminfo), _of_cgroup(cgroup)) if value is not None]
     return min(known, default=None)
 

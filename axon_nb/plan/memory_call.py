@@ -110,7 +110,7 @@ def memory(
             has no meaning; the message says what can.
         SimulatorError: the simulator's process failed.
         Cancelled: `cancel` was set.
-        NoCluster: the model is a name, and no ranks run.
+        NoClusterError: the model is a name, and no ranks run.
     """
     one_of("method", method, _METHODS)
     check_watchers(progress, cancel)

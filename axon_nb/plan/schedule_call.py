@@ -13,7 +13,7 @@ from axon_nb.parallel.pipeline.memory import peaks_of
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
-from axon_nb.records.pipeline_play import Order, play_orders
+from axon_nb.records.pipeline_play import Order, simulate_orders
 
 __all__ = ["schedule"]
 
@@ -66,7 +66,7 @@ def schedule(
         "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
         "W": weights,
     }
-    found = play_orders(orders, lengths, num_stages=stages, num_microbatches=microbatches, latency_s=delays)
+    found = simulate_orders(orders, lengths, num_stages=stages, num_microbatches=microbatches, latency_s=delays)
     return SchedulePlan(
         schedule=chosen,
         num_ranks=count,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.picture import svg_uri
 from axon_nb.widgets.shard_boxes import boxes_in_words, draw, drawing_svg
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words
@@ -66,7 +66,7 @@ def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> 
     head = "".join(f'<th scope="col" style="{_CELL};font-weight:normal;{_MUTED}">{name}</th>' for name in titles)
     rows = "".join(map(_row, tensors[:_MAX_ROWS]))
     ranks = bytes_by_rank(tensors)
-    total = ", ".join(f"{named(same)}: {format_bytes(size)}" for size, same in _same(ranks))
+    total = ", ".join(f"{name_ranks(same)}: {format_bytes(size)}" for size, same in _same(ranks))
     return (
         '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
         'color:var(--jp-ui-font-color1, inherit)">'

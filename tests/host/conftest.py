@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from axon_nb.errors import ClusterGone
+from axon_nb.errors import ClusterLostError
 from axon_nb.host.rundir import RunDir
 from tests.host.agents import ENTRY, Served, Shared, serve
 
@@ -26,7 +26,7 @@ def make_agent() -> Iterator[MakeAgent]:
 
     yield make
     for served in made:
-        with contextlib.suppress(ClusterGone):
+        with contextlib.suppress(ClusterLostError):
             served.end()
 
 

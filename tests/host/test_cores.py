@@ -1,4 +1,4 @@
-"""Usable cores: CPU affinity or the container's quota, whichever is less."""
+"""Cores by affinity and by the container's quota, whichever is less."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from axon_nb.errors import ClusterGone, StartError
+from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 from tests.host.agents import ROOT, RawPeer, Served, dead
@@ -74,7 +74,7 @@ def test_an_observer_does_not_keep_it_alive() -> None:
     run_dir, pid = start_and_leave()
     try:
         observer = AgentClient(run_dir, owner="")
-    except (StartError, ClusterGone):  # it was quicker
+    except (StartError, ClusterLostError):  # it was quicker
         observer = None
     assert ended(run_dir, pid)
     if observer is not None:
@@ -119,7 +119,7 @@ def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
         served.client.close()
         try:
             later = AgentClient(served.run_dir, owner="the same notebook")
-        except (StartError, ClusterGone):  # on a busy machine that was too late
+        except (StartError, ClusterLostError):  # on a busy machine that was too late
             assert keep_alive < 30
             keep_alive *= 4
     assert later.hello_reply["info"]["world_size"] == 1
@@ -157,7 +157,7 @@ def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
     assert served.client.stop(60.0)
     assert until(served.gone)
-    with pytest.raises(ClusterGone):
+    with pytest.raises(ClusterLostError):
         served.client.call("get_info")
     with pytest.raises(StartError, match="failed to start"):
         AgentClient(served.run_dir, owner="the tests")

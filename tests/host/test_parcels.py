@@ -112,7 +112,7 @@ def test_nothing_has_a_name_in_dev_shm() -> None:
         assert mapped() <= before
 
 
-def test_free_memory_is_the_lesser_of_machine_and_cgroup(tmp_path: Path) -> None:
+def test_free_memory_is_that_of_machine_or_cgroup(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  99 kB\nMemAvailable:     2048 kB\n")
     assert free_memory(tmp_path / "none", meminfo) == 2 << 20

@@ -9,10 +9,10 @@ from tests.kernel.driver import Kernel
 CASES = [
     ("%%distributed --rank 0\n1", "did you mean --ranks?"),
     ("%%distributed --frobnicate\n1", "has no '--frobnicate'"),
-    ("%%distributed --ranks 7\n1", "rank 7 of 4 does not exist: ranks are 0 to 3."),
+    ("%%distributed --ranks 7\n1", "rank 7 does not exist: ranks are 0 to 3."),
     ("%%distributed --ranks x\n1", "ranks"),
     ("%%rank\n1", "RANKS"),
-    ("%%rank 9\n1", "rank 9 of 4 does not exist: ranks are 0 to 3."),
+    ("%%rank 9\n1", "rank 9 does not exist: ranks are 0 to 3."),
     ("%%distributed --timeout 0\n1", "no number of seconds above 0"),
     ("%%distributed --timeout soon\n1", "--timeout"),
     ("%%distributed --out 3x\n1", "it is no variable name"),

@@ -89,4 +89,4 @@ def test_a_name_calls_nothing(name: str) -> None:
 def test_a_name_needs_ranks() -> None:
     with pytest.raises(Exception, match="needs a cluster and none is running here") as raised:
         plan.memory("model", 2)
-    assert type(raised.value).__name__ == "NoCluster"
+    assert type(raised.value).__name__ == "NoClusterError"

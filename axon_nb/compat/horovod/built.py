@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 
 __all__ = [
     "ccl_built",
@@ -35,9 +35,9 @@ def mpi_threads_supported() -> bool:
     """Not to be answered without MPI.
 
     Raises:
-        NotSupported: always; a ValueError, as in Horovod without MPI.
+        NotSupportedError: always; a ValueError, as in Horovod without MPI.
     """
-    raise NotSupported("Horovod MPI is not enabled here: hvd.gloo_enabled() and hvd.nccl_built() say what is.")
+    raise NotSupportedError("Horovod MPI is not enabled here: hvd.gloo_enabled() and hvd.nccl_built() say what is.")
 
 
 def gloo_enabled() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 
 __all__: list[str] = []
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 def __getattr__(name: str) -> NoReturn:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise NotSupported(
+    raise NotSupportedError(
         f"hvd.elastic.{name} is not supported: in a notebook `%distributed repair` replaces a rank that died, and "
         "`axon_nb.parallel.Checkpoints` resumes a run on any number of ranks."
     )

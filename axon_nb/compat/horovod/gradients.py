@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from axon_nb.comm import CommError
 from axon_nb.compat.horovod.compression import Compressor
-from axon_nb.compat.horovod.errors import HorovodInternalError, StepOrder
+from axon_nb.compat.horovod.errors import HorovodInternalError, StepOrderError
 from axon_nb.compat.horovod.gathering import sparse_allreduce_async
 from axon_nb.compat.horovod.handles import synchronize
 from axon_nb.compat.horovod.process_sets import ProcessSet, channel_of
@@ -115,7 +115,7 @@ class GradientReduction:
         self._freshen()
         unit, place = self._places[parameter]
         if unit.counts[place] >= self.passes:
-            raise StepOrder(
+            raise StepOrderError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 f"backward_passes_per_step, which is {self.passes}, to accumulate gradients locally."
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import StepOrder
+from axon_nb.compat.horovod.errors import StepOrderError
 from axon_nb.compat.horovod.gradients import GradientReduction, How, Unit
 from axon_nb.compat.horovod.process_sets import ProcessSet, global_process_set
 from axon_nb.compat.horovod.reduce_ops import Op, chosen_op
@@ -91,10 +91,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
         """Clear the gradients.
 
         Raises:
-            StepOrder: gradients are being reduced.
+            StepOrderError: gradients are being reduced.
         """
         if self._reduction is not None and self._reduction.begun:
-            raise StepOrder(
+            raise StepOrderError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
@@ -155,8 +155,8 @@ def DistributedOptimizer(
         An instance of a class derived from the optimizer's own, with `synchronize` and `skip_synchronize` besides.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
-        NotSupported: Adasum.
+        NotInitializedError: `hvd.init()` comes first.
+        NotSupportedError: Adasum.
         UsageError: names that are there twice or are missing, and values that cannot be.
     """
     chosen = chosen_op(op)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.compat.horovod.negotiation import Channel
 from axon_nb.compat.horovod.operation import Operation
 from axon_nb.compat.horovod.state import Member, State, current, end_member, find, make_member
@@ -29,7 +29,7 @@ class ProcessSet:
         ranks_or_comm: Ranks, counted among all.
 
     Raises:
-        NotSupported: an MPI communicator.
+        NotSupportedError: an MPI communicator.
         UsageError: one is no whole number, or there is none.
     """
 
@@ -39,7 +39,7 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
-            raise NotSupported(
+            raise NotSupportedError(
                 f"ProcessSet({ranks_or_comm!r}): there is no MPI here; a process set is made of a list of ranks."
             )
         given = list(ranks_or_comm)
@@ -103,7 +103,7 @@ def channel_of(process_set: ProcessSet) -> Channel:
     """What the collectives of a set go through on this rank.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
+        NotInitializedError: `hvd.init()` comes first.
         UsageError: the set was not added, or this rank is not in it.
     """
     state = current()

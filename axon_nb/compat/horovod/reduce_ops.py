@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from axon_nb.comm import ReduceOp
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.errors import UsageError
 
 __all__ = [
@@ -62,7 +62,7 @@ def chosen_op(op: int | None, average: bool | None = None) -> Op:
         average: The older parameter; True is Average, False is Sum.
 
     Raises:
-        NotSupported: Adasum.
+        NotSupportedError: Adasum.
         UsageError: both were given, or `op` is none of them.
     """
     if op is None:
@@ -81,7 +81,7 @@ def chosen_op(op: int | None, average: bool | None = None) -> Op:
     except ValueError:
         raise UsageError(f"op={op!r}: it is one of hvd.Average, Sum, Min, Max and Product.") from None
     if found is Op.ADASUM:
-        raise NotSupported(
+        raise NotSupportedError(
             "op=hvd.Adasum is not supported: use hvd.Average with the learning rate scaled by hvd.size(), or "
             "hvd.Sum with the rate as it is."
         )
@@ -134,10 +134,10 @@ def check_gradient(op: Op, what: str) -> None:
     """Say when a gradient is asked for that is not defined.
 
     Raises:
-        NotSupported: the operation is neither Average nor Sum.
+        NotSupportedError: the operation is neither Average nor Sum.
     """
     if op not in (Op.AVERAGE, Op.SUM):
-        raise NotSupported(
+        raise NotSupportedError(
             f"the gradient of hvd.{what} with op=hvd.{op.name.title()}: it is defined for Average and Sum; detach the "
             "tensor where none is needed."
         )

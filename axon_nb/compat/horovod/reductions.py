@@ -135,7 +135,7 @@ def allreduce(
         A new tensor of the same shape and dtype.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
+        NotInitializedError: `hvd.init()` comes first.
         HorovodInternalError: ranks bring different tensors or operations under the name, or no rank can go on.
     """
     chosen = chosen_op(op, average)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from axon_nb.comm import ProcessGroup
 from axon_nb.comm.forming import forming
-from axon_nb.compat.horovod.errors import NotInitialized
+from axon_nb.compat.horovod.errors import NotInitializedError
 from axon_nb.compat.horovod.negotiation import Channel
 from axon_nb.compat.horovod.operation import Operation
 from axon_nb.compat.horovod.transfers import stand_in
@@ -91,11 +91,11 @@ def current() -> State:
     """What Horovod is here.
 
     Raises:
-        NotInitialized: nothing yet.
+        NotInitializedError: nothing yet.
     """
     state = find()
     if state is None:
-        raise NotInitialized
+        raise NotInitializedError
     return state
 
 

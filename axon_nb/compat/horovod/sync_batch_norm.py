@@ -37,7 +37,7 @@ class SyncBatchNorm(_SyncBatchNorm):
         """Shape (samples, channels, …) to the same.
 
         Raises:
-            NotInitialized: `hvd.init()` comes first.
+            NotInitializedError: `hvd.init()` comes first.
         """
         current()
         return super().forward(input)

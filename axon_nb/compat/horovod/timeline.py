@@ -20,7 +20,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: Ignored: there are no cycles here.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
+        NotInitializedError: `hvd.init()` comes first.
         UsageError: a timeline has begun already.
     """
     current()
@@ -33,7 +33,7 @@ def stop_timeline() -> None:
     """Write what was recorded.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
+        NotInitializedError: `hvd.init()` comes first.
     """
     rank = current().rank
     if not _begun:

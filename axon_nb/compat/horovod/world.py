@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm import World
 from axon_nb.comm.launch_env import torchrun_environment
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.compat.horovod.failing import carried
 from axon_nb.compat.horovod.process_sets import ProcessSet, check_ranks, register
 from axon_nb.compat.horovod.state import State, current, end_member, find, forget, make_member, remember
@@ -44,7 +44,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         process_sets: Sets to add at once, the same on all ranks; ``"dynamic"``: none, as sets can always be added.
 
     Raises:
-        NotSupported: an MPI communicator, or a list of some ranks.
+        NotSupportedError: an MPI communicator, or a list of some ranks.
         UsageError: a process set that cannot be, or other ones on other ranks.
     """
     wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
@@ -100,14 +100,14 @@ def _known_sets(state: State | None) -> dict[int, tuple[int, ...]]:
 
 def _as_ranks(comm: Any) -> Iterable[int]:
     if not isinstance(comm, Iterable):
-        raise NotSupported(f"hvd.init(comm={comm!r}): there is no MPI here; leave `comm` out.")
+        raise NotSupportedError(f"hvd.init(comm={comm!r}): there is no MPI here; leave `comm` out.")
     return comm
 
 
 def _check_comm(everyone: Sequence[Any]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs[4] is not True and sorted(theirs[4]) not in ([], list(range(len(everyone)))):
-            raise NotSupported(
+            raise NotSupportedError(
                 f"hvd.init(comm={theirs[4]}) on rank {rank}: Horovod here is always on all ranks; for some of them use "
                 f"hvd.init(process_sets=[hvd.ProcessSet({theirs[4]})])."
             )

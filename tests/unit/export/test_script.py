@@ -16,16 +16,16 @@ from axon_nb.errors import UsageError
 from axon_nb.export import export_history
 from axon_nb.export.lint import settled
 from axon_nb.export.script import make_script
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 FACTS = SessionFacts(4, "gloo", threads=3)
 
 
-def cell(code: str, magic: str = "distributed", **more: Any) -> RanCell:
-    return RanCell(more.pop("number", 1), magic, code, **more)
+def cell(code: str, magic: str = "distributed", **more: Any) -> ExecutedCell:
+    return ExecutedCell(more.pop("number", 1), magic, code, **more)
 
 
-def script(*history: RanCell | PushedValues, **options: Any) -> str:
+def script(*history: ExecutedCell | PushedValues, **options: Any) -> str:
     """The text for these entries; it parses, and passes ruff."""
     facts = options.pop("facts", FACTS)
     target = Path(tempfile.gettempdir(), "train.py")
@@ -128,8 +128,8 @@ def test_pushed_values_are_options_files_or_code() -> None:
 
 def test_scattered_values_are_dealt_out() -> None:
     text = script(
-        PushedValues(("x",), scattered_along=0, literals={"x": "[1, 2, 3]"}),
-        PushedValues(("y",), ranks=(1, 3), scattered_along=1),
+        PushedValues(("x",), scatter_dim=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("y",), ranks=(1, 3), scatter_dim=1),
         cell("print(x, y)\n"),
         values=["y"],
     )
@@ -138,7 +138,7 @@ def test_scattered_values_are_dealt_out() -> None:
 
 
 def test_a_value_that_is_sent_again_before_it_is_used_is_sent_once() -> None:
-    history = [PushedValues(("rows",)), PushedValues(("rows",), scattered_along=0), cell("print(rows)\nrows\n")]
+    history = [PushedValues(("rows",)), PushedValues(("rows",), scatter_dim=0), cell("print(rows)\nrows\n")]
     made = make_script(history, FACTS, title="t", file_name="t.py", values=["rows"])
     assert (made.file_names, made.paths) == (("rows",), ())
     assert "\n\n\n\n" not in made.text
@@ -150,7 +150,7 @@ def test_a_value_that_is_sent_again_before_it_is_used_is_sent_once() -> None:
 
 def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
     text = script(
-        PushedValues(("x", "__y"), scattered_along=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("x", "__y"), scatter_dim=0, literals={"x": "[1, 2, 3]"}),
         PushedValues(("lr",), literals={"lr": "1"}),
         cell("share = show = parser = arguments = data = 1\nprint(x, __y, lr)\nshare\n"),
         values=["__y"],

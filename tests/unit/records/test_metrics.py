@@ -15,8 +15,8 @@ import torch
 import axon_nb
 from axon_nb.errors import UsageError
 from axon_nb.records import metrics as module
-from axon_nb.records import running_cell
 from axon_nb.records.metrics import Logged, MetricRing
+from axon_nb.records.running_cell import set_cell_source
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> MetricRing:
 def cell() -> Iterator[list[int]]:
     """The number of the cell that runs, to be set."""
     number = [0]
-    running_cell.follow(lambda: number[0])
+    set_cell_source(lambda: number[0])
     yield number
-    running_cell.follow(lambda: None)
+    set_cell_source(lambda: None)
 
 
 def rows(ring: MetricRing) -> list[tuple[int, dict[str, Any]]]:
@@ -70,23 +70,23 @@ def test_numbers_of_all_kinds_are_taken(ring: MetricRing) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"loss": "3"}, "loss is a str: `axon_nb.log` takes numbers"),
+        ({"loss": "3"}, "loss is a str: `axon_nb.log` accepts numbers"),
         ({"loss": None}, "loss is a NoneType"),
-        ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log one number of it, such as loss.mean"),
-        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` takes numbers"),
+        ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log a single number, such as loss.mean"),
+        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` accepts numbers"),
         ({"loss": torch.ones((), device="meta")}, "loss is a Tensor"),
-        ({"loss": 1.0, "step": -1}, "step=-1: it is a whole number of 0 or above"),
+        ({"loss": 1.0, "step": -1}, "step=-1: must be an integer >= 0"),
         ({"loss": 1.0, "step": 1.5}, "step=1.5"),
         ({"loss": 1.0, "items": "many"}, "items is a str"),
     ],
 )
-def test_what_is_no_number_is_refused_in_a_sentence(ring: MetricRing, given: dict[str, Any], words: str) -> None:
+def test_a_value_that_is_not_a_number_gets_a_clear_error(ring: MetricRing, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         axon_nb.log(**given)
     assert rows(ring) == []
 
 
-def test_a_step_below_an_earlier_one_begins_anew(ring: MetricRing, cell: list[int]) -> None:
+def test_a_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> None:
     cell[0] = 5
     for step in (0, 1, 0):
         axon_nb.log(loss=1.0, step=step)

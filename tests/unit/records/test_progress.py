@@ -9,20 +9,21 @@ import pytest
 import axon_nb
 from axon_nb.cluster.output.terminal import METER, METER_NAME
 from axon_nb.errors import UsageError
-from axon_nb.records import progress, running_cell
+from axon_nb.records import progress
 from axon_nb.records.progress import Bar, bars
+from axon_nb.records.running_cell import set_cell_source
 
 
 @pytest.fixture(autouse=True)
 def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """No loop is known yet; the number of the cell that runs."""
     number = [1]
-    running_cell.follow(lambda: number[0])
+    set_cell_source(lambda: number[0])
     progress._open.clear()
     progress._ended.clear()
     monkeypatch.setattr(progress, "_drawn", [0.0, 0.0])
     yield number
-    running_cell.follow(lambda: None)
+    set_cell_source(lambda: None)
 
 
 def seen() -> list[tuple[str, int, int, int | None, bool]]:
@@ -58,7 +59,7 @@ def test_length_and_bad_input() -> None:
     assert len(axon_nb.progress([1, 2])) == 2
     with pytest.raises(TypeError, match="has no length"):
         len(axon_nb.progress(iter([1])))
-    with pytest.raises(UsageError, match=r"progress\(int\): it is looped over"):
+    with pytest.raises(UsageError, match=r"progress\(int\): must be iterable"):
         axon_nb.progress(3)  # type: ignore[arg-type]
 
 

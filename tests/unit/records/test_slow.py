@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from axon_nb.records.advice import advice_for
-from axon_nb.records.slow import slow_sentence
+from axon_nb.records.slow import describe_slow_ranks
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
-from axon_nb.records.waits import PendingCall, RankWaits, awaited, explain
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock, missing_ranks
 
 
 def waiting(rank: int, *, seconds: float = 3.24, call: str = "all_reduce", via: str = "", **more: object) -> RankWaits:
@@ -22,7 +22,7 @@ def computing(rank: int, line: int = 7) -> RankWaits:
 
 
 def tell(*reports: RankWaits) -> str:
-    return slow_sentence({report.rank: report for report in reports}, 3.0)
+    return describe_slow_ranks({report.rank: report for report in reports}, 3.0)
 
 
 def test_the_late_rank_and_its_line_come_first() -> None:
@@ -51,11 +51,11 @@ def test_who_waits_for_a_waiting_rank_does_not_hide_the_late_one() -> None:
 
 def test_a_send_waits_for_its_receiver() -> None:
     sender = waiting(0, call="send", name="send", sequence=0, peer=1)
-    assert awaited({0: sender, 1: computing(1)}, 0.5) == {0: (1,)}
+    assert missing_ranks({0: sender, 1: computing(1)}, 0.5) == {0: (1,)}
     receiver = waiting(1, call="recv", name="recv", sequence=0, peer=0)
-    assert awaited({0: sender, 1: receiver}, 0.5) == {}
+    assert missing_ranks({0: sender, 1: receiver}, 0.5) == {}
     finished = RankWaits(1, False, None, "", (), {"0": 0})
-    text = explain({0: sender, 1: finished}, {0, 1}, 0.5)
+    text = explain_deadlock({0: sender, 1: finished}, {0, 1}, 0.5)
     assert text == "rank 0 waits in send at line 4 for rank 1, which has finished the cell."
 
 
@@ -69,9 +69,9 @@ def test_the_call_that_is_waited_for_is_not_always_the_oldest() -> None:
 def test_a_collective_in_disguise_is_named_with_the_fix() -> None:
     finished = [RankWaits(rank, False, None, "", (), {"0": 0}) for rank in (1, 2, 3)]
     reports = {report.rank: report for report in (waiting(0, via="full_tensor"), *finished)}
-    assert explain(reports, range(4), 0.5) == (
+    assert explain_deadlock(reports, range(4), 0.5) == (
         "rank 0 waits in full_tensor at line 4 for ranks 1-3, which have finished the cell. `full_tensor()` is a "
-        "collective: call it on every rank, and keep `if rank == 0` for the saving alone."
+        "collective: call it on every rank, and use `if rank == 0` only for saving."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from axon_nb.records.waits import PendingCall, RankWaits, explain
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 
 
 def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:
@@ -25,7 +25,7 @@ def finished(rank: int, count: int = 0) -> RankWaits:
 
 
 def judge(*reports: RankWaits) -> str | None:
-    return explain({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
+    return explain_deadlock({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
 
 
 def test_a_slow_rank_is_no_deadlock() -> None:
@@ -68,11 +68,11 @@ def test_one_that_waits_for_a_slow_rank_makes_nobody_hopeless() -> None:
 
 def test_different_sizes_and_calls() -> None:
     assert judge(waiting(0), waiting(1, bytes=8), computing(2)) == (
-        "The sizes differ: rank 0 brings 4 bytes to all_reduce at line 3, rank 1 8 bytes to all_reduce at line 3."
+        "Size mismatch: rank 0 passed 4 bytes to all_reduce at line 3, rank 1 passed 8 bytes to all_reduce at line 3."
     )
     text = judge(waiting(0), waiting(1, name="barrier", line=6), computing(2))
     assert text is not None
-    assert text.startswith("The ranks do not meet: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
+    assert text.startswith("Collective mismatch: rank 0 called all_reduce at line 3, rank 1 called barrier at line 6")
 
 
 def test_one_whose_thread_runs_may_still_come_for_a_while() -> None:
