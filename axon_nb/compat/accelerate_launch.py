@@ -1,4 +1,4 @@
-"""Accelerate's launchers in a cell: the processes that they would start are there already, the ranks."""
+"""Accelerate's launchers in a cell: they use the ranks instead of starting processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("debug_launcher", "notebook_launcher")
 
 
 def missing(launchers: ModuleType) -> list[str]:
-    """Names of the hooks that this Accelerate does not have.
+    """Return the names of hooks that this Accelerate lacks.
 
     Args:
         launchers: The module ``accelerate.launchers``.
@@ -22,9 +22,9 @@ def missing(launchers: ModuleType) -> list[str]:
 
 
 def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
-    """Have the launchers call the training function on this rank, as they do where nothing is to be started.
+    """Make the launchers call the training function on this rank, as they do if there is nothing to start.
 
-    Started from ranks, processes would look for each other on a port where nobody listens.
+    Processes started from ranks would try to rendezvous on a port where nothing listens.
 
     Args:
         launchers: The module ``accelerate.launchers``, just imported; ``accelerate`` itself takes them from there.

@@ -1,4 +1,4 @@
-"""What is changed in DeepSpeed when a cell imports it. Private hooks; `missing()` names those that it does not have."""
+"""Changes to DeepSpeed when a cell imports it, by private hooks; `missing()` names those that it lacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["missing", "use_torch_groups_alone", "wrap_step"]
+__all__ = ["missing", "skip_shm_all_reduce", "wrap_step"]
 
 
 def missing(backend: ModuleType, engine: ModuleType) -> list[str]:
-    """Names of the hooks that this DeepSpeed does not have.
+    """Return the names of hooks that this DeepSpeed lacks.
 
     Args:
         backend: The module ``deepspeed.comm.torch``.
@@ -23,11 +23,11 @@ def missing(backend: ModuleType, engine: ModuleType) -> list[str]:
     return absent + [f"DeepSpeedEngine.{name}" for name in ("__init__", "step") if name not in there]
 
 
-def use_torch_groups_alone(backend: ModuleType) -> None:
-    """DeepSpeed does not build its own all-reduce through shared memory, which CPUs get when it starts.
+def skip_shm_all_reduce(backend: ModuleType) -> None:
+    """Prevent DeepSpeed from building its shared-memory all-reduce, as it does on CPUs at start.
 
-    Inference alone uses it; building it takes a compiler and half a minute, and whoever waits in it waits for ever
-    when a rank fails. Without the hook it is built.
+    Only inference uses it. Building it takes a compiler and half a minute, and a rank that waits in it hangs forever
+    if another rank fails. Without the hook it is built.
 
     Args:
         backend: The module ``deepspeed.comm.torch``, just imported.
@@ -36,18 +36,18 @@ def use_torch_groups_alone(backend: ModuleType) -> None:
         vars(backend).update(build_shm_op=lambda: None)
 
 
-def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:
-    """Have `ended` be called right after each step of an engine.
+def wrap_step(engine: ModuleType, on_step_end: Callable[[], None]) -> CodeType:
+    """Call `on_step_end` right after each step of an engine.
 
-    The optimizers of DeepSpeed hand new weights round after torch's optimizer has stepped: an interrupt in between
-    would leave ranks with different ones.
+    DeepSpeed's optimizers distribute new weights after torch's optimizer has stepped: an interrupt in between
+    would leave ranks with different weights.
 
     Args:
         engine: The module ``deepspeed.runtime.engine``, just imported.
-        ended: Called on the stack of the step.
+        on_step_end: Called on the stack of the step.
 
     Returns:
-        The code under which all of a step runs.
+        The code object under which the whole step runs.
     """
     kind = engine.DeepSpeedEngine
     original = kind.step
@@ -55,7 +55,7 @@ def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        ended()
+        on_step_end()
         return result
 
     kind.step = step

@@ -56,9 +56,9 @@ START_CASES = [
     ("%distributed start --interface lo", "`-n` is needed with `--interface`"),
     ("%distributed start -n 2 --interface lo", "the launcher 'axon' starts ranks on this host alone"),
     ("%distributed start -n 2 --engines ssh --interface none0", "this host has no such interface or address"),
-    ("%distributed status", "`%distributed status` needs a cluster and none is running here"),
-    ("%distributed stop", "needs a cluster and none is running here"),
-    ("%distributed restart", "needs a cluster and none is running here"),
+    ("%distributed status", "`%distributed status` needs a cluster, but none is running"),
+    ("%distributed stop", "needs a cluster, but none is running"),
+    ("%distributed restart", "needs a cluster, but none is running"),
     ("%distributed attach nobody", "No cluster 'nobody' is running"),
     ("%push x", "%push"),
 ]
@@ -83,4 +83,4 @@ def test_one_sentence_without_a_cluster(bare_kernel: Kernel, code: str, sentence
 def test_code_that_does_not_parse_starts_no_ranks(bare_kernel: Kernel) -> None:
     reply = bare_kernel.run("%%distributed\nx = (1")
     assert "No rank has run the cell." in reply.traceback
-    assert "needs a cluster and none is running here" in bare_kernel.run("%distributed status").traceback
+    assert "needs a cluster, but none is running" in bare_kernel.run("%distributed status").traceback

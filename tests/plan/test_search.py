@@ -266,7 +266,7 @@ def _unbuildable() -> torch.nn.Module:
         ({"schedule": "sundial"}, "it is one of 'GPipe'"),
         ({"model": _unbuildable}, "the model cannot be built: FileNotFoundError"),
         ({"model": 3}, "a function without arguments"),
-        ({"model": "gpt"}, "needs a cluster and none is running"),
+        ({"model": "gpt"}, "needs a cluster, but none is running"),
     ],
 )
 def test_bad_input_is_a_sentence(options: dict[str, Any], message: str) -> None:
