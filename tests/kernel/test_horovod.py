@@ -123,7 +123,7 @@ def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
 
 def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
     reply = horovod.run("%%distributed\nhvd.allreduce(torch.ones(3 + (rank == 2)), name='total')")
-    assert "hvd.allreduce 'total': rank 0 brings Average of torch.float32 of shape (3,), rank 2" in reply.traceback
+    assert "hvd.allreduce 'total': rank 0 passed Average of torch.float32 of shape (3,), rank 2" in reply.traceback
     assert horovod.ok(AFTER).ok
 
 

@@ -1,9 +1,9 @@
-"""What can go wrong, as types that Horovod's scripts catch.
+"""Exceptions, derived from the types that Horovod scripts catch.
 
-HorovodInternalError         RuntimeError: a collective that failed, or that ranks did not call alike
-NotInitializedError               ValueError: `hvd.init()` comes first
-NotSupportedError                 NotImplementedError: a part of Horovod that is not here
-StepOrderError                    AssertionError: backward, `step` and `zero_grad` in an order that loses gradients
+HorovodInternalError    RuntimeError: a collective failed, or ranks called it differently
+NotInitializedError     ValueError: call `hvd.init()` first
+NotSupportedError       NotImplementedError: a part of Horovod that is not supported
+StepOrderError          AssertionError: backward, `step` and `zero_grad` in an order that loses gradients
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["HorovodInternalError", "NotInitializedError", "NotSupportedError", "
 
 
 class HorovodInternalError(AxonError, RuntimeError):
-    """A collective that failed, or that ranks did not call alike; every rank that called it gets it."""
+    """A collective failed, or ranks called it differently; raised on every rank that called it."""
 
 
 class NotInitializedError(UsageError):
@@ -25,8 +25,8 @@ class NotInitializedError(UsageError):
 
 
 class NotSupportedError(UsageError, NotImplementedError):
-    """A part of Horovod that is not here; the message says what is."""
+    """A part of Horovod that is not supported; the message names an alternative."""
 
 
 class StepOrderError(AxonError, AssertionError):
-    """Backward, `step` and `zero_grad` were called in an order in which gradients would be lost."""
+    """Backward, `step` and `zero_grad` were called in an order that would lose gradients."""
