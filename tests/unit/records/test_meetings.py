@@ -35,13 +35,13 @@ def test_each_waits_for_the_last(order: list[int], starts: list[int]) -> None:
         )
 
 
-def test_who_sends_in_a_broadcast_has_waited_for_nobody_longer_than_it_took() -> None:
+def test_the_source_of_a_broadcast_waits_no_longer_than_its_call() -> None:
     meetings = known(2)
     assert meetings.add(0, call(0, 0, 10, name="broadcast")) == []
     assert meetings.add(1, call(1, 500, 520, name="broadcast")) == [CollectiveWait(0, 10, 1), CollectiveWait(1, 0, 1)]
 
 
-def test_what_cannot_be_put_together_is_left_aside() -> None:
+def test_unmatched_calls_are_ignored() -> None:
     meetings = known(2)
     assert meetings.add(0, call(0, 0, 9, sequence=0)) == []
     assert meetings.add(1, call(1, 0, 9, sequence=0)) == []
@@ -49,7 +49,7 @@ def test_what_cannot_be_put_together_is_left_aside() -> None:
     assert meetings.add(3, call(0, 0, 9)._replace(group="unknown")) == []
 
 
-def test_a_group_that_is_formed_anew_counts_anew() -> None:
+def test_a_rebuilt_group_restarts_its_numbering() -> None:
     meetings = known(2)
     meetings.add(0, call(0, 0, 9))  # rank 1 never came: the cell was ended
     meetings.add(1, call(0, 100, 130))

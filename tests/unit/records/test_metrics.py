@@ -1,4 +1,4 @@
-"""What `axon_nb.log` takes, refuses, counts and keeps."""
+"""What `axon_nb.log` accepts, rejects, counts and keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows(ring: MetricRing) -> list[tuple[int, dict[str, Any]]]:
     return [(row.step, row.values) for row in ring.read(0)[0]]
 
 
-def test_steps_are_counted_for_each_name_or_given(ring: MetricRing) -> None:
+def test_steps_are_counted_per_name_or_given(ring: MetricRing) -> None:
     for value in (3.0, 2.0):
         axon_nb.log(loss=value)
         axon_nb.log(lr=0.1)
@@ -58,7 +58,7 @@ def test_steps_are_counted_for_each_name_or_given(ring: MetricRing) -> None:
     assert ring.pace.steps == 3
 
 
-def test_numbers_of_all_kinds_are_taken(ring: MetricRing) -> None:
+def test_all_kinds_of_numbers_are_accepted(ring: MetricRing) -> None:
     running = torch.tensor(1.5, requires_grad=True)
     total = torch.zeros(())
     axon_nb.log(a=running, b=np.float32(0.25), c=np.int64(3), d=True, e=total, f=torch.tensor([2.0]), g=10**400)

@@ -12,7 +12,7 @@ from axon_nb.records.pace import RateMeter, Throughput
 S = 1_000_000_000
 
 
-def test_rates_are_those_of_the_last_marks() -> None:
+def test_rates_come_from_the_last_marks() -> None:
     pace = RateMeter()
     assert pace.rates(0, running=True) == Throughput()
     for i in range(100):

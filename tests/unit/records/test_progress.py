@@ -1,4 +1,4 @@
-"""Loops that tell how far they are."""
+"""Progress of loops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen() -> list[tuple[str, int, int, int | None, bool]]:
     return [(bar.desc, bar.depth, bar.done, bar.total, bar.is_over) for bar in bars()]
 
 
-def test_items_are_counted_when_they_are_worked_off() -> None:
+def test_items_count_once_they_are_processed() -> None:
     during = []
     for item in axon_nb.progress([5, 6], desc="epochs"):
         for _ in axon_nb.progress((x for x in "abc"), desc="batches", total=3):
@@ -41,7 +41,7 @@ def test_items_are_counted_when_they_are_worked_off() -> None:
     assert seen() == [("epochs", 0, 2, 2, True), ("batches", 1, 3, 3, True)]
 
 
-def test_a_loop_that_is_left_is_over_where_it_was() -> None:
+def test_a_loop_left_early_is_over_at_that_item() -> None:
     for i in axon_nb.progress(range(10)):
         if i == 4:
             break
@@ -63,7 +63,7 @@ def test_length_and_bad_input() -> None:
         axon_nb.progress(3)  # type: ignore[arg-type]
 
 
-def test_rows_are_those_of_a_meter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_look_like_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
     for _ in axon_nb.progress(range(2), desc="epochs"):
         list(axon_nb.progress(range(3), desc="batches"))

@@ -1,4 +1,4 @@
-"""Sets of ranks as text: compact one way, forgiving about blanks and doubles the other way."""
+"""Sets of ranks as text: formatted compactly, parsed with tolerance for blanks and duplicates."""
 
 from __future__ import annotations
 
