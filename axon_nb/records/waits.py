@@ -135,7 +135,7 @@ def _mismatch(blocked: Mapping[int, PendingCall], reports: Mapping[int, RankWait
             here, there = reports[rank].place, reports[other].place
             if theirs.name != call.name:
                 return (
-                    f"Collective mismatch: rank {rank} called {here}, rank {other} called {there}, on the same group."
+                    f"Collective mismatch: rank {rank} is in {here}, rank {other} in {there}, on the same group."
                 )
             if call.name in _SAME_SIZE_CALLS and theirs.bytes != call.bytes:
                 return (

@@ -131,7 +131,7 @@ def test_a_handle_of_a_cell_that_was_ended_says_so(horovod: Kernel) -> None:
     cell = "%%distributed\nearly = hvd.allreduce_async(torch.ones(1), name='early') if rank else None\n"
     horovod.run(cell + "hvd.barrier()\nif rank == 0: raise ValueError('bug')\nhvd.barrier()")
     reply = horovod.run("%%distributed\nif rank: hvd.synchronize(early)")
-    assert "the cell in which this call was begun was ended" in reply.traceback
+    assert "this call was aborted together with its cell" in reply.traceback
     assert horovod.ok(AFTER).ok
 
 

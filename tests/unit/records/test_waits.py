@@ -72,7 +72,7 @@ def test_different_sizes_and_calls() -> None:
     )
     text = judge(waiting(0), waiting(1, name="barrier", line=6), computing(2))
     assert text is not None
-    assert text.startswith("Collective mismatch: rank 0 called all_reduce at line 3, rank 1 called barrier at line 6")
+    assert text.startswith("Collective mismatch: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
 
 
 def test_a_rank_with_a_user_thread_is_not_missing_for_a_while() -> None:
