@@ -1,6 +1,6 @@
 """Distributed PyTorch in a notebook: `%load_ext axon_nb`, then `%%distributed` cells run on persistent ranks.
 
-Importing this package loads nothing else: each public name is fetched from its module on first use, so that a
+Importing this package loads nothing else: each public name is imported from its module on first use, so that a
 notebook does not wait for torch and a rank never loads the widgets.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         AxonError,
         CellError,
         CellInterrupt,
-        CellTimeout,
-        ClusterGone,
-        NoCluster,
+        CellTimeoutError,
+        ClusterLostError,
+        NoClusterError,
         StartError,
         UsageError,
     )
@@ -36,10 +36,10 @@ __all__ = [
     "CellError",
     "CellInterrupt",
     "CellResult",
-    "CellTimeout",
+    "CellTimeoutError",
     "Cluster",
-    "ClusterGone",
-    "NoCluster",
+    "ClusterLostError",
+    "NoClusterError",
     "StartError",
     "UsageError",
     "__version__",
@@ -53,26 +53,26 @@ __all__ = [
     "unload_ipython_extension",
 ]
 
-_HOME = {
+_NAMES_BY_MODULE = {
     "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
     "axon_nb.errors": (
         "AxonError",
         "CellError",
         "CellInterrupt",
-        "CellTimeout",
-        "ClusterGone",
-        "NoCluster",
+        "CellTimeoutError",
+        "ClusterLostError",
+        "NoClusterError",
         "StartError",
         "UsageError",
     ),
     "axon_nb.records.metrics": ("log",),
     "axon_nb.records.progress": ("progress",),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a public name from its module on first use, and keep it."""
+    """Import a public name from its module on first use, and cache it."""
     if name == "show":
         return import_module("axon_nb.show")
     module = _MODULE_OF.get(name)
@@ -84,25 +84,25 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those not fetched yet among them."""
+    """List all public names, including those not imported yet."""
     return sorted(__all__)
 
 
 def current_cluster() -> Cluster:
-    """The cluster that this process's cells run on.
+    """Return the cluster that runs this process's cells.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
     """
     cluster: Cluster = import_module("axon_nb.cluster.current").require("axon_nb.current_cluster()")
     return cluster
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Make `%distributed`, `%%distributed` and their companions available: `%load_ext axon_nb`."""
+    """Register `%distributed`, `%%distributed` and the other magics: `%load_ext axon_nb`."""
     import_module("axon_nb.magics").load_ipython_extension(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Take the magics away again: `%unload_ext axon_nb`."""
+    """Unregister the magics: `%unload_ext axon_nb`."""
     import_module("axon_nb.magics").unload_ipython_extension(ipython)

@@ -1,4 +1,4 @@
-"""The command `axon-nb`."""
+"""The command-line program `axon-nb`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BAD_USAGE = 2
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError with one sentence, rather than to print its usage and exit."""
+    """Raises UsageError with one sentence instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; `{self.prog} --help` shows what it takes.")
+        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`.")
 
     def options(self) -> list[str]:
-        """All options."""
+        """Return all option strings."""
         return [option for action in self._actions for option in action.option_strings]
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """One sub-command."""
+    """A subcommand."""
 
     summary: str
     description: str
@@ -45,8 +45,8 @@ class _Command:
 def _export_arguments(parser: _Parser) -> None:
     parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="an .ipynb file")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to write, a .py file")
-    parser.add_argument("--live-only", action="store_true", help="leave out cells that the end does not depend on")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--live-only", action="store_true", help="omit cells that the final state does not depend on")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -72,14 +72,16 @@ def _list(options: argparse.Namespace) -> int:
     from axon_nb.doctor.clusters import find_clusters, table
 
     found = find_clusters()
-    print(json.dumps([one.as_json() for one in found], indent=2) if options.json else table(found))
+    print(json.dumps([one.to_json() for one in found], indent=2) if options.json else table(found))
     return 0
 
 
 def _stop_arguments(parser: _Parser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which; default: the only one that no notebook uses")
-    parser.add_argument("--all", action="store_true", help="all that no notebook uses")
-    parser.add_argument("--force", action="store_true", help="also a cluster that a notebook uses")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="the cluster; default: the only one that no notebook uses"
+    )
+    parser.add_argument("--all", action="store_true", help="stop all clusters that no notebook uses")
+    parser.add_argument("--force", action="store_true", help="also stop clusters that a notebook uses")
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -91,9 +93,9 @@ def _stop(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "doctor": _Command(
-        "examine this machine and installation",
-        "Show versions, what torch can do here, GPUs, limits, network and clusters, each problem with its fix. "
-        "Exit status: 0 without a problem, 1 with one. Example: axon-nb doctor --json",
+        "check this machine and installation",
+        "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "
+        "Exit status: 1 if there is a problem, else 0. Example: axon-nb doctor --json",
         _json_argument,
         _doctor,
     ),
@@ -106,13 +108,13 @@ _COMMANDS = {
     ),
     "list": _Command(
         "show your clusters on this host",
-        "Show your clusters on this host: those in use, and those that were left. Example: axon-nb list --json",
+        "Show your clusters on this host, attached and detached. Example: axon-nb list --json",
         _json_argument,
         _list,
     ),
     "stop": _Command(
-        "end a cluster that was left",
-        "End a cluster that was left, through its host agent, and remove the files of dead ones. "
+        "stop a detached cluster",
+        "Stop a detached cluster through its host agent, and remove the files of dead clusters. "
         "Example: axon-nb stop digits",
         _stop_arguments,
         _stop,
@@ -121,10 +123,10 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 where it fails or finds a problem, 2 for bad usage.
+    """Run the command; return its exit status: 0, 1 if it fails or finds a problem, 2 for bad usage.
 
     Args:
-        argv: Its arguments; None: those of this process.
+        argv: Its arguments; None for those of this process.
     """
     word, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
     if word in ("-h", "--help", "help"):
@@ -136,12 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(word, rest)
     except UsageError as error:
-        print(_told(error), file=sys.stderr)
+        print(_format_error(error), file=sys.stderr)
         return _BAD_USAGE
     try:
         return _COMMANDS[word].run(options)
     except AxonError as error:
-        print(_told(error), file=sys.stderr)
+        print(_format_error(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -151,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(word: str, rest: list[str]) -> argparse.Namespace:
-    """The options of a command.
+    """Parse the options of a subcommand.
 
     Raises:
-        UsageError: there is no such command, or it does not take them.
+        UsageError: the command is unknown or does not accept them.
     """
     if word not in _COMMANDS:
         if word.startswith("-"):
@@ -167,7 +169,7 @@ def _parse(word: str, rest: list[str]) -> argparse.Namespace:
     for item in unknown:
         if item.startswith("-"):
             raise UsageError(f"{parser.prog} has no {item!r}{nearest_option(item, parser.options())}")
-        raise UsageError(f"{parser.prog} takes no {item!r}; `{parser.prog} --help` shows what it takes.")
+        raise UsageError(f"{parser.prog} does not accept {item!r}; see `{parser.prog} --help`.")
     return options
 
 
@@ -182,12 +184,12 @@ def _help() -> str:
             "",
             *rows,
             "",
-            f"`{_PROGRAM} COMMAND --help` shows what a command takes.",
+            f"See `{_PROGRAM} COMMAND --help` for the options of a command.",
         ]
     )
 
 
-def _told(error: AxonError) -> str:
+def _format_error(error: AxonError) -> str:
     text = str(error)
     return text if text.startswith(_PROGRAM) else f"{_PROGRAM}: {text}"
 

@@ -1,12 +1,12 @@
-"""The exceptions of axon_nb.
+"""Exceptions of axon_nb.
 
 AxonError
- ├── UsageError          what was asked for cannot be: shown as one sentence, without our frames
- │    └── NoCluster      the command needs a cluster and none is running
- ├── StartError          the cluster did not come up
- ├── ClusterGone         the cluster was there and is no longer
+ ├── UsageError          invalid input or an impossible request: shown as one sentence, without our frames
+ │    └── NoClusterError  the command needs a cluster, but none is running
+ ├── StartError          the cluster failed to start
+ ├── ClusterLostError    the cluster is gone
  └── CellError           a `%%distributed` cell failed on at least one rank
-      └── CellTimeout    a cell did not end within its `--timeout`
+      └── CellTimeoutError  a cell exceeded its `--timeout`
 
 KeyboardInterrupt
  └── CellInterrupt       the user interrupted a cell; the ranks have stopped, or are named
@@ -20,19 +20,18 @@ __all__ = [
     "AxonError",
     "CellError",
     "CellInterrupt",
-    "CellTimeout",
-    "ClusterGone",
-    "NoCluster",
+    "CellTimeoutError",
+    "ClusterLostError",
+    "NoClusterError",
     "StartError",
     "UsageError",
 ]
 
 
 class AxonError(Exception):
-    """Base of everything that axon_nb raises on its own account.
+    """Base class of axon_nb's own exceptions.
 
-    In a notebook it shows as its message alone: the message gives the value, the rule and the fix, and our
-    frames would not help the reader.
+    In a notebook only the message is shown: it gives the value, the rule and the fix, and our frames would not help.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -40,22 +39,22 @@ class AxonError(Exception):
 
 
 class UsageError(AxonError, ValueError):
-    """What was asked for cannot be; the message says what can."""
+    """Invalid input or an impossible request; the message gives the fix."""
 
 
-class NoCluster(UsageError):
-    """The command needs a cluster and none is running."""
+class NoClusterError(UsageError):
+    """The command needs a cluster, but none is running."""
 
     def __init__(self, command: str = "This") -> None:
-        super().__init__(f"{command} needs a cluster and none is running here: start one with `%distributed start`.")
+        super().__init__(f"{command} needs a cluster, but none is running. Run `%distributed start` first.")
 
 
 class StartError(AxonError, RuntimeError):
-    """The cluster did not come up."""
+    """The cluster failed to start."""
 
 
-class ClusterGone(AxonError, RuntimeError):
-    """The cluster was there and is no longer."""
+class ClusterLostError(AxonError, RuntimeError):
+    """The cluster is gone: its controller or host agent ended."""
 
 
 class CellError(AxonError, RuntimeError):
@@ -70,7 +69,7 @@ class CellError(AxonError, RuntimeError):
 
 
 class CellInterrupt(KeyboardInterrupt):
-    """The user interrupted a cell. A KeyboardInterrupt, so that Run All stops and no `except Exception` keeps it."""
+    """The user interrupted a cell. A KeyboardInterrupt: Run All stops, and `except Exception` does not catch it."""
 
     def __init__(self, message: str, report: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -80,5 +79,5 @@ class CellInterrupt(KeyboardInterrupt):
         return self._report
 
 
-class CellTimeout(CellError, TimeoutError):
-    """A cell did not end within its `--timeout`."""
+class CellTimeoutError(CellError, TimeoutError):
+    """A cell exceeded its `--timeout`."""

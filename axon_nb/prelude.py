@@ -1,4 +1,4 @@
-"""Everything that a training script of ours begins with: ``from axon_nb.prelude import *``."""
+"""The names that a training script usually needs: ``from axon_nb.prelude import *``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of the current cluster from Python; each magic such as `%shards` has its function here."""
+"""Views of the current cluster from Python: one function for each magic such as `%shards`."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
     """Show which rank holds which part of tensors, as `%shards` does.
 
     Args:
-        *names: Modules, optimizers, tensors of the ranks, by name.
-        gradients: Whether gradients are shown besides parameters.
-        cluster: Whose ranks are asked; None: the current one.
+        *names: Names of modules, optimizers or tensors on the ranks.
+        gradients: Whether to show gradients besides parameters.
+        cluster: The cluster; None for the current one.
 
     Raises:
-        NoCluster: none is running.
-        UsageError: there is nothing of that name to show.
+        NoClusterError: none is running.
+        UsageError: nothing with that name can be shown.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.shards()")
     if not names:
-        raise UsageError("axon_nb.show.shards() shows something of the ranks: give its name, such as 'model'.")
+        raise UsageError("axon_nb.show.shards() needs the name of a variable on the ranks, such as 'model'.")
     import_module("axon_nb.widgets.open_panels").show_shards(chosen, _checked(names), gradients=gradients)
 
 
 def memory(*names: str, cluster: Cluster | None = None) -> None:
-    """Show what each rank's memory holds, as `%memory` does.
+    """Show each rank's memory use, as `%memory` does.
 
     Args:
-        *names: Modules and optimizers of the ranks, by name; none: all that their variables hold.
-        cluster: Whose ranks are asked; None: the current one.
+        *names: Names of modules and optimizers on the ranks; default: all of them.
+        cluster: The cluster; None for the current one.
 
     Raises:
-        NoCluster: none is running.
-        UsageError: there is nothing of that name.
+        NoClusterError: none is running.
+        UsageError: a name does not exist on the ranks.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
     import_module("axon_nb.widgets.open_job").show_memory(chosen, _checked(names))
@@ -52,8 +52,8 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise UsageError(
-                f"a {type(name).__name__} of this notebook: what is shown is on the ranks; give its name there, "
-                "such as 'model'."
+                "expected the name of a variable on the ranks, such as 'model'; got an object of type "
+                f"{type(name).__name__}."
             )
     return names
 
@@ -61,19 +61,19 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
 def timeline(
     *, ranks: str | Iterable[int] | None = None, cell: int | None = None, cluster: Cluster | None = None
 ) -> Timeline:
-    """Show what each rank does, span by span, as `%timeline` does.
+    """Show each rank's spans over time, as `%timeline` does.
 
     Args:
-        ranks: Which; numbers, or text such as ``0,2-3``; None: all.
-        cell: Number of one cell that is over, to show alone.
-        cluster: Whose ranks; None: the current one.
+        ranks: Numbers, or text such as ``0,2-3``; None for all.
+        cell: Number of a finished cell, to show only that one.
+        cluster: The cluster; None for the current one.
 
     Returns:
-        The same to keep: `save` writes it as .json (a trace for Perfetto), .html or .csv, `to_dataframe` gives a table.
+        The data: `save` writes .json (a trace for Perfetto), .html or .csv, `to_dataframe` returns a table.
 
     Raises:
-        NoCluster: none is running.
-        UsageError: there is no such rank, or ranks have no spans of that cell.
+        NoClusterError: none is running.
+        UsageError: a rank does not exist, or there are no spans of that cell.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.timeline()")
     rows = import_module("axon_nb.cluster.ranks").resolve_ranks(ranks, chosen.world_size)
@@ -82,13 +82,13 @@ def timeline(
 
 
 def watch(*, cluster: Cluster | None = None) -> None:
-    """Show what a job does, while it runs, as `%watch` does.
+    """Show a running job live, as `%watch` does.
 
     Args:
-        cluster: Whose ranks are asked; None: the current one.
+        cluster: The cluster; None for the current one.
 
     Raises:
-        NoCluster: none is running.
+        NoClusterError: none is running.
     """
     chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.watch()")
     import_module("axon_nb.widgets.open_job").show_watch(chosen)

@@ -1,6 +1,6 @@
-"""Completions and help in cells for ranks: how long a front end waits, while ranks are idle, busy, or cannot answer.
+"""Latency of completion and help in `%%distributed` cells, with ranks idle, busy or unresponsive.
 
-`python -m benchmarks.assistance [--quick]`, from the project's folder, on an otherwise idle machine.
+Run `python -m benchmarks.assistance [--quick]` in the project's folder, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BUSY = {
     "while time.monotonic() < _end:\n    sum(range(999))",
     "ranks busy in torch": "import time\n_end, _a = time.monotonic() + {s}, torch.ones(512, 512)\n"
     "while time.monotonic() < _end:\n    _a @ _a",
-    "ranks in C code that keeps Python's lock": "import ctypes\nctypes.PyDLL(None).usleep({s} * 1_000_000)",
+    "ranks in C code that holds the GIL": "import ctypes\nctypes.PyDLL(None).usleep({s} * 1_000_000)",
 }
 
 
 @contextmanager
 def running(kernel: Kernel, code: str, seconds: int) -> Iterator[None]:
-    """A cell runs in the background meanwhile."""
+    """Run a cell in the background."""
     if not code:
         yield
         return
@@ -49,7 +49,7 @@ def running(kernel: Kernel, code: str, seconds: int) -> Iterator[None]:
 
 
 def measure(kernel: Kernel, name: str, rounds: int) -> list[Row]:
-    """Every question `rounds` times, a little apart, as somebody types."""
+    """Send every request `rounds` times, with short pauses, as if typed."""
     completions, helps, empty = list[float](), list[float](), 0
     with running(kernel, BUSY[name], 2 + rounds):
         for _ in range(rounds):
@@ -64,7 +64,7 @@ def measure(kernel: Kernel, name: str, rounds: int) -> list[Row]:
             while kernel.client.get_shell_msg(timeout=30)["parent_header"].get("msg_id") != request:
                 continue
             helps.append((time.perf_counter() - began) * 1e3)
-    # Of a rank that cannot answer, names, their attributes and keys are known, and no deeper ones.
+    # For an unresponsive rank only names, their attributes and keys are known, nothing deeper.
     note = f"{empty} of {len(completions)} answers offered nothing"
     return [
         Row(f"completion, {name}, median", median(completions), "ms", limit=TARGET_MS, note=note),
@@ -74,9 +74,9 @@ def measure(kernel: Kernel, name: str, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure all, print the table, write it to benchmarks/results."""
+    """Run all measurements, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     rounds = 2 if options.quick else 10

@@ -1,4 +1,4 @@
-"""What `axon_nb.comm` costs against bare torch.distributed, both on plain Gloo under torchrun: `make bench`."""
+"""Overhead of `axon_nb.comm` over torch.distributed, both on plain Gloo under torchrun: `make bench`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Arms = tuple[Callable[[], object], Callable[[], object]]
 
 
 def arms(name: str, size: int) -> Arms:
-    """Ours and torch's, for one collective on float32 tensors of `size` bytes."""
+    """Our and torch's version of one collective on float32 tensors of `size` bytes."""
     tensor = torch.ones(size // 4)
     ranks = dist.get_world_size()
 
@@ -54,7 +54,7 @@ def arms(name: str, size: int) -> Arms:
 
 
 def gradient_arms() -> Arms:
-    """Many small gradients: in buckets, and one by one."""
+    """Many small gradients: bucketed, and one by one."""
     gradients = [torch.ones(GRADIENT_ELEMENTS) for _ in range(NUM_GRADIENTS)]
 
     def one_by_one() -> None:
@@ -66,7 +66,7 @@ def gradient_arms() -> Arms:
 
 
 def step_arms() -> Arms:
-    """A training step of DDP: ours, and torch's own."""
+    """A training step with our DDP and with torch's."""
 
     def step_of(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Callable[[], object]:
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ def step_arms() -> Arms:
 
 
 def seconds(call: Callable[[], object], count: int) -> float:
-    """Seconds of one call, over `count` of them."""
+    """Mean seconds per call over `count` calls."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(count):
@@ -95,7 +95,7 @@ def seconds(call: Callable[[], object], count: int) -> float:
 
 
 def pairs_of(both: Arms, *, pairs: int, budget_s: float) -> list[tuple[float, float]]:
-    """Alternating measurements of both arms, (ours, torch's) in seconds."""
+    """Alternating measurements of both arms, as (ours, torch's) in seconds."""
     ours, theirs = both
     once = max(seconds(ours, 2), seconds(theirs, 2))
     count = torch.tensor([max(1, min(500, int(budget_s / once)))])
@@ -109,7 +109,7 @@ def pairs_of(both: Arms, *, pairs: int, budget_s: float) -> list[tuple[float, fl
 
 
 def rank_side(out: Path, *, pairs: int, budget_s: float) -> None:
-    """What each rank does; rank 0 writes what it measured."""
+    """Run on each rank; rank 0 writes the measurements."""
     torch.set_num_threads(1)
     comm.World.init("gloo")
     measured = {
@@ -125,7 +125,7 @@ def rank_side(out: Path, *, pairs: int, budget_s: float) -> None:
 
 
 def rows_of(measured: dict[str, list[tuple[float, float]]]) -> list[PairedRow]:
-    """The table."""
+    """Build the table's rows."""
     rows = []
     for name, pairs in measured.items():
         if name == "gradients":
@@ -143,9 +143,9 @@ def rows_of(measured: dict[str, list[tuple[float, float]]]) -> list[PairedRow]:
 
 
 def main() -> None:
-    """Measure on 2 ranks of 1 thread, print the table, write it to benchmarks/results."""
+    """Measure on 2 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rank-side", type=Path, default=None, help=argparse.SUPPRESS)

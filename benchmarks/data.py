@@ -1,7 +1,7 @@
-"""Moving 256 MB to four ranks and back, against stock ipyparallel in the same run: speed, peak memory, what is left.
+"""Moving 256 MiB to four ranks and back, against stock ipyparallel in the same run: speed, peak and retained memory.
 
-`python -m benchmarks.data [--quick]`, from the project's folder, on an otherwise idle machine: memory is that of the
-whole machine.
+Run `python -m benchmarks.data [--quick]` in the project's folder, on an otherwise idle machine: memory is measured for
+the whole machine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FORGET = "y = None\n{purge}\nimport gc; _ = gc.collect()"
 
 
 def used_bytes() -> int:
-    """Memory of all processes and shared memory of this machine, in bytes; caches of files are none of it."""
+    """Memory of all processes plus shared memory on this machine, in bytes, without file caches."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in ("AnonPages", "Shmem"))
 
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
-    """Watches used memory; the list holds the most that was seen above the start, in bytes."""
+    """Sample used memory; the list holds the peak above the start, in bytes."""
     start, highest, over = used_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -57,13 +57,13 @@ def peak() -> Iterator[list[int]]:
 
 
 def seconds(kernel: Kernel, code: str) -> float:
-    """How long a cell's code takes in the kernel."""
+    """Seconds that a cell's code takes in the kernel."""
     kernel.ok(TIMED.format(code=code), timeout=120)
     return float(kernel.value("_t"))
 
 
 def measure(kind: str, rounds: int) -> list[Row]:
-    """Ours and theirs in turn, each in a kernel of its own."""
+    """Measure ours and theirs alternately, each in its own kernel."""
     times: dict[str, list[float]] = {f"{who} {what}": [] for who in ("our", "their") for what in OURS}
     with Kernel() as ours, Kernel() as peer:
         ours.ok(f"%load_ext axon_nb\n%distributed start -n {RANKS}", timeout=120)
@@ -88,7 +88,7 @@ def measure(kind: str, rounds: int) -> list[Row]:
 
 
 def _peaks(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
-    """The most memory above the start in each transfer, as shares of the data; nothing else of ours runs."""
+    """Peak memory above the start in each transfer, relative to the data; nothing else of ours runs."""
     ratios: dict[str, list[float]] = {what: [] for what in OURS}
     for _ in range(rounds):
         for what, code in OURS.items():
@@ -101,7 +101,7 @@ def _peaks(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
 
 
 def _left(kernel: Kernel, rounds: int) -> float:
-    """What is kept after as many transfers, as a share of one's size."""
+    """Memory retained after that many transfers, relative to the size of one."""
     before = _resident(kernel)
     for _ in range(max(3, rounds)):
         for code in OURS.values():
@@ -112,7 +112,7 @@ def _left(kernel: Kernel, rounds: int) -> float:
 
 
 def _resident(kernel: Kernel) -> float:
-    """Memory of a kernel and all that it started, in bytes; what several share counts once."""
+    """Memory of a kernel and all its children in bytes; shared memory counts once."""
     own = psutil.Process(kernel.pid).memory_full_info().pss
     return own + pss_mib(kernel.pid) * 2**20
 
@@ -120,7 +120,7 @@ def _resident(kernel: Kernel) -> float:
 def _speeds(kind: str, rates: dict[str, list[float]]) -> list[Row]:
     ours = {what: SIZE / 1e9 * median(rates[f"our {what}"]) for what in OURS}
     theirs = {what: SIZE / 1e9 * median(rates[f"their {what}"]) for what in OURS}
-    # Ratios are of times: "8 times as fast" is at most 1/8.
+    # Ratios of times: "8 times as fast" means at most 1/8.
     return [
         Row(f"push to {RANKS} ranks, {kind}", SIZE / 1e9 / ours["push"], "s", "ipyparallel",
             SIZE / 1e9 / theirs["push"], 1 / 8, note=f"{RANKS * ours['push']:.2f} GB/s in all"),
@@ -142,9 +142,9 @@ def _memory(kind: str, ratios: dict[str, list[float]], left: float) -> list[Row]
 
 
 def main() -> None:
-    """Measure all, print the table, write it to benchmarks/results."""
+    """Run all measurements, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     rounds = 2 if options.quick else 10

@@ -1,6 +1,6 @@
 """Starting a cluster and running cells on it, against stock ipyparallel with `%%px`, in real kernels.
 
-`python -m benchmarks.main_job [--quick]`, from the project's folder, on an otherwise idle machine.
+Run `python -m benchmarks.main_job [--quick]` in the project's folder, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tests.kernel.driver import Kernel
 ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
 NO_WARM_UP = {"AXON_NB_WARM_UP": "0"}
 STOCK_SHARE = 0.08
-"""A warm start may take this share of stock ipyparallel's start, on machines where the seconds below are too few."""
+"""Share of stock ipyparallel's start that a warm start may take on machines too slow for the absolute targets."""
 
 
 def import_seconds() -> float:
-    """One `python -c "import torch, ipyparallel"`."""
+    """Seconds of `python -c "import torch, ipyparallel"`."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch, ipyparallel"], check=True)
     return time.perf_counter() - began
 
 
 def cold_seconds(n: int) -> float:
-    """From `%load_ext` to the first all_reduce."""
+    """Seconds from `%load_ext` to the first all_reduce."""
     with Kernel() as kernel:
         began = time.perf_counter()
         for code in ("%load_ext axon_nb", f"%distributed start -n {n}", ALL_REDUCE):
@@ -57,7 +57,7 @@ def stock_seconds(n: int) -> float:
 
 
 def warm_seconds(n: int) -> float:
-    """`%distributed start` when the agent has imported all that it wants to."""
+    """Seconds of `%distributed start` with a fully prewarmed agent."""
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb")
         kernel.ok("from axon_nb.cluster import warmup\nwarmup.wait_until_idle(60)", timeout=90)
@@ -69,7 +69,7 @@ def warm_seconds(n: int) -> float:
 
 
 def starts(rounds: int) -> list[Row]:
-    """Cold and warm starts with 4 and 8 ranks; ours and the peers' take turns."""
+    """Cold and warm starts with 4 and 8 ranks, alternating with the peers'."""
     rows = []
     for n, import_limit, warm_limit in ((4, 1.6, 0.6), (8, 2.0, 1.0)):
         imports, cold, warm, peer = [], [], [], []
@@ -90,7 +90,7 @@ def starts(rounds: int) -> list[Row]:
 
 
 def cells(n: int, count: int) -> list[Row]:
-    """Empty cells, one with ours and one with `%%px` in turn; and the memory of both clusters."""
+    """Empty cells with ours and with `%%px`, alternately; and the memory of both clusters."""
     with Kernel() as ours, Kernel() as peer:
         ours.ok(f"%load_ext axon_nb\n%distributed start -n {n}", timeout=120)
         ours.ok(ALL_REDUCE)
@@ -117,14 +117,14 @@ def cells(n: int, count: int) -> list[Row]:
 
 
 def pss_mib(kernel_pid: int) -> float:
-    """Proportional set size of everything that the kernel started, however far away its parent is."""
+    """Proportional set size (MiB) of all processes that the kernel started, including detached ones."""
     session = {p.pid for p in psutil.Process(kernel_pid).children(recursive=True)}
     session |= {p.pid for pid in list(session) for p in psutil.Process(pid).children(recursive=True)}
     return sum(psutil.Process(pid).memory_full_info().pss for pid in session) / 2**20
 
 
 def notebook_sizes() -> list[Row]:
-    """What saved notebooks weigh."""
+    """Sizes of saved notebooks."""
     empty = saved_bytes(["%%distributed\npass"] * 100)
     lines = "for i in range(1000): print(f'step {i} loss {i / 7:.4f} rank {rank}')"
     text = sum(len(f"step {i} loss {i / 7:.4f} rank {r}\n") for i in range(1000) for r in range(2))
@@ -136,7 +136,7 @@ def notebook_sizes() -> list[Row]:
 
 
 def saved_bytes(codes: list[str]) -> int:
-    """Size of the notebook file with these cells run."""
+    """Size in bytes of the notebook file after running these cells."""
     sources = ["%load_ext axon_nb\n%distributed start -n 2", *codes, "%distributed stop"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
@@ -147,7 +147,7 @@ def saved_bytes(codes: list[str]) -> int:
 
 
 def first_lines(count: int) -> list[Row]:
-    """From `print` on a rank to the message in the front end."""
+    """Delay from `print` on a rank to the message in the front end."""
     delays = []
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 4", timeout=120)
@@ -157,13 +157,13 @@ def first_lines(count: int) -> list[Row]:
             arrival, text = next((at, text) for at, kind, text in reply.arrivals if kind == "stream" and "at " in text)
             delays.append((arrival - min(map(float, re.findall(r"at ([0-9.]+)", text)))) * 1e3)
         kernel.ok("%distributed stop")
-    return [Row("first line of output seen after it is printed, median", median(delays), "ms", limit=30.0)]
+    return [Row("delay from `print` to the front end, median", median(delays), "ms", limit=30.0)]
 
 
 def main() -> None:
-    """Measure all, print the table, write it to benchmarks/results."""
+    """Run all measurements, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     rounds, count = (1, 10) if options.quick else (5, 100)

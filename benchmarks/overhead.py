@@ -1,4 +1,4 @@
-"""What recoverable groups cost against plain Gloo, in the same rank processes and in turn: `make bench`."""
+"""Overhead of recoverable groups over plain Gloo, alternating in the same rank processes: `make bench`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.kernel.driver import Kernel
 ROOT = Path(__file__).parents[1]
 SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPERATIONS = {"all_reduce": 10.0, "broadcast": 10.0, "all_gather": 10.0, "reduce_scatter": 60.0, "send/recv": 60.0}
-"""With the microseconds that a call may take longer."""
+"""Operations, with the allowed overhead per call in microseconds."""
 STEPS = {"DDP": 1.02, "FSDP2": 1.02}
-"""With the ratio that a step may take."""
+"""Training steps, with the allowed ratio."""
 
 
 def _size(size: int) -> str:
@@ -25,13 +25,13 @@ def _size(size: int) -> str:
 
 
 def _ask(kernel: Kernel, expression: str) -> Any:
-    """The value of an expression on rank 0, evaluated on all."""
+    """Evaluate an expression on all ranks and return rank 0's value."""
     kernel.ok(f"%%distributed --out measured\n{expression}", timeout=600)
     return ast.literal_eval(kernel.ok("measured.values[0]").result)
 
 
 def operations(kernel: Kernel, *, pairs: int, budget_s: float) -> list[PairedRow]:
-    """Each operation at each size, and the smallest on plain Gloo against itself."""
+    """Each operation at each size; the smallest also on plain Gloo against itself."""
     rows = []
     for name, limit in OPERATIONS.items():
         for size in SIZES:
@@ -57,16 +57,16 @@ def steps(kernel: Kernel, *, pairs: int, count: int) -> list[PairedRow]:
     return rows
 
 
-def hand_over(kernel: Kernel) -> Row:
-    """One thread wakes another and is woken by it, while nothing else runs."""
+def thread_wakeup(kernel: Kernel) -> Row:
+    """Round trip of waking another thread and being woken by it, on an idle machine."""
     seconds = _ask(kernel, "workloads.time_hand_overs(500) if rank == 0 else []")
     return Row("a second thread is woken and answers", median(seconds) * 1e6, "us")
 
 
 def main() -> None:
-    """Measure on 2 ranks of 1 thread, print the table, write it to benchmarks/results."""
+    """Measure on 2 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> None:
         rows = [
             *steps(kernel, pairs=3 * pairs, count=count),
             *operations(kernel, pairs=pairs, budget_s=budget_s),
-            hand_over(kernel),
+            thread_wakeup(kernel),
         ]
         kernel.ok("%distributed stop")
     print(write("overhead", rows, options.out))

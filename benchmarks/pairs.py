@@ -1,4 +1,4 @@
-"""A measure in pairs: median and its 95 % interval, and when that meets a target."""
+"""Paired measurements: median with its 95 % confidence interval, compared with a target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PairedRow", "interval"]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by order statistics; assumes nothing of the distribution."""
+    """95 % confidence interval of the median by order statistics, without assumptions on the distribution."""
     ordered = sorted(values)
     outside = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
     return ordered[outside], ordered[-1 - outside]
@@ -20,22 +20,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedRow(Row):
-    """A median over pairs, with its interval: of the ratio when there is a peer value, of `ours` otherwise."""
+    """A median over pairs with its interval: of the ratio if there is a peer value, otherwise of `ours`."""
 
     low: float = 0.0
     high: float = 0.0
     pairs: int = 0
     median_ratio: float | None = None
-    """Median of the pairs' ratios; None when differences are measured."""
+    """Median of the pairs' ratios; None if differences are measured."""
 
     @property
     def ratio(self) -> float | None:
-        """The median of the ratios, which is not the ratio of the medians."""
+        """Median of the ratios, which is not the ratio of the medians."""
         return self.median_ratio
 
     @property
     def met(self) -> bool | None:
-        """Whether the interval is within the limit; where noise is wider than that, whether it has "no difference"."""
+        """Whether the interval is within the limit; if noise exceeds the limit, whether it includes no difference."""
         if self.limit is None:
             return None
         same, middle = (0.0, self.ours) if self.median_ratio is None else (1.0, self.median_ratio)
@@ -44,7 +44,7 @@ class PairedRow(Row):
         return self.high - self.low > self.limit - same and self.low <= same <= self.high and middle <= self.limit
 
     def cells(self) -> list[str]:
-        """As a table's row."""
+        """Format as a table row."""
         cells = super().cells()
         shown = f"[{self.low:.3f}, {self.high:.3f}]" if self.median_ratio else f"[{self.low:.1f}, {self.high:.1f}]"
         if self.median_ratio is None:
@@ -55,7 +55,7 @@ class PairedRow(Row):
 
     @classmethod
     def of_ratios(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None) -> PairedRow:
-        """From (ours, peer) in seconds: how much longer, as a ratio."""
+        """Create from (ours, peer) in seconds; measures the ratio."""
         ratios = [ours / peer for ours, peer in pairs]
         low, high = interval(ratios)
         ours, peer = (median([pair[i] for pair in pairs]) * 1e3 for i in (0, 1))
@@ -66,7 +66,7 @@ class PairedRow(Row):
 
     @classmethod
     def of_differences(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None) -> PairedRow:
-        """From (ours, peer) in seconds: how much longer, in microseconds."""
+        """Create from (ours, peer) in seconds; measures the difference in microseconds."""
         differences = [(ours - peer) * 1e6 for ours, peer in pairs]
         low, high = interval(differences)
         ours, peer = (median([pair[i] for pair in pairs]) * 1e6 for i in (0, 1))

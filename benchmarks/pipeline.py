@@ -1,4 +1,4 @@
-"""Pipelines against torch's own schedules, both on plain Gloo under torchrun; the bubble; what spans cost."""
+"""`Pipeline` against torch's own schedules on plain Gloo under torchrun; bubble; overhead of spans."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ STEP_RATIO, SPANS_RATIO, MEMORY_RATIO = 1.02, 1.02, 1.01
 BUBBLE_EXCESS = 0.04
 SLEEP_S = 0.04
 STAGES = {"1F1B": 2, "Interleaved1F1B": 4}
-"""Schedules that are compared on 2 ranks, with the number of stages."""
+"""Schedules compared on 2 ranks, with the number of stages."""
 BUBBLES = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 8}
 """Schedules whose bubble is measured on 4 ranks, with the number of stages."""
 Step = Callable[[], object]
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the next ones; the same on all ranks."""
+    """Tokens and next tokens, the same on all ranks."""
     tokens = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def model() -> GPT:
-    """The same on all ranks."""
+    """The model, the same on all ranks."""
     torch.manual_seed(0)
     return GPT(CONFIG)
 
 
 def our_step(schedule: str, *, spans: bool = True) -> Step:
-    """A training step of `Pipeline`."""
+    """A training step with `Pipeline`."""
     pipe = Pipeline.split(
         model(),
         num_stages=STAGES[schedule],
@@ -98,7 +98,7 @@ def torch_step(schedule: str) -> Step:
 
 
 def seconds(step: Step, count: int) -> float:
-    """Seconds of one step, over `count` of them, until all ranks are through."""
+    """Mean seconds per step over `count` steps, until all ranks have finished."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(count):
@@ -119,7 +119,7 @@ def pairs_of(first: Step, second: Step, *, pairs: int, count: int) -> list[tuple
 
 
 class Wait(torch.autograd.Function):
-    """Takes time, and does nothing else."""
+    """Sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Wait(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage of which a forward takes a time, the backward for inputs as long, and that for weights again."""
+    """A stage that takes equal time for forward, input backward and weight backward."""
 
     def __init__(self, seconds_each: float) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ class Sleeper(nn.Module):
         self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 8) to the same."""
+        """Map (batch, 8) to the same shape."""
         passed: torch.Tensor = Wait.apply(x + self.shift, self.seconds_each, self.seconds_each)
         scale: torch.Tensor = Wait.apply(self.scale, 0.0, self.seconds_each)
         return passed * scale
 
 
 def bubble(schedule: str, steps: int) -> float:
-    """The measured bubble, the median of some steps; collective."""
+    """Median measured bubble over some steps; collective."""
     count = BUBBLES[schedule]
     stages = [Sleeper(SLEEP_S * dist.get_world_size() / count) for _ in range(count)]
     pipe = Pipeline.from_modules(stages, schedule=schedule, num_microbatches=MICROBATCHES, loss=nn.functional.mse_loss)
@@ -169,7 +169,7 @@ def bubble(schedule: str, steps: int) -> float:
 
 
 def rank_side(what: str, out: Path, *, pairs: int, count: int) -> None:
-    """What each rank does; rank 0 writes what it measured."""
+    """Run on each rank; rank 0 writes the measurements."""
     torch.set_num_threads(1)
     World.init("gloo")
     measured: Any
@@ -195,7 +195,7 @@ def rank_side(what: str, out: Path, *, pairs: int, count: int) -> None:
 
 
 def launched(what: str, ranks: int, *, pairs: int, count: int) -> Any:
-    """What rank 0 of a run under torchrun has written."""
+    """Run under torchrun and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -205,7 +205,7 @@ def launched(what: str, ranks: int, *, pairs: int, count: int) -> Any:
 
 
 def rows(*, pairs: int, count: int) -> list[Row]:
-    """The table."""
+    """Build the table's rows."""
     found: list[Row] = []
     paired = launched("pairs", 2, pairs=pairs, count=count)
     for name, both in paired.items():
@@ -230,9 +230,9 @@ def rows(*, pairs: int, count: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure under torchrun, print the table, write it to benchmarks/results."""
+    """Measure under torchrun, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--count", type=int, default=5, help=argparse.SUPPRESS)

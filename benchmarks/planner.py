@@ -1,4 +1,4 @@
-"""How long a plan of memory takes, and what its process takes itself: `make bench`."""
+"""Time of a memory plan, and of starting its process: `make bench`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS, MIB = 6.0, 600.0
 
 
 def plans(world: int, repeats: int) -> tuple[list[float], plan.MemoryPlan]:
-    """Seconds from the call to the answer, each time anew, and the last answer."""
+    """Seconds from call to result for each repetition, and the last result."""
     taken = []
     for _ in range(repeats):
         start = time.monotonic()
@@ -27,16 +27,16 @@ def plans(world: int, repeats: int) -> tuple[list[float], plan.MemoryPlan]:
 
 
 def start_alone() -> float:
-    """Seconds that a process takes to import what the simulator does."""
+    """Seconds that a process takes to import the simulator's modules."""
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import axon_nb.plan.simulate"], check=True)
     return time.monotonic() - start
 
 
 def main() -> None:
-    """Measure, print the table, write it to benchmarks/results."""
+    """Measure, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="once each: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="once each, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     repeats = 1 if options.quick else 5

@@ -1,4 +1,4 @@
-"""Planned steps against measured ones on 2 ranks of 1 thread, calibrated on another model; how long plans take."""
+"""Predicted against measured step times on 2 ranks with 1 thread, calibrated on another model; planning time."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ STAGES, MICROBATCHES = 16, 64
 
 
 def tokens(config: GPTConfig, batch: int) -> torch.Tensor:
-    """A batch."""
+    """A batch of tokens."""
     return torch.randint(256, (batch, config.context), generator=torch.Generator().manual_seed(0))
 
 
 def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable[[], list[float]]:
-    """A training step; it tells when forward, backward and the optimizer's step have ended."""
+    """A training step that returns when forward, backward and the optimizer's step ended."""
     torch.manual_seed(0)
     model: Any = GPT(config)
     if strategy == "ddp":
@@ -69,7 +69,7 @@ def stepper(config: GPTConfig, batch: int, strategy: str, mesh: Any) -> Callable
 
 
 def measured(step: Callable[[], list[float]], repeats: int) -> list[float]:
-    """Seconds of a step on the slowest rank, the median: forward, backward, the optimizer's step, and all of it."""
+    """Median seconds on the slowest rank: forward, backward, optimizer's step, and total."""
     taken = []
     for _ in range(repeats + 3):
         dist.barrier()
@@ -84,7 +84,7 @@ def measured(step: Callable[[], list[float]], repeats: int) -> list[float]:
 
 
 def rank_side(out: Path, *, rounds: int, repeats: int) -> None:
-    """What each rank does: calibrate, then predict and measure each model, several times over; rank 0 writes it."""
+    """Run on each rank: calibrate, then predict and measure each model, several times; rank 0 writes the results."""
     torch.set_num_threads(1)
     World.init("gloo")
     mesh = make_mesh(device="cpu", dp=2)
@@ -93,7 +93,7 @@ def rank_side(out: Path, *, rounds: int, repeats: int) -> None:
     steps = [stepper(config, size, strategy, mesh) for _, config, size, strategy in cases]
     found: list[dict[str, Any]] = []
     said = ""
-    for _ in range(rounds):  # the machine may be another one an hour later: what is compared is measured together
+    for _ in range(rounds):  # machine speed drifts: measure together what is compared
         here = plan.calibrate(
             mesh,
             model=lambda: GPT(CALIBRATED_ON),
@@ -115,7 +115,7 @@ def rank_side(out: Path, *, rounds: int, repeats: int) -> None:
 
 
 def launched(*, rounds: int, repeats: int) -> dict[str, Any]:
-    """What rank 0 of two has written."""
+    """Run on two ranks and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -127,12 +127,12 @@ def launched(*, rounds: int, repeats: int) -> dict[str, Any]:
 
 
 def _off(step: dict[str, Any]) -> float:
-    """Predicted over measured."""
+    """Ratio of predicted to measured time."""
     return float(sum(step["parts"].values()) / (1e3 * step["measured"][-1]))
 
 
 def step_rows(steps: list[dict[str, Any]]) -> list[Row]:
-    """How far predictions are off: the median of all rounds, each against the calibration right before it."""
+    """Prediction errors: median over all rounds, each with the calibration right before it."""
     rows = []
     for name, group in itertools.groupby(sorted(steps, key=itemgetter("name")), key=itemgetter("name")):
         rounds = list(group)
@@ -151,7 +151,7 @@ def step_rows(steps: list[dict[str, Any]]) -> list[Row]:
 
 
 def plan_rows(repeats: int) -> list[Row]:
-    """How long plans take, in this process: the first call with an order, and the median of later ones."""
+    """Planning times in this process: the first call with a schedule, and the median of later ones."""
     rows = []
     plan.schedule("Interleaved1F1B", 4, 4)  # loads torch's pipelines, once
     for schedule in PipelineSchedule:
@@ -186,10 +186,10 @@ def large() -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print the table, write it to benchmarks/results."""
+    """Measure, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works")
-    parser.add_argument("--rounds", type=int, default=5, help="calibrations, each with all models after it")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, as a smoke test")
+    parser.add_argument("--rounds", type=int, default=5, help="number of calibrations, each followed by all models")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rank-side", type=Path, default=None, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""torch's own forming of groups (`dist._reconfigure`, torch 2.14 and later) against ours, on Gloo.
+"""torch's own rebuilding of groups (`dist._reconfigure`, torch 2.14 and later) against ours, on Gloo.
 
-`python -m benchmarks.reconfigure [--quick]`, from the project's folder, once with each torch: a run replaces what the
-results hold for its version. The arms take turns in the same processes, so that noise of the machine meets all.
+Run `python -m benchmarks.reconfigure [--quick]` in the project's folder, once per torch: a run replaces the results
+for its version. The arms alternate in the same processes, so that machine noise affects all equally.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.host.agents import serve
 __all__ = ["main"]
 
 _CODE = "import sys; from benchmarks.reconfigure_ranks import be_rank; be_rank(*sys.argv[1:])"
-_LIMIT_S = 240.0
+_TIMEOUT_S = 240.0
 _HEAD = ("measure", "replaced (ours)", "reconfigured in our shell", "ratio", "torch's own group")
 Ranks = dict[int, Any]
 
 
 def on_ranks(place: str, body: str, size: int, **arguments: Any) -> Ranks:
-    """What `body` of the module `place` returns on each of `size` ranks; those that died or hung are missing."""
+    """Run `body` of the module `place` on `size` ranks; return results by rank, without ranks that died or hung."""
     served = serve(entry="", controller=[], owner="benchmarks.reconfigure")
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def on_ranks(place: str, body: str, size: int, **arguments: Any) -> Ranks:
             with (Path(folder) / f"{rank}.err").open("w") as errors:
                 env = {**os.environ, "PYTHONPATH": str(root)}
                 processes.append(subprocess.Popen(command, env=env, cwd=root, stderr=errors))
-        end = time.monotonic() + _LIMIT_S
+        end = time.monotonic() + _TIMEOUT_S
         for process in processes:
             try:
                 process.wait(max(1.0, end - time.monotonic()))
@@ -62,7 +62,7 @@ def on_ranks(place: str, body: str, size: int, **arguments: Any) -> Ranks:
 
 
 def slowest(found: Ranks, pick: Callable[[Any], Sequence[float]]) -> list[float]:
-    """For each round the slowest rank's milliseconds."""
+    """The slowest rank's milliseconds in each round."""
     return [max(values) * 1e3 for values in zip(*(pick(result) for result in found.values()), strict=True)]
 
 
@@ -76,7 +76,7 @@ def timed_row(measure: str, arms: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def leak_rows(found: Ranks, rounds: int) -> list[list[str]]:
-    """What the rank that gained most gained."""
+    """Growth on the rank that grew most."""
     rows = []
     for what in ("threads", "descriptors", "MiB"):
         gained = {arm: max(r[arm][1][what] - r[arm][0][what] for r in found.values()) for arm in found[0]}
@@ -87,7 +87,7 @@ def leak_rows(found: Ranks, rounds: int) -> list[list[str]]:
 
 
 def measured(rounds: int, formings: int) -> list[list[str]]:
-    """The rows of the table."""
+    """Build the table's rows."""
     rows = []
     place = "benchmarks.reconfigure_ranks"
     for size in (2, 4):
@@ -111,7 +111,7 @@ def measured(rounds: int, formings: int) -> list[list[str]]:
 
 
 def faults(rounds: int) -> dict[str, Ranks]:
-    """What each rank says of each fault."""
+    """Each rank's outcome of each fault."""
     place = "benchmarks.reconfigure_faults"
     runs: dict[str, tuple[str, int, dict[str, Any]]] = {
         "a rank comes 5 s late": ("late", 4, {"seconds": 5}),
@@ -132,7 +132,7 @@ def faults(rounds: int) -> dict[str, Ranks]:
 
 
 def write(folder: Path, version: str, result: dict[str, Any]) -> str:
-    """Put this version's results beside those of others; returns the text."""
+    """Save this version's results beside those of others; return the text."""
     path = folder / "reconfigure.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results[version] = result
@@ -145,14 +145,14 @@ def write(folder: Path, version: str, result: dict[str, Any]) -> str:
         lines += ["", "| fault | what the ranks saw |", "|---|---|"]
         lines += [f"| {fault} | {_in_words(said)} |" for fault, said in found["faults"].items()]
         facts = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
-        lines += ["", f"Measured on {facts}; other jobs ran on the machine.", ""]
+        lines += ["", f"Measured on {facts}; other jobs were running on the machine.", ""]
     text = "\n".join(lines)
     (folder / "reconfigure.md").write_text(text)
     return text
 
 
 def _in_words(said: Ranks) -> str:
-    """What the ranks said; those that said the same together."""
+    """Describe the ranks' outcomes, merging equal ones."""
     same: dict[str, list[str]] = {}
     for rank, outcome in said.items():
         same.setdefault(_rounded(outcome), []).append(str(rank))
@@ -170,9 +170,9 @@ def _rounded(value: Any) -> str:
 
 
 def main() -> None:
-    """Measure all, print the tables, write them to benchmarks/results."""
+    """Run all measurements, print the tables and write them to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     version = torch.__version__.split("+")[0]

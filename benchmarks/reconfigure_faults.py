@@ -1,4 +1,4 @@
-"""What `benchmarks.reconfigure` does to groups besides an abort: late, absent and dead ranks, aborts while forming."""
+"""Faults that `benchmarks.reconfigure` injects besides aborts: late, absent and dead ranks, aborts while rebuilding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tried(action: Callable[[], object]) -> str:
 
 
 def late(me: Rank, *, seconds: float) -> Outcome:
-    """The last rank comes so much later than the others."""
+    """The last rank arrives `seconds` later than the others."""
     out = {}
     for arm, kind in ARMS.items():
         group = me.group(kind, arm)
@@ -59,10 +59,10 @@ def late(me: Rank, *, seconds: float) -> Outcome:
 
 
 class _StallingStore(AgentStore):
-    """A store that stands still where the rank waits for what others have written."""
+    """A store that stalls when the rank waits for what others write."""
 
     stalled = ""
-    """Where keys contain this; once."""
+    """Stalls once, on keys that contain this."""
 
     def _wait_for(self, keys: Any, timeout: timedelta) -> list[bytes]:
         if self.stalled and any(self.stalled in str(key) for key in keys):
@@ -72,11 +72,11 @@ class _StallingStore(AgentStore):
 
 
 def absent(me: Rank, *, where: str) -> Outcome:
-    """An abort comes while the group is formed and the last rank is not there; then all form it once more.
+    """An abort arrives while the group is being built without the last rank; then all ranks rebuild it.
 
     Args:
         me: This rank.
-        where: ``store``: it does not come at all; ``connecting``: its address is known, and it does not connect.
+        where: ``store``: the rank never arrives; ``connecting``: its address is known, but it does not connect.
     """
     if where == "connecting" and me.rank == me.size - 1:
         me.store = _StallingStore(me.address, timedelta(seconds=120))
@@ -112,7 +112,7 @@ def absent(me: Rank, *, where: str) -> Outcome:
 
 
 def timed_out(me: Rank, *, seconds: float) -> Outcome:
-    """A forming of torch's runs into its limit; then with the same number, then with a new one."""
+    """A rebuild by torch times out; retry with the same number, then with a new one."""
     group = me.group(ReconfiguredGroup, "inside")
     backend: Any = group._inner._get_backend(CPU)
     out: Outcome = {}
@@ -124,7 +124,7 @@ def timed_out(me: Rank, *, seconds: float) -> Outcome:
         began = time.monotonic()
         if comes:
             limit = timedelta(seconds=seconds)
-            result = _tried(lambda: reconfigure(backend, handle, ranks, me.rank, uuid=uuid, limit=limit))
+            result = _tried(lambda: reconfigure(backend, handle, ranks, me.rank, uuid=uuid, timeout=limit))
         else:
             handle.set(f"handle{me.rank}", backend.get_reconfigure_handle())
             result = "not there"
@@ -139,7 +139,7 @@ def timed_out(me: Rank, *, seconds: float) -> Outcome:
 
 
 def late_poison(me: Rank) -> Outcome:
-    """An abort's poisoning that was prepared before the group was formed runs after it."""
+    """An abort that was prepared before the group was rebuilt runs afterwards."""
     out: Outcome = {}
     for arm, kind in ARMS.items():
         group = me.group(kind, arm)
@@ -156,7 +156,7 @@ def late_poison(me: Rank) -> Outcome:
 
 
 def killed(me: Rank) -> Outcome:
-    """The last but one rank is killed in a collective; the last process comes in its place."""
+    """The second-to-last rank is killed in a collective; the last process replaces it."""
     members = me.size - 1
     newcomer, victim = me.rank == members, members - 1
     out: Outcome = {}
@@ -194,7 +194,7 @@ def killed(me: Rank) -> Outcome:
 
 
 def many(me: Rank, *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of forming five groups, four of them not on all ranks; the arms take turns."""
+    """Seconds for building five groups, four of them on a subset of ranks; the arms alternate."""
     members = [list(range(me.size)), [0, 1], [2, 3], [1, 2], [0, 2, 3]]
     groups = {
         arm: [me.group(kind, f"{arm}{i}", ranks) for i, ranks in enumerate(members) if me.rank in ranks]
@@ -212,7 +212,7 @@ def many(me: Rank, *, rounds: int) -> dict[str, list[float]]:
 
 
 def resized(me: Rank) -> Outcome:
-    """The group without its last rank, then with it again: torch's own, and the shell's inner one."""
+    """Shrink the group by its last rank, then grow it again: torch's own group, and our wrapper's inner one."""
     out: Outcome = {}
     own = own_group(me)
     shell = me.group(ReconfiguredGroup, "inside")
@@ -226,7 +226,7 @@ def resized(me: Rank) -> Outcome:
             if me.rank < size:
                 meeting = PrefixStore(f"{name}/", me.store)
                 limit = timedelta(seconds=20)
-                reconfigure(target, meeting, list(range(size)), me.rank, uuid=700 + number, limit=limit)
+                reconfigure(target, meeting, list(range(size)), me.rank, uuid=700 + number, timeout=limit)
                 tensor = torch.ones(1)
                 group.allreduce([tensor]).wait()
                 took = time.monotonic() - began
@@ -237,7 +237,7 @@ def resized(me: Rank) -> Outcome:
 
 
 def stuck(me: Rank, *, count: int) -> Outcome:
-    """A group of torch's own with `count` collectives begun that never end: aborted and formed again by torch alone."""
+    """A torch group with `count` collectives that never finish, aborted and rebuilt by torch alone."""
     own = own_group(me)
     works = []
     if me.rank:
@@ -250,7 +250,7 @@ def stuck(me: Rank, *, count: int) -> Outcome:
     began = time.monotonic()
     meeting = PrefixStore("again/", me.store)
     ranks = list(range(me.size))
-    out["again"] = _tried(lambda: reconfigure(own, meeting, ranks, me.rank, uuid=77, limit=timedelta(seconds=10)))
+    out["again"] = _tried(lambda: reconfigure(own, meeting, ranks, me.rank, uuid=77, timeout=timedelta(seconds=10)))
     out["again in"] = time.monotonic() - began
     time.sleep(1.0)
     out["released by the forming"] = sum(work.is_completed() for work in works)
@@ -263,7 +263,7 @@ def stuck(me: Rank, *, count: int) -> Outcome:
 
 
 def aborts_at_random(me: Rank, *, arm: str, rounds: int) -> Outcome:
-    """Aborts that come at any time in the forming: how often it came to its end, and whether it always can again."""
+    """Aborts at random moments of a rebuild: how often it completes, and whether a later one always succeeds."""
     group = me.group(ARMS[arm], arm)
     dice = random.Random(me.rank)
     wrong = fresh = 0

@@ -1,4 +1,4 @@
-"""The ranks of `benchmarks.reconfigure`: groups of three kinds over one store, broken and formed again in turn."""
+"""Rank processes of `benchmarks.reconfigure`: three kinds of groups over one store, broken and rebuilt in turn."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _TRIES = 3
 
 
 class Rank:
-    """One rank: its store, its groups, and what it does with all others together.
+    """One rank: its store, its groups, and collective steps with all others.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        address: The store's.
+        address: Address of the store.
     """
 
     def __init__(self, rank: int, size: int, address: str) -> None:
@@ -50,7 +50,7 @@ class Rank:
         self.epoch = 0
 
     def group(self, kind: type[RecoverableGroup], name: str, ranks: list[int] | None = None) -> RecoverableGroup:
-        """A group of the `ranks`; collective over them."""
+        """Create a group of `ranks`; collective over them."""
         ranks = ranks or list(range(self.size))
         place = ranks.index(self.rank)
         return kind(
@@ -59,14 +59,14 @@ class Rank:
         )  # fmt: skip
 
     def meet(self, ranks: int | None = None) -> None:
-        """Wait until all ranks (the first `ranks`) have come here."""
+        """Wait until all ranks (the first `ranks`) have arrived."""
         self._meetings += 1
         place = f"meet{self._meetings}/"
         self.store.set(f"{place}{self.rank}", "1")
         self.store.wait([f"{place}{rank}" for rank in range(ranks or self.size)])
 
     def timed(self, reform: Callable[[int], object]) -> float:
-        """Seconds of one forming, which all ranks begin together."""
+        """Seconds of one rebuild that all ranks start together."""
         self.epoch += 1
         self.meet()
         began = time.monotonic()
@@ -74,7 +74,7 @@ class Rank:
         return time.monotonic() - began
 
     def is_right(self, group: Any, value: float | None = None) -> bool:
-        """Whether two sums over the group are right; three would need a third thread if any were stuck."""
+        """Whether two sums over the group are correct; three would need a third thread if any were stuck."""
         expected = value or group.size() * (group.size() + 1) / 2
         for _ in range(_TRIES):
             tensor = torch.full((64,), group.rank() + 1.0)
@@ -84,12 +84,12 @@ class Rank:
         return True
 
     def broken_in(self, group: RecoverableGroup, operation: Callable[[], object], *, fails: bool) -> float:
-        """Be in `operation` when an abort comes, form the group again and use it: seconds since the abort.
+        """Abort the group during `operation`, rebuild and use it; return the seconds since the abort.
 
         Args:
             group: The group.
-            operation: What the rank waits in; not called on the rank that fails.
-            fails: Whether this is the rank that fails, and has all abort.
+            operation: What the rank waits in; not called on the failing rank.
+            fails: Whether this rank fails and makes all abort.
         """
         self._aborts += 1
         self.epoch += 1
@@ -136,7 +136,7 @@ def usage() -> dict[str, float]:
 
 
 def be_rank(place: str, body: str, rank: str, size: str, address: str, folder: str, arguments: str) -> None:  # noqa: PLR0917 -- a command line
-    """The life of a rank: `body(Rank, **arguments)` of the module `place`; what it returns is written to a file."""
+    """Entry point of a rank process: run `body(Rank, **arguments)` of module `place` and write the result to a file."""
     faulthandler.dump_traceback_later(_LIFE_S, exit=True)
     torch.set_num_threads(1)
     me = Rank(int(rank), int(size), address)
@@ -149,7 +149,7 @@ def be_rank(place: str, body: str, rank: str, size: str, address: str, folder: s
 
 
 def speed(me: Rank, *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of forming one broken group again, by arm; the arms take turns."""
+    """Seconds for rebuilding a broken group, by arm; the arms alternate."""
     ours = me.group(RecoverableGroup, "ours")
     inside = me.group(ReconfiguredGroup, "inside")
     own = own_group(me)
@@ -169,7 +169,7 @@ def speed(me: Rank, *, rounds: int) -> dict[str, list[float]]:
 
 
 def own_group(me: Rank) -> Any:
-    """The default group of torch's own."""
+    """Torch's own default group."""
     store = PrefixStore("own/", me.store)
     dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size, enable_reconfigure=True)  # type: ignore[call-arg]
     group = dist.distributed_c10d._get_default_group()
@@ -179,11 +179,11 @@ def own_group(me: Rank) -> Any:
 
 def _reconfigure_own(me: Rank, group: Any, epoch: int) -> None:
     meeting = PrefixStore(f"own{epoch}/", me.store)
-    reconfigure(group, meeting, list(range(me.size)), me.rank, uuid=epoch, limit=LIMIT)
+    reconfigure(group, meeting, list(range(me.size)), me.rank, uuid=epoch, timeout=LIMIT)
 
 
 def leaks(me: Rank, *, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What the process uses before and after so many formings, by arm; each group is poisoned before each."""
+    """Resource usage before and after `rounds` rebuilds, by arm; each group is aborted before each rebuild."""
     used = {}
     arms: dict[str, Any] = {
         "ours": me.group(RecoverableGroup, "ours"),
@@ -207,7 +207,7 @@ def leaks(me: Rank, *, rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def blocked(me: Rank, *, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds from an abort until the group works again, by what the ranks are in and by arm; the arms take turns."""
+    """Seconds from an abort until the group works again, by operation and arm; the arms alternate."""
     arms = {"ours": me.group(RecoverableGroup, "ours"), "inside": me.group(ReconfiguredGroup, "inside")}
     seconds: dict[str, dict[str, list[float]]] = {}
     for name in ("all_reduce", "recv", "send", "reduce_scatter", "three all_reduces begun"):

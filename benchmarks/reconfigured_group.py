@@ -1,4 +1,4 @@
-"""A recoverable group whose inner Gloo group torch forms again, instead of being replaced."""
+"""A recoverable group whose inner Gloo group is rebuilt by torch instead of being replaced."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ from axon_nb.engine.store import give_up_waits, want_waits
 __all__ = ["LIMIT", "ReconfiguredGroup", "reconfigure"]
 
 LIMIT = timedelta(seconds=30)
-"""Of one forming."""
+"""Time limit of one rebuild."""
 _IDLE_S = 0.1
 _CPU = torch.device("cpu")
 
 c10d: Any = _distributed_c10d  # the stubs of older versions lack what is used here
 
 
-def reconfigure(backend: Any, meeting: Store, ranks: list[int], rank: int, *, uuid: int, limit: timedelta) -> None:
-    """Form a group in torch's way: exchange the handles in `meeting`, then connect `ranks` of the world in this order.
+def reconfigure(backend: Any, meeting: Store, ranks: list[int], rank: int, *, uuid: int, timeout: timedelta) -> None:
+    """Build a group torch's way: exchange handles in `meeting`, then connect `ranks` of the world in this order.
 
     Args:
         backend: A Gloo backend, or torch's own group.
         meeting: A fresh prefix of the store.
-        ranks: The ranks that the group is to have.
-        rank: This process's, one of them.
-        uuid: Number of this forming; never one that was used before.
-        limit: How long the others are waited for.
+        ranks: Ranks of the new group.
+        rank: This process's rank, one of them.
+        uuid: Number of this rebuild; must never be reused.
+        timeout: How long to wait for the others.
     """
     meeting.set(f"handle{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()
     options.uuid = uuid
-    options.timeout = limit
+    options.timeout = timeout
     options.handles = [meeting.get(f"handle{peer}").decode() for peer in ranks]
     backend.reconfigure(options).wait()
 
 
 class ReconfiguredGroup(RecoverableGroup):
-    """The shell, with its inner group formed again by torch instead of replaced."""
+    """Our wrapper, with its inner group rebuilt by torch instead of replaced."""
 
     _generation = 0
     _done: threading.Event | None = None
     helper = 0
-    """The thread that a forming was left behind in."""
+    """Thread of an abandoned rebuild."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def reform(self, epoch: int) -> None:
-        """As `RecoverableGroup.reform`."""
+        """Rebuild, as `RecoverableGroup.reform`."""
         if self._table is not None:
             self._table.close()
         self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         if self._inner is not None:
             self.poison()
-        with self._lock:  # from here on a poisoning that was prepared before leaves the group alone
+        with self._lock:  # from here on, an abort prepared before no longer affects the group
             self._generation += 1
         if self._inner is None or not self.is_idle(_IDLE_S):
             self._inner = self._fresh()
@@ -79,7 +79,7 @@ class ReconfiguredGroup(RecoverableGroup):
             self.helper = threading.get_ident()
             want_waits()
             try:
-                reconfigure(backend, meeting, list(range(self._size)), self._own_rank, uuid=epoch, limit=LIMIT)
+                reconfigure(backend, meeting, list(range(self._size)), self._own_rank, uuid=epoch, timeout=LIMIT)
                 backend._set_default_timeout(self._timeout)
             finally:
                 done.set()
@@ -92,7 +92,7 @@ class ReconfiguredGroup(RecoverableGroup):
         self.sequence = 0
 
     def poisoner(self) -> Callable[[], None]:
-        """What poisons the group as it is now, unless it is being formed or was formed again meanwhile."""
+        """Return a function that aborts the group, unless it is being rebuilt or was rebuilt meanwhile."""
         generation, backend = self._generation, self._inner._get_backend(_CPU)
 
         def poison_this() -> None:
@@ -103,11 +103,11 @@ class ReconfiguredGroup(RecoverableGroup):
         return poison_this
 
     def is_idle(self, limit_s: float) -> bool:
-        """Whether no forming that was left behind is in the inner group any more."""
+        """Whether no abandoned rebuild is still running in the inner group."""
         return self._done is None or self._done.wait(limit_s)
 
     def _fresh(self) -> Any:
-        """An inner group that is not connected."""
+        """Create an unconnected inner group."""
         if self._inner is not None:
             leak(self._inner)
         options = c10d.ProcessGroupGloo._Options()

@@ -1,4 +1,4 @@
-"""How long it takes to get control back after a fault, in a real kernel with 4 ranks: `make bench`."""
+"""Time to regain control after a fault, in a real kernel with 4 ranks: `make bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.report import Row, median, percentile, write
 from tests.kernel.driver import Kernel
 
-_LIMIT_S = 30.0
+_TIMEOUT_S = 30.0
 SETUP = """%%distributed
 import os, time
 import torch.distributed as dist
@@ -74,11 +74,11 @@ DEADLOCKS = {
 
 
 class Faults:
-    """A kernel with 4 ranks, struck again and again.
+    """Injects faults into a kernel with 4 ranks.
 
     Args:
-        kernel: With the extension loaded and a cluster.
-        clock: A file in which a rank writes when it fails.
+        kernel: A kernel with the extension loaded and a cluster started.
+        clock: File in which a rank writes the time when it fails.
     """
 
     def __init__(self, kernel: Kernel, clock: Path) -> None:
@@ -88,7 +88,7 @@ class Faults:
     def raised(self, code: str) -> float:
         """Seconds from an exception on rank 2 to the end of the cell."""
         self.clock.unlink(missing_ok=True)
-        reply = self.kernel.run(f"%%distributed\n{code}", timeout=_LIMIT_S)
+        reply = self.kernel.run(f"%%distributed\n{code}", timeout=_TIMEOUT_S)
         end = time.time()
         assert "as planned" in reply.traceback, reply.traceback
         return end - float(self.clock.read_text())
@@ -97,17 +97,17 @@ class Faults:
         """Seconds from the stop button to the end of the cell."""
         request = self.kernel.submit(f"%%distributed\nif rank == 0: print('go', flush=True)\n{code}")
         self.kernel.wait_for_output(request, "go")
-        time.sleep(0.3)  # until the cell is in what is interrupted
+        time.sleep(0.3)  # until the cell is in the code to interrupt
         begin = time.time()
         self.kernel.interrupt()
-        reply = self.kernel.collect(request, timeout=_LIMIT_S)
+        reply = self.kernel.collect(request, timeout=_TIMEOUT_S)
         assert reply.ename == "CellInterrupt", reply.traceback
         return time.time() - begin
 
     def locked(self, code: str) -> float:
-        """Seconds of a cell that deadlocks at once."""
+        """Seconds that a cell takes that deadlocks at once."""
         begin = time.time()
-        reply = self.kernel.run(f"%%distributed\n{code}", timeout=_LIMIT_S)
+        reply = self.kernel.run(f"%%distributed\n{code}", timeout=_TIMEOUT_S)
         assert not reply.ok
         return time.time() - begin
 
@@ -120,11 +120,11 @@ class Faults:
         self.kernel.wait_for_output(request, "go")
         begin = time.time()
         os.kill(pid, signal.SIGKILL)  # a process of this kernel's own cluster
-        reply = self.kernel.collect(request, timeout=_LIMIT_S)
+        reply = self.kernel.collect(request, timeout=_TIMEOUT_S)
         told = time.time() - begin
         assert "SIGKILL" in reply.traceback, reply.traceback
         begin = time.time()
-        self.kernel.ok("%distributed repair", timeout=_LIMIT_S)
+        self.kernel.ok("%distributed repair", timeout=_TIMEOUT_S)
         return told, time.time() - begin
 
     def attached(self) -> float:
@@ -137,12 +137,12 @@ class Faults:
         request = self.kernel.submit("%distributed attach")
         self.kernel.wait_for_output(request, "go")
         seconds = time.time() - begin
-        self.kernel.collect(request, timeout=_LIMIT_S)
+        self.kernel.collect(request, timeout=_TIMEOUT_S)
         return seconds
 
 
 def rows_of(name: str, seconds: list[float], *, most: float | None = None, middle: float | None = None) -> list[Row]:
-    """Median and maximum, each with its target in seconds."""
+    """Rows for median and maximum, each with its target in seconds."""
     note = f"{len(seconds)} times, 95 % within {percentile(seconds, 95):.3f} s"
     return [
         Row(f"{name}: median", median(seconds), "s", limit=middle, note=note),
@@ -155,7 +155,7 @@ def _repeat(call: Callable[[], float], times: int) -> list[float]:
 
 
 def measure(faults: Faults, *, times: int) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     rows: list[Row] = []
     for name, code in RAISES.items():
         seconds = _repeat(lambda code=code: faults.raised(code), times)  # type: ignore[misc]
@@ -175,15 +175,15 @@ def measure(faults: Faults, *, times: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print the table, write it to benchmarks/results."""
+    """Measure, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few faults: to see that it works")
-    parser.add_argument("--times", type=int, default=20, help="faults of each kind")
+    parser.add_argument("--quick", action="store_true", help="few faults, as a smoke test")
+    parser.add_argument("--times", type=int, default=20, help="number of faults of each kind")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Kernel() as kernel:
         clock = Path(folder) / "clock"
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 4 --devices cpu", timeout=_LIMIT_S)
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 4 --devices cpu", timeout=_TIMEOUT_S)
         kernel.ok(SETUP.replace("import os, time", f"import os, time\nCLOCK = {str(clock)!r}"))
         rows = measure(Faults(kernel, clock), times=2 if options.quick else options.times)
         kernel.ok("%distributed stop")

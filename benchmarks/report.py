@@ -1,4 +1,4 @@
-"""Rows of measurements with their targets, as a Markdown table and as JSON."""
+"""Measurements with their targets, as a Markdown table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PACKAGES = ("torch", "ipyparallel", "ipykernel", "ipython", "jupyter_client")
 
 @dataclass(frozen=True)
 class Row:
-    """One measure."""
+    """One measurement."""
 
     measure: str
     ours: float
     unit: str
     peer: str = ""
-    """What `peer_value` was measured on; empty for an absolute target."""
+    """Name of the peer behind `peer_value`; empty for an absolute target."""
     peer_value: float | None = None
     limit: float | None = None
-    """Largest ratio (or, without a peer, largest value) that meets the target."""
+    """Largest ratio (without a peer: largest value) that meets the target."""
     note: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """Ours / peer."""
+        """Our value divided by the peer's."""
         return self.ours / self.peer_value if self.peer_value else None
 
     @property
@@ -44,7 +44,7 @@ class Row:
         return (self.ours if self.ratio is None else self.ratio) <= self.limit
 
     def cells(self) -> list[str]:
-        """As a table's row."""
+        """Format as a table row."""
         peer = "" if self.peer_value is None else f"{self.peer} {self.peer_value:.3g} {self.unit}"
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
         target = (
@@ -61,18 +61,18 @@ class Row:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value."""
+    """Median of the values."""
     return statistics.median(values)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` per cent do not exceed."""
+    """The value that `percent` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def machine() -> dict[str, str]:
-    """Where and with what this was measured."""
+    """Describe the machine and the versions."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -87,7 +87,7 @@ def machine() -> dict[str, str]:
 
 
 def write(name: str, rows: Sequence[Row], folder: Path) -> str:
-    """Write `name`.md and `name`.json into `folder`; returns the table."""
+    """Write `name`.md and `name`.json into `folder` and return the table."""
     facts = machine()
     head = ["measure", "axon_nb", "peer", "ratio", "target", "met"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]

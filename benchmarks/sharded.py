@@ -1,7 +1,7 @@
-"""What FSDP and ZeRO-1 of `axon_nb.parallel` cost against the same written with torch, under torchrun: `make bench`.
+"""Overhead of FSDP and ZeRO-1 of `axon_nb.parallel` over the same written with torch, under torchrun: `make bench`.
 
-Time: both in the same processes, in turn. Memory: in processes of their own, in turn; the peak of resident memory above
-what was there before the model, so that imports do not count.
+Time: both alternate in the same processes. Memory: separate processes, alternating; peak resident memory above the
+level before the model was created, so that imports do not count.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.sharded_steps import CASES, make
 
 TIME, MEMORY = 1.02, 1.01
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Has the allocator give back what is freed, so that a peak does not depend on what was there before."""
+"""Makes the allocator return freed memory, so that peaks do not depend on earlier allocations."""
 Pairs = list[tuple[float, float]]
 
 
 def times(*, pairs: int, budget_s: float) -> dict[str, Pairs]:
-    """Seconds of a step of (ours, torch's), for each case."""
+    """Seconds per step of (ours, torch's), for each case."""
     return {case: pairs_of((make("ours", case), make("torch", case)), pairs=pairs, budget_s=budget_s) for case in CASES}
 
 
 def peaks(arm: str) -> dict[str, float]:
-    """MiB that each case takes at its peak."""
-    for case in CASES:  # what is made once, by libraries and on the first call, is no case's
+    """Peak memory of each case in MiB."""
+    for case in CASES:  # one-time allocations by libraries and first calls do not count
         _steps(arm, case, tiny=True)
     found = {}
     for case in CASES:
@@ -70,7 +70,7 @@ def _status(name: str) -> float:
 
 
 def rank_side(options: argparse.Namespace) -> None:
-    """What each rank does; rank 0 writes what it measured."""
+    """Run on each rank; rank 0 writes the measurements."""
     torch.set_num_threads(1)
     comm.World.init("gloo")
     if options.arm:
@@ -83,7 +83,7 @@ def rank_side(options: argparse.Namespace) -> None:
 
 
 def launch(folder: Path, *arguments: str, **variables: str) -> dict[str, list[tuple[float, float]] | float]:
-    """Run two ranks; what rank 0 has written."""
+    """Run two ranks and return what rank 0 wrote."""
     out = folder / "measured.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "benchmarks.sharded", f"--rank-side={out}", *arguments]
@@ -93,16 +93,16 @@ def launch(folder: Path, *arguments: str, **variables: str) -> dict[str, list[tu
 
 
 def memory_row(case: str, pairs: Pairs) -> PairedRow:
-    """A row of peaks in MiB."""
+    """Build a row of peaks in MiB."""
     row = PairedRow.of_ratios(f"peak memory of training, {case}", pairs, MEMORY)
     ours, theirs = (median([pair[i] for pair in pairs]) for i in (0, 1))
     return replace(row, ours=ours, unit="MiB", peer="torch alone", peer_value=theirs)
 
 
 def main() -> None:
-    """Measure on 2 ranks of 1 thread, print the table, write it to benchmarks/results."""
+    """Measure on 2 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--memory-pairs", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))

@@ -23,12 +23,12 @@ Step = Callable[[], None]
 
 
 def make(arm: str, case: str, *, tiny: bool = False) -> Step:
-    """One training step: forward, backward, clipping, Adam. Collective.
+    """Create a training step: forward, backward, clipping, Adam. Collective.
 
     Args:
         arm: ``ours`` or ``torch``.
         case: One of `CASES`.
-        tiny: A model of a few kilobytes.
+        tiny: Whether to use a model of a few kilobytes.
     """
     config = GPTConfig(context=64, hidden=16, blocks=1) if tiny else GPTConfig(context=64, hidden=256, blocks=6)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The peer: a stock ipyparallel cluster and `%%px`, as its documentation shows them."""
+"""The peer: a stock ipyparallel cluster with `%%px`, set up as in its documentation."""
 
 from __future__ import annotations
 

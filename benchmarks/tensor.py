@@ -1,4 +1,4 @@
-"""What `parallelize` costs against the same plan written directly with torch, both on plain Gloo under torchrun."""
+"""Overhead of `parallelize` over the same plan written with torch, both on plain Gloo under torchrun."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ MEMORY_STEPS = 3
 
 
 def model_here() -> GPT:
-    """The same on all ranks."""
+    """The model, the same on all ranks."""
     torch.manual_seed(0)
     return GPT(CONFIG)
 
 
 def ours(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
-    """A step of a model that `parallelize` has cut."""
+    """A step of a model sharded by `parallelize`."""
     model = model_here()
     parallelize(model, "auto", mesh=mesh, sequence=kind == "sequence", parallel_loss=kind == "sequence")
 
@@ -60,7 +60,7 @@ def ours(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
 
 
 def torchs(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
-    """A step of the same model, cut by torch's own calls."""
+    """A step of the same model, sharded by torch's own calls."""
     model = model_here()
     whole, positions = Replicate(), Shard(1)
     between = positions if kind == "sequence" else whole
@@ -102,7 +102,7 @@ def torchs(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
 
 
 def stepper(model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[], object]:
-    """A training step on bytes that stay the same."""
+    """A training step on a fixed batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     drawn = torch.randint(256, (BATCH, CONFIG.context + 1), generator=torch.Generator().manual_seed(1))
 
@@ -115,12 +115,12 @@ def stepper(model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], No
 
 
 def arms(kind: str, mesh: DeviceMesh) -> Arms:
-    """Ours and torch's."""
+    """Our step and torch's."""
     return ours(kind, mesh), torchs(kind, mesh)
 
 
 def rank_side(out: Path, *, what: str, pairs: int, budget_s: float) -> None:
-    """What each rank does: all pairs of times, or the peak of one arm; rank 0 writes it."""
+    """Run on each rank: measure all pairs of times, or the peak memory of one arm; rank 0 writes it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -139,7 +139,7 @@ def rank_side(out: Path, *, what: str, pairs: int, budget_s: float) -> None:
 
 
 def launch(what: str, *, pairs: int, quick: bool) -> object:
-    """What rank 0 of two measured."""
+    """Run two ranks and return what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -149,7 +149,7 @@ def launch(what: str, *, pairs: int, quick: bool) -> object:
 
 
 def rows_of(*, pairs: int, quick: bool) -> list[PairedRow]:
-    """The table: time from pairs in one run, memory from processes of their own, taking turns."""
+    """Build the table's rows: time from pairs in one run, memory from separate, alternating processes."""
     times = launch("times", pairs=pairs, quick=quick)
     assert isinstance(times, dict)
     rows = []
@@ -169,9 +169,9 @@ def rows_of(*, pairs: int, quick: bool) -> list[PairedRow]:
 
 
 def main() -> None:
-    """Measure on 2 ranks of 1 thread, print the table, write it to benchmarks/results."""
+    """Measure on 2 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rank-side", type=Path, default=None, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""What live views cost: a training step with all of them open against none, and what a page gets: `make bench`.
+"""Overhead of live views: a training step with all views open against none, and traffic to a page: `make bench`.
 
-`python -m benchmarks.views [--quick]`, from the project's folder, on an otherwise idle machine. The cost of a step is
-measured without a browser, which would take the ranks' cores: in the kernel a thread says what a page would say.
+Run `python -m benchmarks.views [--quick]` in the project's folder on an idle machine. Step times are measured
+without a browser, which would compete for cores: a thread in the kernel sends the messages that a page would send.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ OPEN += "get_ipython().run_line_magic('memory', 'model optimizer')\nget_ipython(
 
 
 def _block(kernel: Kernel, steps: int, *, on: bool) -> float:
-    """Seconds of a step, in a cell of so many."""
+    """Seconds per step, in a cell with `steps` steps."""
     kernel.ok(OPEN if on else "page.close()", timeout=60)
     head = "%%distributed --watch" if on else "%%distributed"
     kernel.ok(f"{head} --quiet --out measured\nblock({steps}, {on})", timeout=600)
@@ -114,7 +114,7 @@ def _block(kernel: Kernel, steps: int, *, on: bool) -> float:
 
 
 def cost(kernel: Kernel, *, pairs: int, steps: int) -> list[Row]:
-    """A step with everything on against nothing on, in turn; how large updates are; what is sent when nobody looks."""
+    """Step time with all views on and off, alternating; size of updates; traffic when no view is visible."""
     measured, sizes, silent = [], list[int](), 0
     for on in (False, True):
         _block(kernel, steps, on=on)
@@ -136,11 +136,11 @@ def cost(kernel: Kernel, *, pairs: int, steps: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure on 2 ranks of 1 thread, then in JupyterLab; print the table, write it to benchmarks/results."""
+    """Measure on 2 ranks with 1 thread each, then in JupyterLab; print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few pairs, as a smoke test")
     parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--no-page", action="store_true", help="without JupyterLab")
+    parser.add_argument("--no-page", action="store_true", help="skip the measurements in JupyterLab")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     pairs, steps = (3, 4) if options.quick else (options.pairs, 40)

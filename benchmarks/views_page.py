@@ -1,4 +1,4 @@
-"""A timeline of 100,000 spans in JupyterLab, in headless Chromium: updates a second, and what they cost the page."""
+"""A timeline of 100,000 spans in JupyterLab in headless Chromium: updates per second, and their cost."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ while not Path(STOP).exists() and time.monotonic() < end:
 
 
 def page_rows(*, seconds: float) -> list[Row]:
-    """Rows measured while ranks go on adding 10,000 spans a second: for `seconds`, then over a reload of the page."""
+    """Measure while ranks add 10,000 spans per second: for `seconds`, then across a page reload."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
     if path is None:
-        print(f"Not measured, for there is no browser: one of {', '.join(CHROMIUM_NAMES)}.")
+        print(f"Skipped: no browser found (one of {', '.join(CHROMIUM_NAMES)}).")
         return []
     with tempfile.TemporaryDirectory() as folder, LabServer(Path(folder) / "server") as lab, sync_playwright() as api:
         browser = api.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
@@ -109,19 +109,19 @@ def _updates(page: LabPage) -> int:
 
 
 class _Meter:
-    """What the browser says of a page's work and memory."""
+    """Reads a page's CPU time and memory from the browser."""
 
     def __init__(self, page: LabPage) -> None:
         self._session = page.page.context.new_cdp_session(page.page)
         self._session.send("Performance.enable")
 
     def busy_s(self) -> float:
-        """Seconds that the page's main thread has worked so far."""
+        """CPU seconds of the page's main thread so far."""
         found = {metric["name"]: metric["value"] for metric in self._session.send("Performance.getMetrics")["metrics"]}
         return float(found["TaskDuration"])
 
     def heap_mb(self) -> float:
-        """What the page's scripts hold, arrays included, after what they do not hold any more was cleared away."""
+        """Memory of the page's scripts, including arrays, after garbage collection."""
         self._session.send("HeapProfiler.collectGarbage")
         found = self._session.send("Runtime.getHeapUsage")
         return float(found["usedSize"] + found.get("backingStorageSize", 0)) / 1e6

@@ -1,4 +1,4 @@
-"""What overhead is measured on, fixed: collectives of given sizes, and training steps. Runs on the ranks."""
+"""Fixed workloads for overhead measurements: collectives of given sizes, and training steps. Runs on ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""(recoverable, plain), of all ranks."""
+"""(recoverable, plain) group of all ranks."""
 
 _WIDTH, _LAYERS, _HEADS, _TOKENS, _BATCH, _WORDS = 256, 4, 4, 64, 4, 512
 
 
 def make_groups() -> Groups:
-    """Two groups of all ranks: one as cells get it, one by torch's own function, without our hooks."""
+    """Create two groups of all ranks: one as in cells, one with torch's own function without our hooks."""
     from axon_nb.engine.groups.recoverable import RecoverableGroup
 
     c10d: Any = dist.distributed_c10d
@@ -73,7 +73,7 @@ def _send_recv(size: int) -> Callable[[dist.ProcessGroup], object]:
     tensor, turn = torch.zeros(size // 4), [0]
 
     def call(group: dist.ProcessGroup) -> None:
-        turn[0] ^= 1  # both ranks send in turn, so that neither runs ahead
+        turn[0] ^= 1  # the ranks alternate in sending, so that neither runs ahead
         if dist.get_rank() == turn[0]:
             dist.send(tensor, 1 - turn[0], group=group)
         else:
@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Callable[[int], Callable[[dist.ProcessGroup], object]]] = 
 
 
 class _Model(nn.Module):
-    """A small transformer that predicts the next token: 3.4 million weights."""
+    """A small next-token transformer with 3.4 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Model(nn.Module):
 
 
 def transformer() -> nn.Module:
-    """The model that steps are measured on, the same on all ranks; called with tokens, it returns the loss."""
+    """Create the model for training steps, the same on all ranks; called with tokens, it returns the loss."""
     torch.manual_seed(0)
     return _Model()
 
@@ -147,7 +147,7 @@ def _fsdp(group: dist.ProcessGroup) -> Callable[[], object]:
 
 
 STEPS: dict[str, Callable[[dist.ProcessGroup], Callable[[], object]]] = {"DDP": _ddp, "FSDP2": _fsdp}
-"""Training steps of one small transformer."""
+"""Training steps of a small transformer."""
 
 
 def _block(call: Callable[[], object], count: int, group: dist.ProcessGroup) -> float:
@@ -164,21 +164,21 @@ def _pairs(calls: tuple[Callable[[], object], ...], groups: Groups, pairs: int, 
     measured = []
     for number in range(pairs):
         seconds = [0.0, 0.0]
-        for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
+        for which in (0, 1) if number % 2 else (1, 0):  # alternate which one is first
             seconds[which] = _block(calls[which], count, groups[which])
         measured.append(tuple(seconds))
     return measured
 
 
 def time_operations(groups: Groups, name: str, size: int, *, pairs: int, budget_s: float) -> list[tuple[float, ...]]:
-    """Seconds of one call on both groups, in pairs; collective.
+    """Measure seconds per call on both groups, in pairs; collective.
 
     Args:
         groups: From `make_groups`.
-        name: Of the operation.
-        size: Bytes that each rank brings.
-        pairs: How many.
-        budget_s: About how long one block of calls is to take, in seconds.
+        name: Name of the operation.
+        size: Bytes per rank.
+        pairs: Number of pairs.
+        budget_s: Approximate duration of one block of calls, in seconds.
     """
     call = OPERATIONS[name](size)
     once = torch.tensor(_block(lambda: call(groups[1]), 4, groups[1]))
@@ -188,13 +188,13 @@ def time_operations(groups: Groups, name: str, size: int, *, pairs: int, budget_
 
 
 def time_steps(groups: Groups, name: str, *, pairs: int, count: int) -> list[tuple[float, ...]]:
-    """Seconds of one training step on both groups, in pairs; collective."""
+    """Measure seconds per training step on both groups, in pairs; collective."""
     steps = tuple(STEPS[name](group) for group in groups)
     return _pairs(steps, groups, pairs, count)
 
 
 def time_hand_overs(count: int) -> list[float]:
-    """Seconds that it takes to wake a second thread and be woken by it: the least that a send or recv adds."""
+    """Measure seconds to wake a second thread and be woken by it: the minimum that a send or recv adds."""
     asked, answered = threading.Lock(), threading.Lock()
     asked.acquire()
     answered.acquire()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run the fast tests and the quickstart with the lowest versions that pyproject.toml allows, and with the newest of all:
+# Run the fast tests and the quickstart with the lowest dependency versions that pyproject.toml allows, and the newest:
 #
 #     scripts/dependencies.sh                      # both, all fast tests
-#     scripts/dependencies.sh lowest               # one of them
-#     scripts/dependencies.sh newest tests/engine  # these tests alone
+#     scripts/dependencies.sh lowest               # only the lowest
+#     scripts/dependencies.sh newest tests/engine  # only these tests
 #
-# OLDEST_PYTHON and NEWEST_PYTHON name the interpreters. Environments are made under .versions, and brought up to date
-# when they are there.
+# OLDEST_PYTHON and NEWEST_PYTHON name the interpreters. Environments are created under .versions, and updated if they
+# exist.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

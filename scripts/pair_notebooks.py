@@ -1,4 +1,4 @@
-"""Write the `.ipynb` beside each `examples/*.py`, without outputs; `--check` only says which ones differ.
+"""Write the `.ipynb` for each `examples/*.py`, without outputs; `--check` only lists those out of date.
 
 The `.py` file (py:percent) is the source. A notebook is made from it alone, cell ids included, so that the same
 source gives the same bytes.
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def render(source: Path) -> str:
-    """Return the notebook of a py:percent file, as the text of its `.ipynb`."""
+    """Render a py:percent file as `.ipynb` text."""
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells, start=1):
         cell["id"] = f"cell-{number:02d}"
@@ -29,9 +29,9 @@ def render(source: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Pair every example; return 1 when `--check` finds one that differs."""
+    """Pair every example; return 1 if `--check` finds one out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a notebook is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a notebook is out of date")
     check = parser.parse_args(argv).check
     stale = []
     for source in sorted(EXAMPLES.glob("[0-9]*.py")):
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             target.write_text(text, encoding="utf-8")
     orphans = [path.name for path in EXAMPLES.glob("*.ipynb") if not path.with_suffix(".py").exists()]
     if orphans:
-        print(f"notebooks without a .py source beside them: {', '.join(sorted(orphans))}", file=sys.stderr)
+        print(f"notebooks without a .py source: {', '.join(sorted(orphans))}", file=sys.stderr)
     if check and stale:
-        print(f"not up to date with their .py: {', '.join(stale)}; `make notebooks` writes them", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}; run `make notebooks`", file=sys.stderr)
     return int(bool(orphans or (check and stale)))
 
 

@@ -1,4 +1,4 @@
-"""Write `docs/parity.md` from the tables in `docs/parity`; `--check` only says whether it is up to date.
+"""Write `docs/parity.md` from the tables in `docs/parity`; `--check` only checks that it is up to date.
 
 `axonml.toml` lists what AxonML documents, by topic; `parity.csv` says for each name what it is here and which tests
 prove it, and `examples.csv` which test each example has become.
@@ -23,16 +23,17 @@ TARGET = DOCS / "parity.md"
 HEAD = """\
 # AxonML and axon_nb
 
-Every name that AxonML's crate `axonml-distributed` documents, and what a distributed-training guide asks for besides:
-what it is here, and the tests that prove it. Then every example of its documents, and the test that it has become.
+Maps every name documented by AxonML's crate `axonml-distributed`, and by a distributed-training guide, to its axon_nb
+equivalent and the tests that cover it. The second part maps every example in these documents to a test.
 
-Names are Pythonic: `snake_case`, enums in capitals, keyword arguments instead of chains of builders. `comm` stands for
-`axon_nb.comm`, `parallel` for `axon_nb.parallel`. Made by `scripts/parity_table.py` from the tables in `docs/parity`.
+Names are Pythonic: `snake_case`, enums in capitals, keyword arguments instead of builder chains. `comm` stands for
+`axon_nb.comm`, `parallel` for `axon_nb.parallel`. `scripts/parity_table.py` generates this page from the tables in
+`docs/parity`.
 """
 
 
 def read_list() -> dict[str, Any]:
-    """What AxonML documents: `topic` and `document`, each a list of tables."""
+    """Read what AxonML documents: `topic` and `document`, each a list of tables."""
     return tomllib.loads((SOURCES / "axonml.toml").read_text(encoding="utf-8"))
 
 
@@ -42,12 +43,12 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 def read_names() -> list[dict[str, str]]:
-    """Rows of `theirs`, `ours`, `proof`, `note`; `ours` and `proof` hold one or more words."""
+    """Read rows of `theirs`, `ours`, `proof`, `note`; `ours` and `proof` hold one or more words."""
     return _rows("parity.csv")
 
 
 def read_examples() -> list[dict[str, str]]:
-    """Rows of `document`, `example`, `proof`, `note`."""
+    """Read rows of `document`, `example`, `proof`, `note`."""
     return _rows("examples.csv")
 
 
@@ -69,13 +70,13 @@ def _proof(row: dict[str, str]) -> str:
 
 
 def render() -> str:
-    """The text of `docs/parity.md`."""
+    """Render `docs/parity.md`."""
     known, by_name = read_list(), {row["theirs"]: row for row in read_names()}
     lines = [HEAD]
     for part, topics in groupby(known["topic"], key=lambda topic: topic["part"]):
         lines.append(f"## {part}\n")
         for topic in topics:
-            lines += [f"### {topic['title']}\n", "| AxonML | axon_nb | proven by |", "|---|---|---|"]
+            lines += [f"### {topic['title']}\n", "| AxonML | axon_nb | tests |", "|---|---|---|"]
             rows = [by_name[name] for name in topic["names"]]
             lines += [f"| {_theirs(row['theirs'])} | {_ours(row)} | {_proof(row)} |" for row in rows]
             lines.append("")
@@ -92,19 +93,19 @@ def render() -> str:
 
 
 def _theirs(name: str) -> str:
-    """Names as code, descriptions as text."""
+    """Format names as code, descriptions as text."""
     return name if " " in name and "(" not in name else f"`{name}`"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the table; return 1 when `--check` finds that it is not up to date."""
+    """Write the table; return 1 if `--check` finds it out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the table is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table is out of date")
     text = render()
     if parser.parse_args(argv).check:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
             return 0
-        print("docs/parity.md is not up to date; `python scripts/parity_table.py` writes it", file=sys.stderr)
+        print("docs/parity.md is out of date; run `python scripts/parity_table.py`", file=sys.stderr)
         return 1
     TARGET.write_text(text, encoding="utf-8")
     return 0

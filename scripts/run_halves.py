@@ -1,4 +1,4 @@
-"""Run the tests as two pytest processes side by side: they wait more than they compute. Used by `scripts/test`."""
+"""Run the tests in two parallel pytest processes, as they wait more than they compute. Used by `scripts/test`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST = ("tests/kernel", "tests/fuzz", "tests/plan")
 
 
 def main(options: list[str]) -> int:
-    """Show the one half as it goes and the other when it is through; the worse exit status of both."""
+    """Show one half live and the other when it finishes; return the worse exit status."""
     pytest = [sys.executable, "-m", "pytest", *options]
     rest = [f"--ignore={folder}" for folder in FIRST]
     with tempfile.TemporaryFile("w+") as log:
@@ -21,7 +21,7 @@ def main(options: list[str]) -> int:
         ]
         try:
             statuses = [half.wait() for half in halves]
-        except KeyboardInterrupt:  # the terminal has interrupted both as well
+        except KeyboardInterrupt:  # the terminal has interrupted both processes
             statuses = [half.wait() for half in halves] + [128 + signal.SIGINT]
         log.seek(0)
         print(log.read(), end="", flush=True)

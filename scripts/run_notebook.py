@@ -1,4 +1,4 @@
-"""Execute a notebook from top to bottom and save it, outputs and all, as `.ipynb` and `.html`.
+"""Execute a notebook from top to bottom and save it with its outputs as `.ipynb` and `.html`.
 
     python scripts/run_notebook.py examples/01_quickstart.py --out out
 
@@ -36,12 +36,12 @@ def execute(source: Path, out: Path, *, cell_timeout: int = 300) -> tuple[list[P
         The files written, and the failing cell's error or None.
     """
     notebook = jupytext.read(source)
-    # ipykernel warns that loopback TCP is not encrypted; here only this process talks to the kernel.
+    # ipykernel warns about unencrypted loopback TCP, but only this process talks to the kernel here.
     client = NotebookClient(
         notebook,
         timeout=cell_timeout,
         startup_timeout=300,
-        # By default outputs that come 4 s after a cell's end are left out without a word, as on a busy machine.
+        # By default outputs that arrive 4 s after a cell finished, as on a busy machine, are silently dropped.
         iopub_timeout=120,
         raise_on_iopub_timeout=True,
         kernel_name="python3",
@@ -53,7 +53,7 @@ def execute(source: Path, out: Path, *, cell_timeout: int = 300) -> tuple[list[P
         client.execute()
     except CellExecutionError as failed:
         error = re.sub(r"\x1b\[[0-9;]*m", "", str(failed))
-    except Exception:  # a dead kernel, a time-out: what ran until then is saved all the same
+    except Exception:  # dead kernel or timeout: save what ran until then
         error = traceback.format_exc()
     out.mkdir(parents=True, exist_ok=True)
     executed, page = out / f"{source.stem}.ipynb", out / f"{source.stem}.html"
@@ -64,7 +64,7 @@ def execute(source: Path, out: Path, *, cell_timeout: int = 300) -> tuple[list[P
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Execute the notebooks named on the command line; return 1 when a cell failed."""
+    """Execute the notebooks named on the command line; return 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results (default: out)")

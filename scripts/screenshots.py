@@ -1,4 +1,4 @@
-"""Take the pictures of the live views that the documentation shows: `python scripts/screenshots.py`, from the root.
+"""Take the documentation's screenshots of live views: run `python scripts/screenshots.py` in the root folder.
 
 Runs a notebook in JupyterLab, in headless Chromium (one of those that the browser tests look for), and writes
 docs/images/VIEW-light.png and VIEW-dark.png. Best on an idle machine: a pipeline's bubble is measured.
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from playwright.sync_api import sync_playwright  # noqa: E402 -- the tests' helpers are no installed package
+from playwright.sync_api import sync_playwright  # noqa: E402 -- the tests' helpers are not installed
 
 from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS  # noqa: E402
 from tests.browser.lab_page import LabPage  # noqa: E402
@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 ANSWER_MS = 200_000
 LIMIT = 300_000
-"""Bytes of a picture."""
+"""Maximum size of a picture in bytes."""
 WINDOW = {"width": 1240, "height": 1400}
 
 START = """%load_ext axon_nb
@@ -98,13 +98,13 @@ def _shoot(page: LabPage, view: str, folder: Path) -> None:
         path = folder / f"{view}-{'dark' if dark else 'light'}.png"
         page.page.locator(f".axon-{view}").first.screenshot(path=path)
         if path.stat().st_size > LIMIT:
-            raise SystemExit(f"{path} has {path.stat().st_size} bytes; {LIMIT} at most")
+            raise SystemExit(f"{path} has {path.stat().st_size} bytes; the limit is {LIMIT}")
         print(f"{path}: {path.stat().st_size} bytes")
     page.set_theme(dark=False)
 
 
 def _ask_what_if(page: LabPage) -> None:
-    """What is, simulated; then the same on twice as many ranks."""
+    """Simulate the current setup, then the same on twice as many ranks."""
     told = "(words) => document.querySelector('.axon-memory-answer')?.textContent.includes(words)"
     simulated = "() => /peak.*simulated/.test(document.querySelector('.axon-memory-answer')?.textContent)"
     page.page.wait_for_function(simulated, timeout=ANSWER_MS)
@@ -143,13 +143,13 @@ def _take_all(page: LabPage, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Take the pictures; return 1 when there is no browser."""
+    """Take the screenshots; return 1 if there is no browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder for the pictures")
     options = parser.parse_args(argv)
     path = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
     if path is None:
-        print(f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH", file=sys.stderr)
+        print(f"needs a browser on the PATH: one of {', '.join(CHROMIUM_NAMES)}", file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, LabServer(Path(folder) / "lab") as lab, sync_playwright() as api:

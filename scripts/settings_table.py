@@ -53,7 +53,7 @@ The variables that axon_nb reads. Ranks inherit the notebook's environment as it
 
 
 def docstrings(path: Path, class_name: str | None = None) -> dict[str, str]:
-    """The docstring below each assignment of a module, or of one of its classes, by name; each in one line."""
+    """Docstrings below the assignments of a module or of one of its classes, by name, each as one line."""
     body: Sequence[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
     if class_name is not None:
         body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
@@ -87,7 +87,7 @@ def _variable_rows() -> list[str]:
 
 
 def render() -> str:
-    """The text of `docs/settings.md`."""
+    """Render `docs/settings.md`."""
     names = [f"`{name}`" for name, setting in Settings.known().items() if setting.of_cluster]
     kept = f"{', '.join(names[:-1])} and {names[-1]}"
     table = ["| setting | default | unit | takes effect | meaning |", "|---|---|---|---|---|", *_rows()]
@@ -96,14 +96,14 @@ def render() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page; return 1 when `--check` finds that it is not up to date."""
+    """Write the page; return 1 if `--check` finds it out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     text = render()
     if parser.parse_args(argv).check:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
             return 0
-        print("docs/settings.md is not up to date; `python scripts/settings_table.py` writes it", file=sys.stderr)
+        print("docs/settings.md is out of date; run `python scripts/settings_table.py`", file=sys.stderr)
         return 1
     TARGET.write_text(text, encoding="utf-8")
     return 0

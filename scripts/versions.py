@@ -1,4 +1,4 @@
-"""Run the tests that versions can break with several versions of torch and Python, and write docs/versions.md.
+"""Run version-sensitive tests with several versions of torch and Python, and write docs/versions.md.
 
 Each version gets an environment of its own with everything else as constraints.txt has it (the CUDA builds run on
 CPUs). An environment that is there is used again. Results are kept per environment, so that runs add up to one table.
@@ -65,13 +65,13 @@ FUZZ = "fuzz"
 
 
 def main() -> int:
-    """Run what is asked for and write the page; returns 1 when something failed."""
+    """Run the requested tests and write the page; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("torch", nargs="*", help="versions of torch, such as 2.15.0")
     parser.add_argument("--python", default=sys.executable, help="the interpreter for the environments")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where environments are made and kept")
-    parser.add_argument("--faults", type=int, default=200, help="faults of the fuzz per version")
-    parser.add_argument("--only", default="", metavar="SUBJECT", help="one subject alone, such as 'FSDP2'")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="folder for the environments")
+    parser.add_argument("--faults", type=int, default=200, help="number of fuzz faults per version")
+    parser.add_argument("--only", default="", metavar="SUBJECT", help="only this subject, such as 'FSDP2'")
     options = parser.parse_args()
     if options.only and options.only not in SUBJECTS:
         parser.error(f"--only must be one of {', '.join(SUBJECTS)}; got {options.only!r}")
@@ -86,13 +86,13 @@ def main() -> int:
 
 
 def environment(folder: Path, version: str, python: str) -> Path:
-    """The interpreter of the environment for one version of torch; made when it is missing."""
+    """Return the interpreter of the environment for one torch version; create it if missing."""
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     minor = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     place = folder / f"torch-{version}-py{minor}"
     found = place / "bin" / "python"
     if not (place / ".installed").exists():
-        print(f"== making {place.name}")
+        print(f"== creating {place.name}")
         subprocess.run([python, "-m", "venv", place], check=True)
         pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
@@ -105,7 +105,7 @@ def environment(folder: Path, version: str, python: str) -> Path:
 
 
 def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
-    """Run the selection in one environment, and keep what came of it."""
+    """Run the selected tests in one environment and save the results."""
     facts = "import torch, sys; print(torch.__version__, '%d.%d.%d' % sys.version_info[:3])"
     told = subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True)
     build, interpreter = told.stdout.split()
@@ -133,7 +133,7 @@ def _surroundings(python: Path) -> dict[str, str]:
 
 
 def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, dict[str, int]]:
-    """How many tests of each subject passed, failed and were skipped."""
+    """Run the tests; return how many of each subject passed, failed and were skipped."""
     paths = [path for group in subjects.values() for path in group]
     counts = {subject: {"passed": 0, "failed": 0, "skipped": 0} for subject in subjects}
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, d
         command = [python, "-m", "pytest", *options, f"--junitxml={report}", *paths]
         status = subprocess.run(command, cwd=ROOT, env=_surroundings(python), check=False).returncode
         if not report.exists():
-            raise SystemExit(f"pytest ended with status {status} and left no report")
+            raise SystemExit(f"pytest exited with status {status} and wrote no report")
         for case in ET.parse(report).iter("testcase"):
             subject = next(name for name, group in subjects.items() if case.get("file", "").startswith(group))
             tags = {child.tag for child in case}
@@ -152,30 +152,30 @@ def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, d
 
 
 def run_fuzz(python: Path, faults: int) -> dict[str, int]:
-    """How many random faults on live models were survived."""
+    """Run the fuzz; return how many random faults live models survived."""
     command = [python, "-m", "tests.fuzz", "--faults", str(faults), "--seed", "9"]
     done = subprocess.run(command, cwd=ROOT, env=_surroundings(python), stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, flush=True)
     totals = re.search(r"^\| all \| (\d+) \|.*\| (\d+) \|$", done.stdout, re.MULTILINE)
     if totals is None:
-        raise SystemExit(f"the fuzz ended with status {done.returncode} and no table")
+        raise SystemExit(f"the fuzz exited with status {done.returncode} and printed no table")
     ran, failures = int(totals[1]), int(totals[2])
     return {"passed": ran - failures, "failed": failures, "skipped": 0}
 
 
 def page() -> str:
-    """The table of all results that are kept."""
+    """Render the table of all saved results."""
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"), key=_order)]
     lines = [
         "# Versions",
         "",
-        "What was run with which versions of torch and Python, on CPUs; `make versions` repeats it. Each column is an",
-        "environment of its own with the torch that pip installs (a CUDA build, except `+cpu`) and all other packages",
-        "as in `constraints.txt`. A cell gives the number of tests that passed, and of those that failed or were",
-        "skipped. The fuzz counts random faults on live models after which every rank was right, bit for bit.",
+        "Tests run with these versions of torch and Python, on CPUs; `make versions` repeats them. Each column is a",
+        "separate environment with the torch that pip installs (a CUDA build, except `+cpu`) and all other packages",
+        "as in `constraints.txt`. Cells show the number of tests that passed, and of those that failed or were",
+        "skipped. The fuzz counts random faults on live models after which every rank was bit-for-bit correct.",
         "",
-        "A torch that is newer than these is not refused: a self-test tries what recovery needs, and `axon-nb doctor`",
-        "shows its verdict.",
+        "Newer versions of torch are accepted: a self-test checks what recovery needs, and `axon-nb doctor`",
+        "shows its result.",
         "",
     ]
     rows = [["torch", *(result["torch"] for result in results)], ["---"] * (len(results) + 1)]

@@ -31,7 +31,7 @@ from axon_nb.cluster.result import CellResult, measured
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.values import last_values
-from axon_nb.errors import ClusterGone, UsageError
+from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["LEFT", "CellManager"]
@@ -160,7 +160,7 @@ class CellManager:
             state.active_cells.remove(run)
         if run.lost:
             way_back = _BACK if run.lost == LEFT else _AFRESH
-            raise ClusterGone(f"The cluster {state.name!r} {run.lost} while the cell ran: {way_back}.")
+            raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell ran: {way_back}.")
         state.health.follow_stuck(run)
         replaced = replace_stuck(state, run.to_replace)
         failure = failure_of(run, replaced, way_back=state.health.way_back)

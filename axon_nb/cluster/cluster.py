@@ -106,7 +106,7 @@ class Cluster:
         Raises:
             CellError: a rank failed.
             CellInterrupt: the user pressed stop; with `check=False` too.
-            ClusterGone: the cluster ended.
+            ClusterLostError: the cluster ended.
         """
         return self.cells.run(code, **options)
 
@@ -150,7 +150,7 @@ class Cluster:
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
         transfer.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        journal.pushed(variables, chosen, scattered_along=dim)
+        journal.pushed(variables, chosen, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and put the values together in the ranks' order.

@@ -8,7 +8,7 @@ from typing import Any
 from axon_nb.cluster import client
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.capability import Capability, Verdict
-from axon_nb.records.tested_versions import install_line
+from axon_nb.records.tested_versions import install_command
 
 __all__ = [
     "RESTART",
@@ -95,7 +95,7 @@ def at_start(places: Places, backend: str, *, timeout_s: float) -> list[str]:
     if absent := client.missing():
         notes.append(
             f"This ipyparallel lacks {', '.join(absent)}: starts and cells are slower.\n"
-            f"To get it: {install_line('ipyparallel')}"
+            f"To get it: {install_command('ipyparallel')}"
         )
     return notes
 

@@ -76,14 +76,14 @@ def _open_new(ip: str) -> Connection:
 def open_existing(run_dir: RunDir) -> Connection:
     """Connect to a cluster that runs already, and become its owner."""
     agent = AgentClient(run_dir, owner=owner_id())
-    return _with_client(run_dir, agent, agent.greeting["info"].get("ip", LOOPBACK))
+    return _with_client(run_dir, agent, agent.hello_reply["info"].get("ip", LOOPBACK))
 
 
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
         client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
     except Exception:
-        reason = agent.ending  # before the agent is asked to stop, which ends a controller that was merely slow
+        reason = agent.end_reason  # before the agent is asked to stop, which ends a controller that was merely slow
         agent.stop()
         if reason:
             raise StartError(reason) from None

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from axon_nb.cluster.settings import settings
-from axon_nb.errors import NoCluster
+from axon_nb.errors import NoClusterError
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
@@ -28,11 +28,11 @@ def require(command: str) -> Cluster:
     """The current cluster.
 
     Raises:
-        NoCluster: there is none.
+        NoClusterError: there is none.
     """
     cluster = get()
     if cluster is None:
-        raise NoCluster(f"`{command}`")
+        raise NoClusterError(f"`{command}`")
     return cluster
 
 

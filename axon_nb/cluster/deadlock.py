@@ -10,8 +10,8 @@ from typing import Any
 
 from axon_nb.cluster.client import RankClient
 from axon_nb.cluster.waits import read_waits
-from axon_nb.records.slow import slow_sentence
-from axon_nb.records.waits import RankWaits, explain
+from axon_nb.records.slow import describe_slow_ranks
+from axon_nb.records.waits import RankWaits, explain_deadlock
 
 __all__ = ["DeadlockWatch"]
 
@@ -71,8 +71,8 @@ class DeadlockWatch:
         if any("error" in answer for answer in answers.values()):
             return ""
         reports = {rank: _as_of_cell(read_waits(answer), unfinished) for rank, answer in answers.items()}
-        self.slow = slow_sentence(reports, _SLOW_S)
-        text = explain(reports, self._cell_ranks, _WAITED_S)
+        self.slow = describe_slow_ranks(reports, _SLOW_S)
+        text = explain_deadlock(reports, self._cell_ranks, _WAITED_S)
         if text is None:
             self._suspect = None
             return ""

@@ -26,7 +26,7 @@ def describe_death(event: dict[str, Any]) -> str:
         event: The host agent's: `code` (exit code, or minus the signal's number), `words` (what it wrote at last),
             `crash` (Python's stacks at a crash), `out_of_memory` (whether Linux ended it for that; None: unknown).
     """
-    code, words, crash = int(event["code"]), str(event.get("words", "")), str(event.get("crash", ""))
+    code, words, crash = int(event["code"]), str(event.get("last_output", "")), str(event.get("crash", ""))
     if code >= 0:
         text = f"exited with code {code}"
     else:

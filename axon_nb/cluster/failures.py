@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from axon_nb.errors import CellError, CellInterrupt, CellTimeout
+from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["REPAIR", "RankError", "cell_error", "interrupt_error", "root_cause"]
@@ -77,7 +77,7 @@ def cell_error(
         report.append(f"The cell had not ended within its --timeout of {timeout_s:g} s.")
     if hint:
         report.append(hint)
-    kind = CellError if timeout_s is None else CellTimeout
+    kind = CellError if timeout_s is None else CellTimeoutError
     return kind(message, report)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from axon_nb.cluster.deaths import describe_death
 from axon_nb.cluster.failures import REPAIR, RankError
 from axon_nb.cluster.unproven import UNPROVEN_ON_NCCL
-from axon_nb.errors import ClusterGone
+from axon_nb.errors import ClusterLostError
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["ActiveCell", "Health"]
@@ -118,17 +118,17 @@ class Health:
         """Say why a cell cannot run on these ranks.
 
         Raises:
-            ClusterGone: the cluster is gone, or one of the ranks is dead or stuck.
+            ClusterLostError: the cluster is gone, or one of the ranks is dead or stuck.
         """
         if self.gone:
-            raise ClusterGone(f"The cluster {self._name!r} {self.gone}: `%distributed start` starts a new one.")
+            raise ClusterLostError(f"The cluster {self._name!r} {self.gone}: `%distributed start` starts a new one.")
         dead = [rank for rank in ranks if rank in self.dead]
         if dead:
             reasons = "; ".join(f"rank {rank} {self.dead[rank]}" for rank in dead)
-            raise ClusterGone(f"{reasons}. {self.way_back} `--ranks` runs a cell on those that are left.")
+            raise ClusterLostError(f"{reasons}. {self.way_back} `--ranks` runs a cell on those that are left.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
-            raise ClusterGone(
+            raise ClusterLostError(
                 f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
                 + self.way_back.replace("repair`", "repair --ranks …`")
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from axon_nb.cluster.status import describe_state
 from axon_nb.cluster.waits import ask_each, read_waits
 from axon_nb.records.job import JobReport, read_job
-from axon_nb.records.waits import awaited
+from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -46,7 +46,7 @@ def ask_job(state: ClusterState, before: Mapping[int, JobReport]) -> JobAnswers:
     busy = set(living).intersection(state.busy)
     answers = ask_each(state.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
     reports = {rank: read_job(answer) for rank, answer in answers.items()}
-    late = awaited({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
+    late = missing_ranks({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
     words = {}
     for rank in state.ranks:
         seen = reports[rank].state if rank in reports else None

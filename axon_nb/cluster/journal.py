@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.cluster.identity import recogniser
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -33,7 +33,7 @@ _AUTO_CALL = "get_ipython().magics_manager.registry['AutoMagics'].run"
 _MAX_LITERAL = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _facts: list[SessionFacts] = []
-_entries: list[RanCell | PushedValues] = []
+_entries: list[ExecutedCell | PushedValues] = []
 _auto_options = [""]
 _sent: dict[str, Callable[[Any], bool]] = {}
 """Tells whether a value is the one that was last sent under a name."""
@@ -42,7 +42,7 @@ _sent: dict[str, Callable[[Any], bool]] = {}
 def started(state: ClusterState) -> None:
     """A cluster is the notebook's own now: what was done on earlier ranks is gone with them."""
     _facts[:] = [session_facts(state)]
-    _entries[:] = [entry for entry in _entries if isinstance(entry, RanCell) and not entry.magic]
+    _entries[:] = [entry for entry in _entries if isinstance(entry, ExecutedCell) and not entry.magic]
     _sent.clear()
 
 
@@ -54,13 +54,13 @@ def session_facts(state: ClusterState) -> SessionFacts:
     return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 
 
-def pushed(variables: Mapping[str, Any], ranks: Iterable[int], *, scattered_along: int | None = None) -> None:
+def pushed(variables: Mapping[str, Any], ranks: Iterable[int], *, scatter_dim: int | None = None) -> None:
     """Variables were sent to ranks."""
     chosen: tuple[int, ...] | None = tuple(ranks)
     if _facts and chosen == tuple(range(_facts[0].num_ranks)):
         chosen = None
     literals = {name: text for name, value in variables.items() if (text := literal(value))}
-    _entries.append(PushedValues(tuple(variables), chosen, scattered_along, literals))
+    _entries.append(PushedValues(tuple(variables), chosen, scatter_dim, literals))
     for name, value in variables.items():
         _sent[name] = recogniser(value)
 
@@ -89,7 +89,7 @@ def ran(result: Any) -> None:
     if line is not None and not source.lstrip().startswith("%%"):
         line += 1  # no first line of a magic's was sent
     _auto_options[0] = auto_options(source, _auto_options[0])
-    _entries.append(RanCell(result.execution_count, magic, code or source, outcome, line, _one_line(error)))
+    _entries.append(ExecutedCell(result.execution_count, magic, code or source, outcome, line, _one_line(error)))
 
 
 def auto_options(code: str, before: str) -> str:
@@ -133,7 +133,7 @@ def _one_line(error: BaseException | None) -> str:
     return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def history() -> tuple[SessionFacts | None, list[RanCell | PushedValues]]:
+def history() -> tuple[SessionFacts | None, list[ExecutedCell | PushedValues]]:
     """The ranks of the notebook's latest cluster, and what was done on them; None: there was no cluster."""
     return (_facts[0] if _facts else None), list(_entries)
 

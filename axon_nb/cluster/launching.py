@@ -222,7 +222,7 @@ def _precreate_logs(connection: Connection, num_ranks: int) -> None:
 
 def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
     if connection.agent.closed.is_set():
-        raise StartError(connection.agent.ending or "The host agent ended while the ranks were starting.")
+        raise StartError(connection.agent.end_reason or "The host agent ended while the ranks were starting.")
     for rank, code in deaths.items():
         log = connection.run_dir.profile / "log" / f"rank{rank}.log"
         lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.waits import ask
-from axon_nb.errors import AxonError, ClusterGone, UsageError
+from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.ranks import format_ranks
 
@@ -96,7 +96,7 @@ def ask_plan(
         AxonError: it does not answer, or there is none.
     """
     if not state.running:
-        raise ClusterGone(f"The cluster {state.name!r} is gone: `%distributed start`, and `%memory` again.")
+        raise ClusterLostError(f"The cluster {state.name!r} is gone: `%distributed start`, and `%memory` again.")
     living = state.living[:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")

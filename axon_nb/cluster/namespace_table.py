@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +69,7 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
         ranks: All ranks that were asked.
     """
     missing = [rank for rank in ranks if rank not in facts]
-    only = f"only on {named(facts)}" if missing else ""
+    only = f"only on {name_ranks(facts)}" if missing else ""
     if any("Shard" in fact["where"] or "Partial" in fact["where"] for fact in facts.values()):
         return ", ".join(filter(None, ["split", only]))
     kinds = {rank: (fact["type"], fact["shape"], fact["dtype"], fact["digest"]) for rank, fact in facts.items()}
@@ -84,4 +83,4 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     most = [kind for kind, count in groups if count == groups[0][1]]
     reference = next(kind for kind in kinds.values() if kind in most)
     others = [rank for rank, kind in kinds.items() if kind != reference]
-    return ", ".join(filter(None, [f"differs on {named(others)}", only]))
+    return ", ".join(filter(None, [f"differs on {name_ranks(others)}", only]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from axon_nb.records.beat import BEAT_S, until_beat
+from axon_nb.records.beat import TICK_S, seconds_to_tick
 
 __all__ = ["Pace"]
 
@@ -18,7 +18,7 @@ _SELDOM_S = 10.0
 
 
 class Pace:
-    """Seconds between two questions, a multiple of `BEAT_S`.
+    """Seconds between two questions, a multiple of `TICK_S`.
 
     Args:
         least_s: No fewer, however little an answer costs.
@@ -37,8 +37,8 @@ class Pace:
     @property
     def wait_s(self) -> float:
         """Seconds until the next question."""
-        return until_beat(self.every_s)
+        return seconds_to_tick(self.every_s)
 
 
 def _in_beats(seconds: float) -> float:
-    return math.ceil(seconds / BEAT_S) * BEAT_S
+    return math.ceil(seconds / TICK_S) * TICK_S

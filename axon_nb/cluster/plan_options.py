@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.records.by_name import Imported, OfClasses
+from axon_nb.records.by_name import HasClassName, LazyFunction
 from axon_nb.records.memory_setup import MemorySetup
-from axon_nb.records.what_if import MemoryEstimate
+from axon_nb.records.what_if import MemoryPrediction
 
 if TYPE_CHECKING:
     from axon_nb.plan import MemoryPlan
@@ -32,14 +32,14 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
     optimizer, options = setup.optimizer_arguments
     if setup.optimizer == facts["setup"]["optimizer"]:
         options = facts["optimizer_options"]
-    recomputed = OfClasses(tuple(facts["blocks"])) if facts["blocks"] else True
+    recomputed = HasClassName(tuple(facts["blocks"])) if facts["blocks"] else True
     return {
         "mesh": setup.mesh,
         "strategy": setup.strategy,
         "inputs": tuple(inputs),
         # Torch's schedules cut a target into microbatches, whatever the loss makes of it.
         "target": inputs[0] if tokens or setup.pp > 1 else None,
-        "loss": Imported("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
+        "loss": LazyFunction("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
         "optimizer": optimizer,
         "optimizer_options": options,
         "dtype": setup.dtype or None,
@@ -47,7 +47,7 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "cpu_offload": setup.offload,
         "batch": setup.batch,
         "activation_checkpointing": recomputed if setup.checkpointing else None,
-        "wrap": None if facts["units"] is None else OfClasses(tuple(facts["units"])),
+        "wrap": None if facts["units"] is None else HasClassName(tuple(facts["units"])),
         "num_microbatches": setup.microbatches if setup.pp > 1 else None,
         "schedule": facts["schedule"],
         "tp_plan": facts["tp_plan"],
@@ -64,7 +64,7 @@ def _input(value: Any, batch: int, spec: Any) -> Any:
     return spec(shape, value["dtype"])
 
 
-def read_plan(setup: MemorySetup, made: MemoryPlan, notes: tuple[str, ...]) -> MemoryEstimate:
+def read_plan(setup: MemorySetup, made: MemoryPlan, notes: tuple[str, ...]) -> MemoryPrediction:
     """A plan as panels show it.
 
     Args:
@@ -73,7 +73,7 @@ def read_plan(setup: MemorySetup, made: MemoryPlan, notes: tuple[str, ...]) -> M
         notes: Sentences that come before those of the plan.
     """
     worst = made.worst
-    return MemoryEstimate(
+    return MemoryPrediction(
         setup,
         made.method,
         worst.rank,

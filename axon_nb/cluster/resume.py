@@ -13,7 +13,7 @@ from axon_nb.cluster.handle import CellHandle
 from axon_nb.cluster.output import NotebookSink
 from axon_nb.cluster.recovery import next_epoch
 from axon_nb.cluster.result import CellResult
-from axon_nb.errors import CellError, CellInterrupt, ClusterGone
+from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _ending(
         sink = NotebookSink()
         try:
             result = cells.end(run, {"values": values})
-        except (CellError, CellInterrupt, ClusterGone) as error:
+        except (CellError, CellInterrupt, ClusterLostError) as error:
             sink.stream("stderr", f"{title} failed.\n" + "\n".join(error._render_traceback_()) + "\n")
             if run.unfinished and not run.lost:
                 threading.Thread(target=follower.wait_for_late, args=(_LATE_S,), daemon=True).start()

@@ -133,7 +133,7 @@ class LiveSettings(Settings):
 
         Raises:
             UsageError: there is no such setting, or the value does not fit.
-            ClusterGone: the cluster ended before it got the new value.
+            ClusterLostError: the cluster ended before it got the new value.
         """
         given = [pair for text in assignments for pair in _pairs(text)]
         wanted = {name: _of(name).kind.read(name, value) for name, value in [*given, *values.items()]}
@@ -237,5 +237,5 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         position = match.end()
 
 
-settings = LiveSettings(warm_up=WARM_UP.on())
+settings = LiveSettings(warm_up=WARM_UP.is_enabled())
 """The settings of this process."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.beat import BEAT_S, until_beat
+from axon_nb.records.beat import TICK_S, seconds_to_tick
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanFeed", "SpanView", "span_feed"]
 
-_TICK_S, _SLOW_TICK_S = 0.08, BEAT_S / 2
+_TICK_S, _SLOW_TICK_S = 0.08, TICK_S / 2
 """Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else at most twice."""
 _BUSY_S = 0.16
 """How often a rank is asked while a cell runs and much comes, at most; else at each beat, if there are few ranks."""
@@ -104,7 +104,7 @@ class SpanFeed:
     def _run(self) -> None:
         while True:
             much = any(fast for _, fast in list(self._flows.values()))
-            time.sleep(_TICK_S if much else until_beat(_SLOW_TICK_S))
+            time.sleep(_TICK_S if much else seconds_to_tick(_SLOW_TICK_S))
             with self._lock:
                 state = self._state()
                 if not self._views or state is None or not state.running:
@@ -143,11 +143,11 @@ class SpanFeed:
         """Seconds until it is asked again."""
         if self.running_since is None:
             return _IDLE_S
-        seldom = max(1, round(len(ranks) / _MOST_PER_S / BEAT_S)) * BEAT_S
+        seldom = max(1, round(len(ranks) / _MOST_PER_S / TICK_S)) * TICK_S
         if not self._flows.get(rank, (0, False))[1]:
-            return until_beat(seldom, now=now)
+            return seconds_to_tick(seldom, now=now)
         every = max(_BUSY_S, min(len(ranks) / _PER_S, seldom))
-        return until_beat(every, now=now, late_s=every * ranks.index(rank) / len(ranks))
+        return seconds_to_tick(every, now=now, late_s=every * ranks.index(rank) / len(ranks))
 
     def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
         state = self._state()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from axon_nb.cluster.span_table import COLUMNS, Label, SpanTable
-from axon_nb.records.meetings import Meetings
+from axon_nb.records.meetings import CollectiveMatcher
 from axon_nb.records.span import Span
 
 __all__ = ["LIMIT", "SpanStore"]
@@ -35,7 +35,7 @@ class SpanStore:
         self._labels: list[Label] = []
         self._number_of: dict[Label, int] = {}
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._meetings = Meetings()
+        self._matcher = CollectiveMatcher()
         self._patched: deque[int] = deque(maxlen=_MAX_PATCHES)
         self.first = 0
         """Number of the oldest span that is kept: so many were dropped."""
@@ -56,7 +56,7 @@ class SpanStore:
         with self._lock:
             for name, ranks in groups.items():
                 self._groups[name] = tuple(ranks)
-                self._meetings.know(name, tuple(ranks))
+                self._matcher.set_members(name, tuple(ranks))
 
     def add(self, spans: Iterable[Span], *, offset_ns: int = 0, lost: int = 0) -> None:
         """Take spans in.
@@ -95,10 +95,10 @@ class SpanStore:
                 self._note_cell(span)
 
     def _meet(self, number: int, span: Span) -> None:
-        for late in self._meetings.add(number, span):
+        for late in self._matcher.add(number, span):
             row = late.number - self.first
             if row >= 0:
-                self._columns["late"][row], self._columns["by"][row] = late.waited_ns, late.by
+                self._columns["late"][row], self._columns["by"][row] = late.waited_ns, late.last_rank
                 self._patched.append(late.number)
                 self.num_patched += 1
 

@@ -10,7 +10,7 @@ from axon_nb.cluster.status import describe_state
 from axon_nb.cluster.waits import ask, ask_waits
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
 from axon_nb.records.state import Activity, RankState
-from axon_nb.records.waits import awaited
+from axon_nb.records.waits import missing_ranks
 
 __all__ = ["rank_stacks"]
 
@@ -32,7 +32,7 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
               for rank, a in answers.items()}  # fmt: skip
     late: dict[int, tuple[int, ...]] = {}
     if any(state.activity is Activity.WAITING for state in states.values()):
-        late = awaited(ask_waits(client, [rank for rank in world if rank not in dead]), 0.0)
+        late = missing_ranks(ask_waits(client, [rank for rank in world if rank not in dead]), 0.0)
     stacks = {}
     for rank in ranks:
         if rank in dead:

@@ -159,8 +159,8 @@ def attach(name: str | None = None) -> Cluster:
     entry = find(name)
     warmup.discard()
     connection = open_existing(entry.run_dir)
-    greeting = connection.agent.greeting
-    info = greeting["info"]
+    hello_reply = connection.agent.hello_reply
+    info = hello_reply["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
     living = _living(connection, info["engines"], layout.num_ranks)
@@ -173,11 +173,11 @@ def attach(name: str | None = None) -> Cluster:
         ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
     )
     for rank in set(cluster.ranks) - living:
-        event = greeting["deaths"].get(str(rank))
+        event = hello_reply["deaths"].get(str(rank))
         cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
     settings.act_again()
-    cluster.running_cell = resume(cluster.cells, left_ns=greeting["left_ns"])
+    cluster.running_cell = resume(cluster.cells, left_ns=hello_reply["left_ns"])
     return cluster
 
 
@@ -187,7 +187,7 @@ def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
         client.wait_registered(range(num_ranks), 2.0)
         return set(client.registered)
     # The controller takes a minute to miss an engine that died while nobody was there to tell it.
-    living = set(map(int, connection.agent.greeting["ranks"]))
+    living = set(map(int, connection.agent.hello_reply["ranks"]))
     client.wait_registered(living, _REGISTERED_S)
     return living
 

@@ -9,8 +9,9 @@ from axon_nb.cluster.asking import sample
 from axon_nb.cluster.mesh import ask_mesh
 from axon_nb.cluster.waits import ask_waits
 from axon_nb.records.cluster_info import ClusterInfo, RankInfo
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.state import Activity, RankState
-from axon_nb.records.waits import awaited, named
+from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +40,7 @@ def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
-    whom = f" for {named(late)}," if late else ""
+    whom = f" for {name_ranks(late)}," if late else ""
     return f"{verb} {state.call}{at}{whom}" + (f" for {seconds:.1f} s" if seconds >= _WAITED_S else "")
 
 
@@ -48,7 +49,7 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
     states = sample(state.client, state.living) if state.running else {}
     late: dict[int, tuple[int, ...]] = {}
     if any(seen.activity is Activity.WAITING for seen in states.values()):
-        late = awaited(ask_waits(state.client, states), _WAITED_S)
+        late = missing_ranks(ask_waits(state.client, states), _WAITED_S)
     rows = []
     for rank, place in enumerate(state.places):
         seen = states.get(rank)

@@ -11,7 +11,7 @@ from axon_nb.cluster.failures import cell_error, root_cause
 from axon_nb.cluster.hints import hint_for
 from axon_nb.cluster.values import RANK_SIDE, await_answer, ranks_on_this_host, read_value
 from axon_nb.errors import UsageError
-from axon_nb.host.parcels import Address, Parcel, ParcelUnreachable, join_parts, parcel_size
+from axon_nb.host.parcels import BlockAddress, SharedBlock, SharedBlockUnavailableError, block_size, join_parts
 from axon_nb.records.ranks import format_ranks, parse_ranks
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["pull", "push"]
 
 _OTHER_RANKS = "OtherRanks"
-_UNREACHABLE = ParcelUnreachable.__name__
+_UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
 def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None:
@@ -40,13 +40,13 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
     _tell_queue(cells.state, variables)
     packed = {id(own): _packed(own) for own in variables.values()}
     near = ranks_on_this_host(cells.state, variables)
-    _check_memory(sum(parcel_size(parts) for parts in packed.values()), what=", ".join(names))
+    _check_memory(sum(block_size(parts) for parts in packed.values()), what=", ".join(names))
     with contextlib.ExitStack() as open_parcels:
-        addresses: dict[int, Address] = {}
+        addresses: dict[int, BlockAddress] = {}
         for key, parts in packed.items():
             fitting = [rank for rank in near if id(variables[rank]) == key]
             if fitting:
-                parcel = open_parcels.enter_context(Parcel())
+                parcel = open_parcels.enter_context(SharedBlock())
                 parcel.write(parts)
                 addresses.update(dict.fromkeys(fitting, parcel.address))
         unreached = _run(cells, list(addresses), f"take({addresses!r})", what) if addresses else []
@@ -80,7 +80,7 @@ def pull(
     running = list(ranks)
     with contextlib.ExitStack() as open_parcels:
         while True:
-            parcels = {rank: open_parcels.enter_context(Parcel()) for rank in near}
+            parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
             addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
             call = f"give({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
             try:
@@ -93,7 +93,7 @@ def pull(
             near = [rank for rank in near if rank not in unreached]
         far = [rank for rank in ranks if rank not in parcels]
         came = _ask_far(cells.state, far, "take_offer", f"give {expression!r}", lambda rank: {})
-        sources: dict[int, Parcel | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
+        sources: dict[int, SharedBlock | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
         sources |= {rank: data for rank, data in came.items() if data}
         # What was put together has one giver; the entry of each rank is a copy of its own all the same.
         whole = len(sources) < len(ranks) or running != list(ranks)
@@ -107,7 +107,7 @@ class _NeedsRanks(Exception):
         self.ranks = ranks
 
 
-def _loaded(rank: int, expression: str, source: Parcel | bytes) -> Any:
+def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
     try:
         return read_value(source)
     except Exception as error:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster import remote
-from axon_nb.errors import ClusterGone, UsageError
-from axon_nb.host.parcels import Parcel, split_parts, supported
+from axon_nb.errors import ClusterLostError, UsageError
+from axon_nb.host.parcels import SharedBlock, memfd_supported, split_parts
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -27,7 +27,7 @@ def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[i
     chosen = list(ranks)
     near = ranks_on_this_host(state, chosen)
     with contextlib.ExitStack() as open_parcels:
-        parcels = {rank: open_parcels.enter_context(Parcel()) for rank in near}
+        parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
         futures = {}
         for rank in chosen:
             address = parcels[rank].address if rank in parcels else None
@@ -44,16 +44,16 @@ def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[i
     return values
 
 
-def read_value(source: Parcel | bytes) -> Any:
+def read_value(source: SharedBlock | bytes) -> Any:
     """The value that a rank has sent, in a parcel or in a message."""
     from axon_nb.engine.parcel_pickle import unpack
 
-    return unpack(source.read() if isinstance(source, Parcel) else split_parts(bytearray(source)))
+    return unpack(source.read() if isinstance(source, SharedBlock) else split_parts(bytearray(source)))
 
 
 def ranks_on_this_host(state: ClusterState, ranks: Iterable[int]) -> list[int]:
     """The ranks on the notebook's own host."""
-    if not supported():
+    if not memfd_supported():
         return []
     own = socket.gethostname()
     return [rank for rank in ranks if state.places[rank]["host"] == own]
@@ -64,12 +64,12 @@ def await_answer(state: ClusterState, rank: int, future: Any, what: str) -> Any:
     try:
         while not future.wait(_LOOK_S):
             if state.health.gone:
-                raise ClusterGone(f"The cluster {state.name!r} {state.health.gone}: it cannot {what}.")
+                raise ClusterLostError(f"The cluster {state.name!r} {state.health.gone}: it cannot {what}.")
             if rank in state.health.dead:
                 why, way_back = state.health.dead[rank], state.health.way_back
-                raise ClusterGone(f"rank {rank} {why}, and cannot {what}. {way_back}")
+                raise ClusterLostError(f"rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
-    except (ClusterGone, KeyboardInterrupt):
+    except (ClusterLostError, KeyboardInterrupt):
         with contextlib.suppress(Exception):
             state.connection.client.abort(future, block=False)
         raise

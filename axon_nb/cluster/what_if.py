@@ -18,7 +18,7 @@ from typing import Any
 from axon_nb.cluster.plan_options import plan_options, read_plan
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.memory_setup import MemorySetup
-from axon_nb.records.what_if import MemoryEstimate, WhatIfState
+from axon_nb.records.what_if import MemoryPrediction, WhatIfState
 
 __all__ = ["Ask", "WhatIf"]
 
@@ -122,7 +122,7 @@ class WhatIf:
             self._model = (str(told["key"]), base64.b64decode(told["model"]))
         states = None
         if told["states"] is not None:
-            states = MemoryEstimate(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
+            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
         if facts["inputs"] is None:
             seen = None if states is None else replace(states, notes=(_HOW_CALLED,))
             known["notes"] = (*known["notes"], *([_PIPELINE] if states is None else []))

@@ -27,7 +27,7 @@ _NAMES = (
     "barrier",
 )
 _MAX_DIMS = 8
-_FROM_START = CHECK.on()
+_FROM_START = CHECK.is_enabled()
 # A context variable: the ranks of a mock world are threads, and each has its own setting.
 _enabled = contextvars.ContextVar("axon_nb_check", default=_FROM_START)
 is_checking = _enabled.get

@@ -1,4 +1,4 @@
-"""Horovod's API, and what other frameworks need set on ranks."""
+"""Compatibility with other frameworks: Horovod's API, and hooks for Accelerate, DeepSpeed and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's launchers in a cell: the processes that they would start are there already, the ranks."""
+"""Accelerate's launchers in a cell: they use the ranks instead of starting processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def missing_launch_hooks(launchers: ModuleType) -> list[str]:
 
 
 def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
-    """Have the launchers call the training function on this rank, as they do where nothing is to be started.
+    """Make the launchers call the training function on this rank, as they do if there is nothing to start.
 
-    Started from ranks, processes would look for each other on a port where nobody listens.
+    Processes started from ranks would try to rendezvous on a port where nothing listens.
 
     Args:
         launchers: The module ``accelerate.launchers``, just imported; ``accelerate`` itself takes them from there.

@@ -1,8 +1,8 @@
-"""Accelerate on ranks that compute on CPUs, where it trains unsynchronised, without a word, unless it is told.
+"""Keeps Accelerate synchronised on CPU ranks, where by default it silently trains every rank independently.
 
-Its `PartialState` takes a process without a GPU for the only one of its training, whatever torchrun's variables say,
-unless it gets ``cpu=True``. ``ACCELERATE_USE_CPU`` has `Accelerator` pass that on, but a `PartialState()` that is made
-first, directly or by a logger, does not read it, and every `Accelerator` made later shares its state.
+Its `PartialState` assumes that a process without a GPU is the only one, whatever torchrun's variables say, unless it
+gets ``cpu=True``. ``ACCELERATE_USE_CPU`` makes `Accelerator` pass that on. But a `PartialState()` created earlier,
+directly or by a logger, does not read it, and every later `Accelerator` shares its state.
 
 A private hook into Accelerate: where `missing_state_hooks()` names something, the variable alone is left, and a warning
 says so.
@@ -41,7 +41,7 @@ def missing_state_hooks(state: ModuleType) -> list[str]:
 
 
 def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
-    """Have every `PartialState` of this process be one of all ranks.
+    """Make every `PartialState` of this process belong to all ranks.
 
     Args:
         state: The module ``accelerate.state``, just imported.
@@ -49,26 +49,26 @@ def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
     """
     if absent := missing_state_hooks(state):
         warnings.warn(
-            f"axon_nb was tested with accelerate {_TESTED}, and this one has no {absent[0]}: look at "
+            f"axon_nb was tested with accelerate {_TESTED}; this version lacks {absent[0]}. Check "
             "`accelerator.num_processes` before you train.",
             stacklevel=2,
         )
         return
     kind = state.PartialState
     original = kind.__init__
-    told: list[str] = []
+    reported: list[str] = []
 
     @functools.wraps(original)
     def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
         original(self, True, **kwargs)
         for variable, name in _PLUGINS.items():
-            if os.environ.get(variable, "").lower() == "true" and name not in told:
-                told.append(name)
+            if os.environ.get(variable, "").lower() == "true" and name not in reported:
+                reported.append(name)
                 print(
-                    f"axon_nb: Accelerate has no {name} on CPUs, and trains this model as DistributedDataParallel: "
-                    "the same weights, whole on every rank."
+                    f"axon_nb: Accelerate does not support {name} on CPUs; it trains this model with "
+                    "DistributedDataParallel, with full weights on every rank."
                 )
 
     kind.__init__ = __init__
-    if kind._shared_state and kind().num_processes != world_size:  # made before this process was a rank
+    if kind._shared_state and kind().num_processes != world_size:  # created before this process was a rank
         state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,9 +1,9 @@
-"""DeepSpeed's engines put back to the state before a step, after one was aborted in the middle.
+"""Resets DeepSpeed engines to the state before a step after the step was aborted.
 
-Private hooks into DeepSpeed, read from the sources of 0.19; each line says what goes wrong without it. An engine that
-cannot be put back says so when it is used, instead of training on with half a gradient.
+Uses private parts of DeepSpeed, as of version 0.19; each line says what goes wrong without it. An engine that cannot be
+reset raises when it is used, instead of training on with half a gradient.
 
-What is lost is the gradient of the micro-batches since the last step; weights and optimizer states stay.
+Gradients of the micro-batches since the last step are lost; weights and optimizer states are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["forget_groups", "missing_reset_hooks", "reset_engines"]
+__all__ = ["clear_cached_groups", "missing_reset_hooks", "reset_engines"]
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _GROUPS = "deepspeed.utils.groups"
@@ -41,21 +41,21 @@ def missing_reset_hooks(engine: Any) -> list[str]:
 
 
 def reset_engines(engines: Iterable[Any]) -> int:
-    """Put each engine back to the state before a step; returns how many. Talks to no other rank."""
+    """Reset each engine to the state before a step; return their number. Does not communicate."""
     engines = list(engines)
     for engine in engines:
         try:
             if absent := missing_reset_hooks(engine):
                 raise AttributeError(f"this DeepSpeed has no {absent[0]}")
             _reset(engine)
-        except Exception as error:  # another version, an engine that was not made to its end
-            _refuse(engine, f"{type(error).__name__}: {error}")
+        except Exception as error:  # another version, or a partially constructed engine
+            _disable(engine, f"{type(error).__name__}: {error}")
     _forget_forward([engine.module for engine in engines if hasattr(engine, "module")])
     return len(engines)
 
 
-def forget_groups() -> None:
-    """After a rank was replaced: engines that are made from now on make their groups anew, as the new rank does."""
+def clear_cached_groups() -> None:
+    """After a rank was replaced, make new engines create their groups again, as the new rank does."""
     groups = sys.modules.get(_GROUPS)
     for name, value in list(vars(groups).items()) if groups is not None else ():
         if name.startswith("_") and name.endswith(("_GROUP", "_GROUP_RANKS")):
@@ -66,23 +66,23 @@ def forget_groups() -> None:
 
 
 def _coordinator(optimizer: Any) -> Any:
-    """What gathers the parameters of stage 3; None in other stages. Without training it is the optimizer itself."""
+    """The object that gathers stage 3 parameters; None in other stages. For inference the optimizer owns it."""
     offload = getattr(optimizer, "parameter_offload", optimizer)
     return offload.get_param_coordinator() if hasattr(offload, "get_param_coordinator") else None
 
 
-def _refuse(engine: Any, reason: str) -> None:
+def _disable(engine: Any, reason: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError(
-            f"this DeepSpeed engine was there when a cell was aborted, and could not be put back ({reason}): make it "
-            "again with `deepspeed.initialize`."
+            f"this DeepSpeed engine could not be reset after a cell was aborted ({reason}): create it again with "
+            "`deepspeed.initialize`."
         )
 
     engine.module.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _reset(engine: Any) -> None:
-    # The aborted micro-batch may have been counted on some ranks alone: they would step at different ones.
+    # The aborted micro-batch may have been counted on some ranks only: they would then step at different times.
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     for name, value in {
         "_running_engine_backward": False,
@@ -102,7 +102,7 @@ def _reset(engine: Any) -> None:
         parameter.grad = None
     if not hasattr(optimizer, "_backward_hook_state"):
         return
-    # Else hooks of the next backward count themselves among those of the aborted one, and nothing is reduced.
+    # Otherwise the next backward's hooks are counted with those of the aborted one, and nothing is reduced.
     hooks = optimizer._backward_hook_state
     hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
     hooks.reset_for_new_step()
@@ -112,14 +112,14 @@ def _reset(engine: Any) -> None:
 
 
 def _reset_reduction(optimizer: Any) -> None:
-    """What gradients ZeRO has collected, reduced and put away so far."""
+    """Reset the gradients that ZeRO has collected, reduced and stored so far."""
     for bucket in optimizer.ipg_buckets.values():
         # "Gradient computed twice for this partition"
         getattr(bucket, "clear_params", bucket.clear)()
     reduced = optimizer.params_already_reduced
     for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
         reduced[key] = False
-    # Gradients of the aborted step would be added to the next one's.
+    # Otherwise gradients of the aborted step would be added to the next one's.
     optimizer.averaged_gradients.clear()
     for name in ("all_grad_tensors", "extra_large_param_to_reduce", "previous_reduced_grads", "norm_for_param_grads"):
         if getattr(optimizer, name, None):
@@ -139,10 +139,10 @@ def _reset_reduction(optimizer: Any) -> None:
 
 
 def _reset_parameters(module: Any, coordinator: Any) -> None:
-    """Stage 3: parameters that were whole, or about to be, are this rank's parts again."""
+    """Stage 3: reshard parameters that are gathered or being gathered."""
     in_flight = getattr(module, "ds_inflight_param_registry", None)
     if in_flight is not None:
-        in_flight.data.clear()  # their operations have failed: waiting for them would raise
+        in_flight.data.clear()  # their operations failed: waiting for them would raise
     for parameter in module.parameters():
         if not hasattr(parameter, "ds_status"):
             continue
@@ -154,11 +154,11 @@ def _reset_parameters(module: Any, coordinator: Any) -> None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             parameter.ds_status = type(status).NOT_AVAILABLE
     coordinator.release_backward_leftovers()
-    # The recorded order of modules ends where the step did; ranks may have recorded different ones.
+    # The recorded module order ends where the step was aborted, and may differ between ranks.
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
     for each in module.modules():
-        # Else the next look at a parameter outside of a forward gathers it, on one rank alone.
+        # Otherwise the next access to a parameter outside forward would gather it, on one rank only.
         if hasattr(each._parameters, "_in_forward"):
             each._parameters._in_forward = False
         for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
@@ -169,7 +169,7 @@ def _reset_parameters(module: Any, coordinator: Any) -> None:
 
 
 def _forget_forward(roots: list[Any]) -> None:
-    """Stage 3's stack of modules that are in their forward: the models themselves are at its bottom."""
+    """Trim stage 3's stack of modules in forward to the root models at its bottom."""
     stack = getattr(sys.modules.get(_OFFLOAD), "FWD_MODULE_STACK", None)
     if stack:
         known = {id(root) for root in roots}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["missing_setup_hooks", "use_torch_groups_alone", "wrap_step"]
+__all__ = ["missing_setup_hooks", "skip_shm_all_reduce", "wrap_step"]
 
 
 def missing_setup_hooks(backend: ModuleType, engine: ModuleType) -> list[str]:
@@ -26,11 +26,11 @@ def missing_setup_hooks(backend: ModuleType, engine: ModuleType) -> list[str]:
     return absent + [f"DeepSpeedEngine.{name}" for name in ("__init__", "step") if name not in there]
 
 
-def use_torch_groups_alone(backend: ModuleType) -> None:
-    """DeepSpeed does not build its own all-reduce through shared memory, which CPUs get when it starts.
+def skip_shm_all_reduce(backend: ModuleType) -> None:
+    """Prevent DeepSpeed from building its shared-memory all-reduce, as it does on CPUs at start.
 
-    Inference alone uses it; building it takes a compiler and half a minute, and whoever waits in it waits for ever
-    when a rank fails. Without the hook it is built.
+    Only inference uses it. Building it takes a compiler and half a minute, and a rank that waits in it hangs forever
+    if another rank fails. Without the hook it is built.
 
     Args:
         backend: The module ``deepspeed.comm.torch``, just imported.
@@ -39,18 +39,18 @@ def use_torch_groups_alone(backend: ModuleType) -> None:
         vars(backend).update(build_shm_op=lambda: None)
 
 
-def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:
-    """Have `ended` be called right after each step of an engine.
+def wrap_step(engine: ModuleType, on_step_end: Callable[[], None]) -> CodeType:
+    """Call `on_step_end` right after each step of an engine.
 
-    The optimizers of DeepSpeed hand new weights round after torch's optimizer has stepped: an interrupt in between
-    would leave ranks with different ones.
+    DeepSpeed's optimizers distribute new weights after torch's optimizer has stepped: an interrupt in between
+    would leave ranks with different weights.
 
     Args:
         engine: The module ``deepspeed.runtime.engine``, just imported.
-        ended: Called on the stack of the step.
+        on_step_end: Called on the stack of the step.
 
     Returns:
-        The code under which all of a step runs.
+        The code object under which the whole step runs.
     """
     kind = engine.DeepSpeedEngine
     original = kind.step
@@ -58,7 +58,7 @@ def wrap_step(engine: ModuleType, ended: Callable[[], None]) -> CodeType:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        ended()
+        on_step_end()
         return result
 
     kind.step = step

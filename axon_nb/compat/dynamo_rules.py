@@ -1,14 +1,14 @@
-"""torch.compile leaves our own code alone. A private hook into torch: what Dynamo skips is a list of its own.
+"""Keeps torch.compile from compiling our own code, by a private hook: Dynamo's list of skipped code.
 
-Where a compiled model communicates, Dynamo would compile the methods of recoverable groups with it, and fails: their
-objects are opaque to it.
+If a compiled model communicates, Dynamo would also try to compile the methods of recoverable groups and fail, because
+their objects are opaque to it.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-__all__ = ["leave_alone", "missing_dynamo_hooks"]
+__all__ = ["missing_dynamo_hooks", "skip_axon_nb_code"]
 
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
 
@@ -22,8 +22,8 @@ def missing_dynamo_hooks(trace_rules: ModuleType) -> list[str]:
     return [] if hasattr(trace_rules, "add") else ["trace_rules.add"]
 
 
-def leave_alone(trace_rules: ModuleType) -> None:
-    """Have Dynamo run what is below ranks as it is, instead of compiling it.
+def skip_axon_nb_code(trace_rules: ModuleType) -> None:
+    """Make Dynamo run our communication code as it is instead of compiling it.
 
     Args:
         trace_rules: The module ``torch._dynamo.trace_rules``, just imported.

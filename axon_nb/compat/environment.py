@@ -1,4 +1,4 @@
-"""Environment variables by which frameworks find out where this rank computes; torchrun's are set elsewhere."""
+"""Environment variables that tell frameworks which device to use; torchrun's variables are set elsewhere."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["set_environment"]
 
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what Accelerate, transformers and DeepSpeed read, before any of them is imported.
+    """Set the variables that Accelerate, transformers and DeepSpeed read; call it before any of them is imported.
 
     Args:
-        device: Where this rank computes: ``cpu`` or ``cuda:<index>``.
-        local_rank: Its number among the ranks of this host.
+        device: Device of this rank: ``cpu`` or ``cuda:<index>``.
+        local_rank: Local rank on this host.
         environ: The process's environment.
     """
     environ["ACCELERATE_TORCH_DEVICE"] = device
     if device == "cpu":
-        # Else each rank is the only process of its training: https://github.com/huggingface/accelerate/issues/2741
+        # Otherwise each rank trains alone: https://github.com/huggingface/accelerate/issues/2741
         environ["ACCELERATE_USE_CPU"] = "true"
-        # On a machine with GPUs DeepSpeed would take one.
+        # Otherwise DeepSpeed would use a GPU if the machine has one.
         environ.setdefault(DEEPSPEED_ACCELERATOR.name, DEEPSPEED_ACCELERATOR.default)
     elif device != f"cuda:{local_rank}":
-        # Ranks that share a card: Accelerate would wrap models for the card of the rank's number.
+        # Ranks share a GPU: Accelerate would wrap models for the GPU with the local rank's index.
         environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     _find_ninja(environ)
 
 
 def _find_ninja(environ: MutableMapping[str, str]) -> None:
-    """DeepSpeed builds C++ with ninja, which comes as a Python package: kernels do not have its folder on the path."""
+    """Put ninja, with which DeepSpeed builds C++, on the PATH: kernels lack the folder of Python packages' programs."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja", path=environ.get("PATH")) is None and (beside / "ninja").exists():
         environ["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), str(beside)]))

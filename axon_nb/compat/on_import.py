@@ -1,7 +1,7 @@
-"""Something to be done right after a module is imported, without importing it.
+"""Post-import hooks: run code right after a module is imported.
 
-Ranks start without the frameworks that cells may use: each takes seconds to import. What a framework needs changed is
-changed when its module has just been executed, before the import statement of the cell returns.
+Ranks start without the frameworks that cells may use, as each takes seconds to import. Hooks patch a framework's module
+right after it was executed, before the cell's import statement returns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 __all__ = ["Hook", "after_import"]
 
 Hook = Callable[[ModuleType], None]
-"""Takes the module that was imported; is called again when it is reloaded."""
+"""Called with the imported module, and again when it is reloaded."""
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing by itself: has what the other finders find tell when it was executed."""
+    """Delegates to the other finders and hooks the loaders of the specs that they find."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Hook] = {}
@@ -29,14 +29,14 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that somebody waits for; None for all others."""
+        """Find and hook the spec of a module with a hook; None for all others."""
         if fullname not in self.hooks:
             return None
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(fullname, path, target)
                 if spec is not None:
-                    _tell(spec.loader, self.hooks[fullname])
+                    _hook_loader(spec.loader, self.hooks[fullname])
                     return spec
         return None
 
@@ -45,9 +45,9 @@ _finder = _Finder()
 
 
 def after_import(name: str, hook: Hook) -> None:
-    """Call `hook` whenever the module `name` has been executed, and now if it has been already.
+    """Call `hook` whenever the module `name` has been executed, and at once if it is already imported.
 
-    A hook that fails leaves the import alone and warns.
+    A failing hook does not fail the import; it warns.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -56,13 +56,13 @@ def after_import(name: str, hook: Hook) -> None:
         _call(hook, sys.modules[name])
 
 
-def _tell(loader: Any, hook: Hook) -> None:
+def _hook_loader(loader: Any, hook: Hook) -> None:
     execute = getattr(loader, "exec_module", None)
     if execute is None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        # The loader stays what it was: others ask it for sources and files of the package.
+        # Restore the loader: others use it to read the package's sources and files.
         del loader.exec_module
         execute(module)
         _call(hook, module)
@@ -75,7 +75,7 @@ def _call(hook: Hook, module: ModuleType) -> None:
         hook(module)
     except Exception as error:
         warnings.warn(
-            f"axon_nb could not prepare {module.__name__} {_version(module)} for this rank: "
+            f"axon_nb could not patch {module.__name__} {_version(module)} for this rank: "
             f"{type(error).__name__}: {error}",
             stacklevel=2,
         )
@@ -83,4 +83,4 @@ def _call(hook: Hook, module: ModuleType) -> None:
 
 def _version(module: ModuleType) -> str:
     package = sys.modules.get(module.__name__.partition(".")[0])
-    return str(getattr(package, "__version__", "")) or "of an unknown version"
+    return str(getattr(package, "__version__", "")) or "(unknown version)"

@@ -1,4 +1,4 @@
-"""What this machine and installation can do, what is amiss and how to mend it; and clusters that were left."""
+"""`axon-nb doctor` and `axon-nb list`/`stop`: diagnosis of machine and installation; detached clusters."""
 
 from __future__ import annotations
 

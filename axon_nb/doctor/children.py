@@ -1,4 +1,4 @@
-"""Examinations in a process of their own, which may crash or hang: each has a limit, and ends with its reason."""
+"""Checks in child processes, which may crash or hang: each has a time limit, and failures have a reason."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ __all__ = ["Answer", "Child"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a child has given."""
+    """Result of a child process."""
 
     content: dict[str, Any] = field(default_factory=dict)
-    """The JSON object that it printed; empty when it printed none."""
+    """The JSON object that it printed; empty if it printed none."""
     failure: str = ""
-    """Why there is no content, in words; empty when there is."""
+    """Why there is no content; empty otherwise."""
     stderr: str = ""
 
 
 class Child:
-    """A Python process that prints one JSON object; started at once, waited for in `answer`."""
+    """A Python process that prints one JSON object; starts at once, `answer` waits for it."""
 
     def __init__(self, arguments: Sequence[str], *, timeout_s: float) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            arguments: Of the Python interpreter that runs this.
-            timeout_s: How long it may run, from now.
+            arguments: Arguments of this Python interpreter.
+            timeout_s: Time limit in seconds, from now.
         """
         self._timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
-        # Files, not pipes: what the child leaves behind may keep a pipe open.
+        self._deadline = time.monotonic() + timeout_s
+        # Files, not pipes: a leftover grandchild could keep a pipe open.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         parent = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), parent]))
@@ -55,9 +55,9 @@ class Child:
         )
 
     def answer(self) -> Answer:
-        """What it printed, or why it did not; at the limit it is ended."""
+        """Wait for the output, or the reason why there is none; kill the process at the time limit."""
         try:
-            code: int | None = self._process.wait(max(0.0, self._end - time.monotonic()))
+            code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             code = None
         out, err = _text(self._out), _text(self._err)
@@ -66,19 +66,19 @@ class Child:
             f"{sys.executable}: "
         )
         if code is None:
-            how = f"not over after {self._timeout_s:g} s"
+            how = f"timed out after {self._timeout_s:g} s"
             return Answer(failure=f"{last} ({how})" if last else how, stderr=err)
         content = _last_object(out)
         if content:
             return Answer(content, stderr=err)
-        how = f"ended by {_signal(-code)}" if code < 0 else f"exit status {code}" if code else "its output is no JSON"
+        how = f"killed by {_signal(-code)}" if code < 0 else f"exit code {code}" if code else "its output is not JSON"
         return Answer(failure=f"{last} ({how})" if last else how, stderr=err)
 
     def close(self) -> None:
-        """End it, and all that it has started and not given a session of its own."""
+        """Kill it and everything it started in its own session."""
         if not self._out.closed:
             if self._process.poll() is None:
-                with contextlib.suppress(OSError):  # it leads its process group, and nobody else has waited for it
+                with contextlib.suppress(OSError):  # it leads its process group and has not been reaped
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._out.close()
@@ -98,7 +98,7 @@ def _signal(number: int) -> str:
 
 
 def _last_object(text: str) -> dict[str, Any]:
-    """The JSON object on standard output; libraries may have printed lines before it."""
+    """Find the JSON object on standard output; libraries may have printed other lines before it."""
     for candidate in [text, *reversed(text.splitlines())]:
         with contextlib.suppress(ValueError):
             found = json.loads(candidate)

@@ -1,4 +1,4 @@
-"""The whole examination: what takes long runs in processes of its own, all at once."""
+"""Runs all checks; slow ones run in parallel child processes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ from axon_nb.doctor.versions import SELF_TEST, TORCH_BUILD, environment, self_te
 
 __all__ = ["examine"]
 
-_SELF_TEST_S = 120.0
-_TORCH_S = 120.0
-_NVML_S = 30.0
+_SELF_TEST_TIMEOUT_S = 120.0
+_TORCH_TIMEOUT_S = 120.0
+_NVML_TIMEOUT_S = 30.0
 
 
 def examine() -> Report:
-    """Examine this machine and this installation, as this process sees them.
+    """Check this machine and installation, as seen by this process.
 
-    Takes as long as to import torch twice; with a torch that is new here the self-test adds some seconds.
+    Takes as long as importing torch twice; on the first run with a torch build the self-test adds some seconds.
     """
     with contextlib.ExitStack() as children:
 
-        def child(arguments: tuple[str, ...], limit_s: float) -> Child:
-            made = Child(arguments, timeout_s=limit_s)
+        def child(arguments: tuple[str, ...], timeout_s: float) -> Child:
+            made = Child(arguments, timeout_s=timeout_s)
             children.callback(made.close)
             return made
 
-        tested, built, driver = child(SELF_TEST, _SELF_TEST_S), child(TORCH_BUILD, _TORCH_S), child(NVML, _NVML_S)
-        there: list[FoundCluster] = []
+        tested, built, driver = (
+            child(SELF_TEST, _SELF_TEST_TIMEOUT_S),
+            child(TORCH_BUILD, _TORCH_TIMEOUT_S),
+            child(NVML, _NVML_TIMEOUT_S),
+        )
+        found: list[FoundCluster] = []
 
         def cluster_section() -> Section:
-            there.extend(find_clusters())
-            return clusters(there)
+            found.extend(find_clusters())
+            return clusters(found)
 
-        layout = functools.cache(lambda: plan_layout(None))  # it asks the driver, which may take its time
+        layout = functools.cache(lambda: plan_layout(None))  # queries the driver, which may be slow
         own = [
             _try("host", lambda: host(layout())),
             _try("limits", lambda: limits(layout().num_ranks)),
@@ -56,7 +60,7 @@ def examine() -> Report:
         sections = (
             _try("software", lambda: software(build)),
             _try("self-test", lambda: self_test(tested.answer())),
-            _try("GPUs", lambda: gpus(cards, build, rank_names(there))),
+            _try("GPUs", lambda: gpus(cards, build, rank_names(found))),
             *own,
             running,
         )
@@ -64,12 +68,12 @@ def examine() -> Report:
 
 
 def _try(name: str, section: Callable[[], Section]) -> Section:
-    """One part that fails on a machine which nobody has thought of must not hide the others."""
+    """Run one check; if it fails unexpectedly, report that without losing the others."""
     try:
         return section()
     except Exception as error:
         finding = Finding(
-            name, f"{type(error).__name__}: {error}", "problem", "This part of the examination failed.",
-            "Report it as a bug of axon_nb, with this text.",
+            name, f"{type(error).__name__}: {error}", "problem", "This check failed.",
+            "Report this text as an axon_nb bug.",
         )  # fmt: skip
         return Section(name, (finding,))

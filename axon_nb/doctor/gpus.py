@@ -1,4 +1,4 @@
-"""GPUs: what the driver tells, whether torch can use them, who else does."""
+"""GPUs: what the driver reports, whether torch can use them, and what else uses them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from axon_nb.records.quantity import format_bytes
 __all__ = ["NVML", "gpus"]
 
 NVML = ("-m", "axon_nb.doctor.nvml")
-"""Arguments of Python for what the driver tells."""
+"""Python arguments of the child that queries the driver."""
 
 _NONE = "none; ranks compute on CPUs and communicate with Gloo"
 
 
 def gpus(nvml: Answer, build: Answer, owners: Mapping[int, str]) -> Section:
-    """What there is, and what keeps ranks from using it.
+    """Report the GPUs, and what keeps ranks from using them.
 
     Args:
-        nvml: What the child `NVML` has answered.
-        build: What the child `TORCH_BUILD` has answered.
-        owners: What to call processes, by pid: the ranks of this user's clusters.
+        nvml: Result of the child `NVML`.
+        build: Result of the child `TORCH_BUILD`.
+        owners: Display names of processes by pid: the ranks of this user's clusters.
     """
     facts: dict[str, Any] = dict(nvml.content)
     cards: list[dict[str, Any]] = facts.get("gpus") or []
@@ -57,13 +57,13 @@ def _nvidia_smi(planned: list[Gpu]) -> list[Finding]:
     program = shutil.which("nvidia-smi")
     value = f"{program} lists no GPU" if program else "not on the PATH"
     fix = f"Run `{program}` to see why." if program else "Add the folder of `nvidia-smi` to the PATH of Jupyter."
-    return [Finding("nvidia-smi", value, "problem", "`%distributed start` finds GPUs with it, and sees none.", fix)]
+    return [Finding("nvidia-smi", value, "problem", "`%distributed start` uses it to find GPUs, and finds none.", fix)]
 
 
 def _card(card: Mapping[str, Any], owners: Mapping[int, str]) -> list[Finding]:
     label = f"GPU {card['index']}"
     if "error" in card:
-        message = "The driver has lost it, and no rank can use it."
+        message = "The driver lost this GPU; no rank can use it."
         return [
             Finding(label, card["error"], "problem", message, "Restart the machine; the kernel log has the reason.")
         ]
@@ -85,7 +85,7 @@ def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int,
         )  # fmt: skip
     if card["exclusive"]:
         return Finding(
-            label, f"{value}, exclusive mode", "note", "It takes one process: ranks cannot share it.",
+            label, f"{value}, exclusive mode", "note", "It accepts only one process: ranks cannot share it.",
             f"To share it, run `nvidia-smi -i {number} -c DEFAULT` as root.",
         )  # fmt: skip
     others = any(one["pid"] not in owners for one in card["processes"])
@@ -93,7 +93,7 @@ def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int,
     if used.busy and (others or not card["processes"]):
         return Finding(
             label, value, "note", "`%distributed start` skips it while more than 512 MiB are in use.",
-            f"End what uses it, or run `%distributed start --devices {number}` to use it anyway.",
+            f"Stop the processes that use it, or run `%distributed start --devices {number}` to use it anyway.",
         )  # fmt: skip
     return Finding(label, value)
 
@@ -122,7 +122,7 @@ def _name(pid: int) -> str:
     try:
         return str(psutil.Process(pid).name())
     except psutil.Error:
-        return "a process that is not visible here"
+        return "a process not visible here"
 
 
 def _plain_card(gpu: Gpu) -> Finding:
@@ -131,44 +131,44 @@ def _plain_card(gpu: Gpu) -> Finding:
 
 
 def _no_nvml(nvml: Answer) -> list[Finding]:
-    """Why NVML, unlike nvidia-smi, shows nothing."""
+    """Explain why NVML shows nothing although nvidia-smi does."""
     if nvml.content.get("package") is False:
-        message = "Without it doctor cannot tell MIG instances and who uses the GPUs."
+        message = "Without it doctor cannot show MIG instances or the processes that use GPUs."
         return [Finding("nvidia-ml-py", "missing", "note", message, f"Run `{pip()} install nvidia-ml-py`.")]
     why = nvml.failure or nvml.content.get("error") or "finds no GPU"
     return [Finding("NVML", why, "note", "nvidia-smi still lists GPUs.", "Run `nvidia-smi -q` for details.")]
 
 
 def _absent(nvml: Answer) -> Finding:
-    """No GPU can be seen: whether there may still be one."""
+    """No GPU is visible: find out whether there may still be one."""
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"))
     error, here = nvml.content.get("error") or nvml.failure, bool(nvml.content.get("libcuda"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if nodes and nvml.content.get("package") is False:
         return Finding(
-            "NVIDIA", f"{', '.join(nodes)} there, but neither nvidia-smi nor nvidia-ml-py to ask", "problem",
-            "`%distributed start` finds GPUs with nvidia-smi, and sees none.",
-            "Install the driver's utilities, which bring `nvidia-smi`; then run doctor again.",
+            "NVIDIA", f"{', '.join(nodes)} exist, but neither nvidia-smi nor nvidia-ml-py is installed", "problem",
+            "`%distributed start` uses nvidia-smi to find GPUs, and finds none.",
+            "Install the driver's utilities, which include `nvidia-smi`, then run doctor again.",
         )  # fmt: skip
     if nodes or error:
-        there = f"{', '.join(nodes)} there, but " if nodes else ""
+        there = f"{', '.join(nodes)} exist, but " if nodes else ""
         fix = "Run `nvidia-smi` to see why."
         if error and "mismatch" in error.lower():
             fix = "Restart the machine: the driver was updated while its old version was loaded."
         return Finding(
-            "NVIDIA", f"{there}NVML finds none: {error or 'no library of the driver'}", "problem" if nodes else "note",
+            "NVIDIA", f"{there}NVML finds none: {error or 'no driver library'}", "problem" if nodes else "note",
             "Ranks compute on CPUs.", fix,
         )  # fmt: skip
     if here and container.kind() in ("docker", "podman"):
         return Finding(
-            "NVIDIA", "none, though libcuda is there", "note", "Ranks compute on CPUs and communicate with Gloo.",
+            "NVIDIA", "none, although libcuda is installed", "note", "Ranks compute on CPUs and communicate with Gloo.",
             "If the host has GPUs, start the container with `--gpus all`.",
         )  # fmt: skip
     return Finding("NVIDIA", f"{_NONE} (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else _NONE)
 
 
 def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
-    """Whether torch can use the GPUs that are there."""
+    """Check whether torch can use the GPUs."""
     torch = build.content
     if not torch:
         return []
@@ -185,7 +185,7 @@ def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
     if torch["gpus"]:
         return [nccl]
     if visible is not None and not list_gpus():
-        fix = "Unset CUDA_VISIBLE_DEVICES where Jupyter is started."
+        fix = "Unset CUDA_VISIBLE_DEVICES before you start Jupyter."
         if visible.startswith("MIG-"):
             fix = "Set it to a MIG instance that `nvidia-smi -L` lists, or unset it, where Jupyter is started."
         return [nccl, Finding("visible", f"CUDA_VISIBLE_DEVICES={visible!r}", "note", "It hides all GPUs.", fix)]

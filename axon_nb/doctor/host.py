@@ -1,4 +1,4 @@
-"""The machine: cores, memory, shared memory, and what a start would do here."""
+"""The host: cores, memory, shared memory, and what a default start would do."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from axon_nb.records.quantity import format_bytes
 __all__ = ["host"]
 
 _GIB = 1 << 30
-_SMALL_SHM = 128 << 20
-"""Docker's default of 64 MiB is below: a few batches of images fill it."""
-_FULL_SHM = 64 << 20
-_ROOM_FOR_FILES = 64 << 20
+_MIN_SHM_BYTES = 128 << 20
+"""Docker's default of 64 MiB is less: a few batches of images fill it."""
+_MIN_FREE_SHM_BYTES = 64 << 20
+_MIN_FREE_DISK_BYTES = 64 << 20
 _BASE_BYTES, _RANK_BYTES = 192 << 20, 64 << 20
-"""What a cluster takes before any of the user's data (torch 2.13 on CPUs): 130 MiB, and 40 MiB a rank."""
+"""Memory of a cluster without user data. Measured with torch 2.13 on CPUs: 130 MiB plus 40 MiB per rank."""
 
 
 def host(layout: Layout) -> Section:
-    """Cores, memory, shared memory and the folder for a cluster's files.
+    """Check cores, memory, shared memory and the folder for cluster files.
 
     Args:
-        layout: What a start without options gives here.
+        layout: The layout of a default start.
     """
     free = free_memory()
     limit, _ = container.cgroup_limit("memory") or (None, 0)
@@ -62,13 +62,13 @@ def _plan(layout: Layout) -> Finding:
 
 
 def _cores() -> Finding:
-    usable, there = usable_cores(), os.cpu_count() or 1
-    by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    usable, total = usable_cores(), os.cpu_count() or 1
+    by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = f"{usable} by the cgroup's quota" if usable < by_affinity else "no quota in the cgroup"
-    value = f"{usable} usable ({there} in the machine, {by_affinity} by affinity, {quota})"
-    if usable > 1 or there == 1:
+    value = f"{usable} usable ({total} in the machine, {by_affinity} by affinity, {quota})"
+    if usable > 1 or total == 1:
         return Finding("cores", value)
-    fix = "Widen the process's affinity, such as with `taskset` or Slurm's `--cpus-per-task`."
+    fix = "Widen the process's CPU affinity, for example with `taskset` or Slurm's `--cpus-per-task`."
     if usable < by_affinity:
         fix = _in_container(
             "Start the container with `--cpus=4`.", "Raise the pod's CPU limit.", "Raise the CPU quota."
@@ -83,10 +83,10 @@ def _memory(free: int | None, limit: int | None, layout: Layout) -> Finding:
     needed = _BASE_BYTES + layout.num_ranks * _RANK_BYTES
     if free is None or free >= needed:
         return Finding("memory", value)
-    fix = f"End other programs, or start fewer ranks with `%distributed start -n {max(1, layout.num_ranks // 2)}`."
+    fix = f"Close other programs, or start fewer ranks with `%distributed start -n {max(1, layout.num_ranks // 2)}`."
     if bound:
         fix = _in_container("Start the container with a higher `--memory`.", "Raise the pod's memory limit.", fix)
-    message = f"{layout.num_ranks} ranks take about {format_bytes(needed)} before any data."
+    message = f"{layout.num_ranks} ranks need about {format_bytes(needed)} before any data."
     return Finding("memory", value, "problem", message, fix)
 
 
@@ -112,13 +112,13 @@ def _shared_memory(folder: Path) -> Finding:
             "/dev/shm", f"{value}, not writable", "problem", "DataLoader workers and NCCL need it.",
             "Run `chmod 1777 /dev/shm` as root.",
         )  # fmt: skip
-    fills = "DataLoader workers hand over their batches in it and NCCL its data: both fail when it is full."
-    if size < _SMALL_SHM:
+    fills = "DataLoader workers and NCCL pass data through it, and fail when it is full."
+    if size < _MIN_SHM_BYTES:
         return Finding("/dev/shm", f"only {value}", "problem", fills, larger)
-    if free < _FULL_SHM:
-        return Finding("/dev/shm", value, "problem", fills, "Delete what nobody uses: `ls -lS /dev/shm` lists it.")
+    if free < _MIN_FREE_SHM_BYTES:
+        return Finding("/dev/shm", value, "problem", fills, "Delete unused files; `ls -lS /dev/shm` lists them.")
     if size < _GIB:
-        return Finding("/dev/shm", value, "note", "It suffices for small batches. " + fills, larger)
+        return Finding("/dev/shm", value, "note", "It is enough for small batches only. " + fills, larger)
     return Finding("/dev/shm", value)
 
 
@@ -127,20 +127,16 @@ def _run_folder() -> Finding:
         folder = base_dir()
         facts = os.statvfs(folder)
     except StartError as error:
-        _, _, fix = str(error).partition("): ")
-        return Finding("cluster files", str(error), "problem", "No cluster can start.", _capital(fix))
+        _, _, fix = str(error).partition("). ")
+        return Finding("cluster files", str(error), "problem", "No cluster can start.", fix)
     except OSError as error:
         return Finding("cluster files", str(error), "problem", "No cluster can start.", "Set AXON_NB_RUNTIME_DIR.")
     free = facts.f_bavail * facts.f_frsize
     value = f"{folder}, {format_bytes(free)} free"
-    if free < _ROOM_FOR_FILES:
+    if free < _MIN_FREE_DISK_BYTES:
         fix = "Free space there, or set AXON_NB_RUNTIME_DIR to a short path on another local disk."
-        return Finding("cluster files", value, "problem", "Logs of ranks do not fit.", fix)
+        return Finding("cluster files", value, "problem", "The ranks' logs do not fit.", fix)
     return Finding("cluster files", value)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _in_container(docker: str, kubernetes: str, otherwise: str) -> str:

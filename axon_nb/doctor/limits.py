@@ -1,4 +1,4 @@
-"""What this process and those that it starts may have: open files, processes, threads."""
+"""Resource limits of this process and its children: open files, processes, threads."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _COMFORTABLE_FILES = 1024
 
 
 def tasks_needed(num_ranks: int) -> int:
-    """Threads of all of the cluster's processes: 15, and 13 a rank; more with DataLoader workers."""
+    """Threads that the cluster needs: 15 plus 13 per rank, with some reserve; DataLoader workers add more."""
     return 32 + 16 * num_ranks
 
 
 def limits(num_ranks: int) -> Section:
-    """Limits of this process, which its children inherit.
+    """Check the limits of this process, which its children inherit.
 
     Args:
-        num_ranks: Of a start without options.
+        num_ranks: Number of ranks of a default start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = (_files(soft, hard, num_ranks), _tasks(num_ranks))
@@ -53,12 +53,16 @@ def _files(soft: int, hard: int, num_ranks: int) -> Finding:
         message = "`%distributed start` refuses to start that many: the cluster's controller would run out of them."
         return Finding("open files", value, "problem", message, fix)
     return Finding(
-        "open files", value, "note", "Programs with many DataLoader workers, connections or GPUs run out of them.", fix
+        "open files",
+        value,
+        "note",
+        "Programs with many DataLoader workers, connections or GPUs may run out of them.",
+        fix,
     )
 
 
 def _tasks(num_ranks: int) -> Finding:
-    """The lower of the user's limit and the cgroup's, less what runs already."""
+    """The tighter of the user's limit and the cgroup's, minus running tasks."""
     needed, user = tasks_needed(num_ranks), resource.getrlimit(resource.RLIMIT_NPROC)[0]
     group = container.cgroup_limit("pids")
     free: list[tuple[int, str]] = []
@@ -70,18 +74,18 @@ def _tasks(num_ranks: int) -> Finding:
     if user != UNLIMITED and os.geteuid() != 0:  # Linux does not hold root to it
         used = _tasks_of_user()
         shown.append(f"{user} for this user, {used} used")
-        free.append((user - used, "Raise `ulimit -u` in the shell that starts Jupyter, before it does."))
+        free.append((user - used, "Raise `ulimit -u` in the shell before you start Jupyter."))
     value = f"{'; '.join(shown) or 'no limit'}; {num_ranks} ranks need {needed}"
     left, fix = min(free, default=(needed, ""))
     if left >= needed:
         return Finding("threads", value)
-    return Finding("threads", value, "problem", f"Only {max(0, left)} are free, and ranks fail to start.", fix)
+    return Finding("threads", value, "problem", f"Only {max(0, left)} are free, so ranks fail to start.", fix)
 
 
 def _raise_group() -> str:
     if container.kind() in ("docker", "podman"):
         return "Start the container with a higher `--pids-limit`."
-    return "Raise the limit of the cgroup: `TasksMax=` of the systemd service, or the pod's limit of processes."
+    return "Raise the cgroup's limit: `TasksMax=` of the systemd service, or the pod's process limit."
 
 
 def _tasks_of_user() -> int:

@@ -1,4 +1,4 @@
-"""Network interfaces: loopback, which every cluster needs, and those that `--interface` takes."""
+"""Network interfaces: loopback, which every cluster needs, and those usable with `--interface`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["network"]
 
 
 def network() -> Section:
-    """Loopback, and each interface with an IPv4 address that other hosts may reach."""
+    """Check loopback, and list interfaces with an IPv4 address that other hosts may reach."""
     found, usual = _interfaces(), _outgoing_ip()
     findings = [_loopback()]
     for entry in found:
         route = ", the default route" if entry["ip"] == usual else ""
         state = "up" if entry["up"] else "down"
-        use = f"; ranks on other hosts: `--interface {entry['name']}`" if entry["up"] else ""
+        use = f"; for ranks on other hosts use `--interface {entry['name']}`" if entry["up"] else ""
         findings.append(Finding(str(entry["name"]), f"{entry['ip']}, {state}{route}{use}"))
     if not found:
-        findings.append(Finding("others", "none; ranks on other hosts cannot reach this one"))
+        findings.append(Finding("others", "none; ranks on other hosts cannot reach this host"))
     return Section("network", tuple(findings), {"host": socket.gethostname(), "interfaces": found})
 
 
@@ -50,14 +50,14 @@ def _loopback() -> Finding:
             "loopback", f"{LOOPBACK} does not work: {error}", "problem", "No cluster can start.",
             "Run `ip link set lo up` as root.",
         )  # fmt: skip
-    return Finding("loopback", f"{LOOPBACK} works; ranks of one host use nothing else")
+    return Finding("loopback", f"{LOOPBACK} works; ranks on one host use nothing else")
 
 
 def _outgoing_ip() -> str:
-    """The address that this host sends from by default; connecting a datagram socket sends nothing."""
+    """This host's default source address; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address of the range that is kept for documentation
+            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation (RFC 5737)
             return str(probe.getsockname()[0])
         except OSError:
             return ""

@@ -1,6 +1,6 @@
-"""`python -m axon_nb.doctor.nvml`: what the NVIDIA driver tells of its GPUs, as JSON.
+"""`python -m axon_nb.doctor.nvml`: prints what the NVIDIA driver reports about its GPUs, as JSON.
 
-A process of its own, since a broken driver may hang; never CUDA, which takes memory on each GPU.
+A separate process, since a broken driver may hang. Never initialises CUDA, which takes memory on each GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Print one JSON object: whether nvidia-ml-py and libcuda are there, an error, versions, the GPUs."""
+    """Print one JSON object: whether nvidia-ml-py and libcuda are available, an error, versions, the GPUs."""
     json.dump(_facts(), sys.stdout)
 
 
@@ -57,7 +57,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def _identity(nvml: Any, handle: Any) -> dict[str, Any]:
-    # The second version leaves out what the driver itself reserves, as nvidia-smi does.
+    # Version 2 excludes memory that the driver itself reserves, as nvidia-smi does.
     memory = _try(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     memory = memory or _try(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     return {
@@ -83,7 +83,7 @@ def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
 
 
 def _try(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the driver says; None where this card or driver does not know."""
+    """Call an NVML function; None if this GPU or driver does not support it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:

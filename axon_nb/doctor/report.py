@@ -1,4 +1,4 @@
-"""What was found, as text for people and issues and as JSON for programs."""
+"""Findings as text for people and bug reports, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Literal
 __all__ = ["Finding", "Report", "Section", "Severity"]
 
 Severity = Literal["ok", "note", "problem"]
-"""``problem``: something fails or will fail here. ``note``: worth knowing, such as what is lost or left over."""
+"""``problem``: something fails or will fail here. ``note``: worth knowing, such as leftovers."""
 
 _WIDTH = 110
 _MARK: dict[Severity, str] = {"ok": "", "note": "note: ", "problem": "PROBLEM: "}
-_USUAL_LABEL = 16
-"""Labels up to this length are one column in all sections."""
+_ALIGNED_LABEL_WIDTH = 16
+"""Labels up to this length are aligned over all sections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Finding:
     """One line of a section."""
 
     label: str
-    """What was looked at, in a word or two."""
+    """What was checked, in a word or two."""
     value: str
-    """What is there."""
+    """What was found."""
     severity: Severity = "ok"
     message: str = ""
-    """What follows from it, a sentence; empty when all is well."""
+    """The consequence, as a sentence; empty if all is well."""
     fix: str = ""
-    """How to mend it on this machine, an imperative; empty when all is well."""
+    """How to fix it on this machine, as an imperative; empty if all is well."""
 
     def __post_init__(self) -> None:
         if self.severity != "ok" and not self.fix:
@@ -46,34 +46,34 @@ class Section:
     name: str
     findings: tuple[Finding, ...]
     data: Mapping[str, object] = field(default_factory=dict)
-    """The same facts for programs: plain values that JSON takes, sizes in bytes, times in seconds."""
+    """The same facts as JSON values for programs: sizes in bytes, times in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was examined."""
+    """Everything that was checked."""
 
     title: str
     sections: tuple[Section, ...]
 
     @property
     def status(self) -> int:
-        """Exit status: 1 when there is a problem, else 0."""
+        """Exit status: 1 if there is a problem, else 0."""
         return int(self._count("problem") > 0)
 
     def text(self) -> str:
-        """For people: what needs action first, then all facts by section."""
+        """Format for people: what needs action first, then all facts by section."""
         lines = [f"{self.title}: {self.summary}", ""]
-        for alike in self._to_mend():
+        for alike in self._action_needed():
             lines += [*_wrapped(alike), ""]
         labels = [len(finding.label) for finding in self._findings()]
-        usual = max((length for length in labels if length <= _USUAL_LABEL), default=0)
+        usual = max((length for length in labels if length <= _ALIGNED_LABEL_WIDTH), default=0)
         for section in self.sections:
             lines += [section.name, *_table(section.findings, usual), ""]
         return "\n".join(lines).rstrip()
 
     def json(self) -> str:
-        """For programs."""
+        """Format for programs."""
         content = {
             "title": self.title,
             "problems": self._count("problem"),
@@ -90,13 +90,13 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many problems and notes there are, in words."""
+        """Number of problems and notes, in words."""
         counts = [(self._count("problem"), "problem"), (self._count("note"), "note")]
-        told = [f"{number} {word}{'s' if number > 1 else ''}" for number, word in counts if number]
-        return ", ".join(told) or "no problems"
+        parts = [f"{number} {word}{'s' if number > 1 else ''}" for number, word in counts if number]
+        return ", ".join(parts) or "no problems"
 
-    def _to_mend(self) -> list[list[Finding]]:
-        """What is not ok, problems first; those with one fix together."""
+    def _action_needed(self) -> list[list[Finding]]:
+        """Findings that are not ok, problems first, grouped by fix."""
         groups: dict[tuple[Severity, str], list[Finding]] = {}
         for finding in self._findings():
             groups.setdefault((finding.severity, finding.fix), []).append(finding)
@@ -111,7 +111,7 @@ class Report:
 
 
 def _wrapped(alike: list[Finding]) -> list[str]:
-    """A paragraph for findings with the same fix."""
+    """Format findings with the same fix as one paragraph."""
     head = "PROBLEM  " if alike[0].severity == "problem" else "note     "
     lines: list[str] = []
     for finding in alike:

@@ -1,4 +1,4 @@
-"""Versions of what axon_nb rests on, what torch is built with, and whether torch does here what recovery needs."""
+"""Versions of dependencies, build options of torch, and whether recovery works with this torch."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ print(json.dumps({
 }))
 """,
 )
-"""Arguments of Python for what torch is built with; in a process of its own, for this one never imports torch."""
+"""Python arguments that print torch's build options; in a child process, as this one never imports torch."""
 
 _PACKAGES = ("ipyparallel", "ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook", "numpy", "pyzmq", "psutil")
 _ENVIRONMENT = re.compile(r"(AXON_NB|CUDA|GLOO|NCCL|OMP|MKL|NVIDIA_VISIBLE|PYTORCH|TORCH|TP_SOCKET)[A-Z0-9_]*")
 
 
 def software(build: Answer) -> Section:
-    """What is installed.
+    """Report installed versions.
 
     Args:
-        build: What the child `TORCH_BUILD` has answered.
+        build: Result of the child `TORCH_BUILD`.
     """
     findings = [
         Finding("axon_nb", __version__),
@@ -70,7 +70,7 @@ def _torch(build: Answer) -> Finding:
         value = f"{facts['torch']} ({made}, {nccl}; backends {', '.join(facts['backends']) or 'none'})"
         if "gloo" not in facts["backends"]:
             return Finding(
-                "torch", value, "problem", "Ranks need Gloo, which this torch is built without.",
+                "torch", value, "problem", "Ranks need Gloo, which this torch build lacks.",
                 f"Install another build of torch: `{pip()} install --force-reinstall torch`.",
             )  # fmt: skip
         return Finding("torch", value)
@@ -79,13 +79,13 @@ def _torch(build: Answer) -> Finding:
             "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
         )
     return Finding(
-        "torch", f"{_version('torch')}, does not import: {build.failure}", "problem", "Ranks cannot start without it.",
-        f'See the error in full with `{_python()} -c "import torch"`; reinstalling torch mends most.',
+        "torch", f"{_version('torch')}, cannot be imported: {build.failure}", "problem", "Ranks cannot start.",
+        f'See the full error with `{_python()} -c "import torch"`; reinstalling torch usually helps.',
     )  # fmt: skip
 
 
 def _unmet() -> list[Finding]:
-    """Requirements of axon_nb that the installed packages do not meet; torch has its own finding."""
+    """Requirements of axon_nb that are not met; torch has its own finding."""
     try:
         wanted = metadata.requires("axon_nb") or []
     except metadata.PackageNotFoundError:
@@ -109,17 +109,17 @@ def _unmet() -> list[Finding]:
 
 
 def self_test(answer: Answer) -> Section:
-    """What torch does here of what recovery needs.
+    """Report which of the features that recovery needs work with this torch.
 
     Args:
-        answer: What the child `SELF_TEST` has answered.
+        answer: Result of the child `SELF_TEST`.
     """
     name, facts = "self-test", answer.content
     if _version("torch") is None:
         return Section(name, (Finding(name, "did not run: torch is missing"),))
     capabilities = facts.get("capabilities")
     if not isinstance(capabilities, list):
-        why = answer.failure or "its answer lists no capabilities"
+        why = answer.failure or "its reply lists no capabilities"
         return Section(name, (_not_run(why),), {"failure": why})
     findings = tuple(_capability(entry) for entry in capabilities if isinstance(entry, dict))
     title = f"{name} of torch {facts.get('torch', '?')}"
@@ -134,7 +134,7 @@ def _not_run(why: str) -> Finding:
         fix = "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
     else:
         fix = f"Run `{_python()} -m axon_nb.engine.self_test` to see why."
-    return Finding("self-test", f"did not run: {why}", "problem", "Whether ranks recover is not known here.", fix)
+    return Finding("self-test", f"did not run: {why}", "problem", "It is unknown whether ranks can recover here.", fix)
 
 
 def _capability(entry: dict[str, Any]) -> Finding:
@@ -148,7 +148,7 @@ def _capability(entry: dict[str, Any]) -> Finding:
 
 
 def environment() -> Section:
-    """The environment variables that change how ranks compute and communicate."""
+    """List environment variables that affect how ranks compute and communicate."""
     found = {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)}
     return Section("environment", tuple(Finding(name, value or "(empty)") for name, value in found.items()), found)
 
@@ -176,5 +176,5 @@ def _python() -> str:
 
 
 def pip() -> str:
-    """The pip of this Python, as one types it."""
+    """The command line of this Python's pip."""
     return f"{_python()} -m pip"

@@ -38,7 +38,7 @@ from axon_nb.engine.telemetry import Telemetry
 from axon_nb.engine.traceback_size import install_bounded_traceback
 from axon_nb.host.cores import usable_cores
 from axon_nb.host.sealing import store_key
-from axon_nb.records import running_cell
+from axon_nb.records.running_cell import set_cell_source
 
 __all__ = ["describe", "join", "run_engine"]
 
@@ -125,7 +125,7 @@ def _install(session: RankSession) -> None:
     session.extras["steps"] = steps
     install_frameworks(session)
     install_rounds()
-    running_cell.follow(lambda: session.cell)
+    set_cell_source(lambda: session.cell)
     interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
     interrupts.install()
     kernel_hooks.install(kernel, interrupts.hold_async)

@@ -20,10 +20,10 @@ def install_frameworks(session: RankSession) -> None:
     if config.device == "cpu":
         synchronise = functools.partial(accelerate_state.synchronise_on_cpus, world_size=config.world_size)
         after_import("accelerate.state", synchronise)
-    after_import("torch._dynamo.trace_rules", dynamo_rules.leave_alone)
+    after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
     launch = functools.partial(accelerate_launch.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
-    after_import("deepspeed.comm.torch", deepspeed_setup.use_torch_groups_alone)
+    after_import("deepspeed.comm.torch", deepspeed_setup.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
         stepping.count_as_step(deepspeed_setup.wrap_step(module, session.extras["steps"].end_of_step))

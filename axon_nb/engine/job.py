@@ -42,7 +42,9 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
     pace = metrics.pace if metrics.pace.steps else rounds
     running = state.cell is not None
     rates = pace.rates(state.time_ns, running=running)
-    items = rates.items if pace is metrics.pace else metrics.pace.rates(state.time_ns, running=running).items
+    items = (
+        rates.items_per_s if pace is metrics.pace else metrics.pace.rates(state.time_ns, running=running).items_per_s
+    )
     share, span_position = _communication(state.time_ns, span_position, since_ns)
     return {
         "pid": os.getpid(),
@@ -52,7 +54,7 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
         "lost": lost,
         "is_last": len(rows) < _ROWS,
         "steps": pace.steps,
-        "steps_per_s": rates.steps,
+        "steps_per_s": rates.steps_per_s,
         "items_per_s": items,
         "span_position": span_position,
         "communication": share,

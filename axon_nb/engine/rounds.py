@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from axon_nb.records.pace import Pace
+from axon_nb.records.pace import RateMeter
 
 __all__ = ["install_rounds", "rounds"]
 
-rounds = Pace()
+rounds = RateMeter()
 """How fast they come."""
 _seen: set[int] = set()
 

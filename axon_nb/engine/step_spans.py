@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.groups.stepping import step_depth
 from axon_nb.engine.session import RankSession
 from axon_nb.records.span import Span
-from axon_nb.records.trace import emit, is_told, ring
+from axon_nb.records.trace import emit, is_suppressed, ring
 
 __all__ = ["StepSpans", "missing_span_hooks"]
 
@@ -194,5 +194,5 @@ class StepSpans:
             self._step_began = 0
 
     def _emit(self, kind: str, name: str, start_ns: int) -> None:
-        if not is_told(kind):  # a stage of a pipeline tells it, with its microbatch
+        if not is_suppressed(kind):  # a stage of a pipeline tells it, with its microbatch
             emit(Span(self._rank, kind, name, start_ns, time.monotonic_ns()))

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from axon_nb.host.framing import encode, receive
-from axon_nb.host.sealing import Seal, greet
+from axon_nb.host.sealing import MessageSigner, authenticate
 
 __all__ = ["AgentStore", "give_up_waits", "want_waits"]
 
@@ -59,7 +59,7 @@ class AgentStore(Store):
         self._address = address
         self._timeout = timeout
         self._key = key
-        self._seal: Seal | None = None
+        self._signer: MessageSigner | None = None
         self._lock = threading.RLock()
         self._sock = self._connect()
         self._broken = False
@@ -79,7 +79,7 @@ class AgentStore(Store):
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._seal = greet(sock, self._key)
+            self._signer = authenticate(sock, self._key)
             sock.settimeout(None)
         except BaseException:
             sock.close()
@@ -99,10 +99,10 @@ class AgentStore(Store):
             # An interrupt between request and answer: the next call on that connection would get this one's answer.
             self._broken = True
             message = list(parts)
-            self._sock.sendall(encode(message if self._seal is None else self._seal.close(message)))
+            self._sock.sendall(encode(message if self._signer is None else self._signer.sign(message)))
             answer = receive(self._sock)
-            if self._seal is not None:
-                answer = self._seal.open(answer)
+            if self._signer is not None:
+                answer = self._signer.verify(answer)
             self._broken = False
             return answer
 

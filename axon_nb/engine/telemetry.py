@@ -12,7 +12,7 @@ from typing import Any
 
 from axon_nb.engine.sampler import Sampler
 from axon_nb.engine.session import RankSession
-from axon_nb.records.beat import until_beat
+from axon_nb.records.beat import seconds_to_tick
 
 __all__ = ["Telemetry"]
 
@@ -55,7 +55,7 @@ class Telemetry:
             now = time.monotonic()
             if now >= due:
                 self._send(states)
-                states, due = [], now + until_beat(now=now)
+                states, due = [], now + seconds_to_tick(now=now)
             self._wake.wait(min(period, due - now))
             self._wake.clear()
 

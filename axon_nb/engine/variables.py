@@ -15,7 +15,7 @@ from axon_nb.engine.session import current
 from axon_nb.engine.whole import as_arrays, local_value, portable, split_over, whole_value
 from axon_nb.errors import UsageError
 from axon_nb.host.free_memory import free_memory
-from axon_nb.host.parcels import Address, join_parts, parcel_size, read_parcel, split_parts, write_parcel
+from axon_nb.host.parcels import BlockAddress, block_size, join_parts, read_block, split_parts, write_block
 from axon_nb.records.quantity import format_bytes
 from axon_nb.records.ranks import format_ranks
 
@@ -29,9 +29,9 @@ class OtherRanks(Exception):
     """The value is split over ranks that were not asked; the message names all that are needed."""
 
 
-def take(addresses: Mapping[int, Address]) -> None:
-    """Set the variables in the notebook's parcel for this rank."""
-    put(read_parcel(addresses[current().config.rank]))
+def take(addresses: Mapping[int, BlockAddress]) -> None:
+    """Set the variables in the notebook's shared block for this rank."""
+    put(read_block(addresses[current().config.rank]))
 
 
 def put(parts: Any) -> None:
@@ -46,7 +46,7 @@ def put(parts: Any) -> None:
 
 def give(
     expression: str,
-    addresses: Mapping[int, Address | None],
+    addresses: Mapping[int, BlockAddress | None],
     ranks: Sequence[int],
     *,
     shards: bool = False,
@@ -90,10 +90,10 @@ def give(
     if address is None:
         session.extras["offer"] = join_parts(parts)
         return
-    size, free = parcel_size(parts), free_memory()
+    size, free = block_size(parts), free_memory()
     if free is not None and size > free:
         raise UsageError(f"it takes {format_bytes(size)}, and {format_bytes(free)} of memory are free: take a part")
-    write_parcel(address, parts, writers=sum(place is not None for place in addresses.values()))
+    write_block(address, parts, writers=sum(place is not None for place in addresses.values()))
 
 
 def take_offer() -> bytes:
@@ -101,7 +101,7 @@ def take_offer() -> bytes:
     return bytes(current().extras.pop("offer", b""))
 
 
-def last_value(token: str, address: Address | None) -> tuple[bytes | None, str]:
+def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
     """The value of a cell's last expression, and its text for where it cannot be loaded.
 
     Args:
@@ -117,9 +117,9 @@ def last_value(token: str, address: Address | None) -> tuple[bytes | None, str]:
     except Exception:
         return b"", repr(value)
     text = "" if _plain(value) else repr(value)
-    if address is None or parcel_size(parts) < _WITHIN:
+    if address is None or block_size(parts) < _WITHIN:
         return bytes(join_parts(parts)), text
-    write_parcel(address, parts)
+    write_block(address, parts)
     return None, text
 
 

@@ -1,4 +1,4 @@
-"""The way out of the notebook: its `%%distributed` cells as one script for torchrun."""
+"""Export of a notebook's `%%distributed` cells as one script for torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 from axon_nb.export.head import data_file
-from axon_nb.export.lint import settled
+from axon_nb.export.lint import apply_ruff
 from axon_nb.export.reading import read_notebook
 from axon_nb.export.script import make_script
 from axon_nb.export.steps import History
@@ -23,51 +23,51 @@ __all__ = ["ExportReport", "export_history", "export_notebook"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export has written; its text says so."""
+    """What an export wrote; its text is the summary shown to the user."""
 
     target: Path
     """The script."""
     num_ranks: int
-    """Ranks that it is meant for."""
+    """Number of ranks that the script runs on."""
     data: Path | None
-    """The file beside it with values that the notebook had sent; None: there are none."""
+    """The file beside it with pushed values; None if there are none."""
     paths: tuple[str, ...]
-    """Variables whose values nobody knows: each is an option of the script that names a file."""
-    left_out: int
-    """Cells that were left out as dead."""
+    """Variables with unknown values: for each the script has an option that names a file."""
+    omitted: int
+    """Number of dead cells that were omitted."""
     undefined: tuple[str, ...] = ()
-    """Names that the script uses and nothing in it defines, as far as ruff can tell."""
+    """Names that the script uses but does not define, according to ruff."""
 
     def __str__(self) -> str:
         lines = [f"Wrote {self.target}: torchrun --nproc-per-node {self.num_ranks} {self.target}"]
         if self.data is not None:
-            lines.append(f"Wrote {self.data} ({format_bytes(self.data.stat().st_size)}): the values that were pushed.")
+            lines.append(f"Wrote {self.data} ({format_bytes(self.data.stat().st_size)}): the pushed values.")
         if self.paths:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in self.paths)
-            lines.append(f"Not known here, so the script wants files with them: {options}.")
-        if self.left_out:
-            cells = "1 cell" if self.left_out == 1 else f"{self.left_out} cells"
+            lines.append(f"Unknown values, to be passed as files: {options}.")
+        if self.omitted:
+            cells = "1 cell" if self.omitted == 1 else f"{self.omitted} cells"
             lines.append(
-                f"Left out {cells} that nothing later depends on; if they drew random numbers, later ones differ."
+                f"Omitted {cells} that nothing later depends on; if they drew random numbers, later draws differ."
             )
         if self.undefined:
-            lines.append(f"Used in the script and defined nowhere in it: {', '.join(self.undefined)}.")
+            lines.append(f"Undefined names in the script: {', '.join(self.undefined)}.")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def export_notebook(source: Path, target: Path, *, live_only: bool = False, force: bool = False) -> ExportReport:
-    """Write the script of a notebook file.
+    """Export a notebook file.
 
     Args:
-        source: The `.ipynb`.
+        source: The `.ipynb` file.
         target: The script.
-        live_only: Whether cells that the notebook's end does not depend on are left out.
-        force: Whether a file that is there is replaced.
+        live_only: Whether to omit cells that the notebook's final state does not depend on.
+        force: Whether to overwrite existing files.
 
     Raises:
-        UsageError: it is no notebook, no cell has run on ranks, or the script is there already.
+        UsageError: it is not a notebook, no cell ran on ranks, or the script exists.
     """
     facts, history = read_notebook(source)
     return _write(history, facts, {}, target, title=source.name, live_only=live_only, force=force)
@@ -82,15 +82,15 @@ def export_history(
     live_only: bool = False,
     force: bool = False,
 ) -> ExportReport:
-    """Write the script of a running session; see `export_notebook`.
+    """Export a running session; see `export_notebook`.
 
     Args:
-        history: What was done, in order.
-        facts: The ranks.
-        values: Pushed variables that the notebook still has.
+        history: Cells and pushes, in order.
+        facts: Facts about the ranks.
+        values: Pushed variables that still exist in the notebook.
         target: The script.
-        live_only: As there.
-        force: As there.
+        live_only: Whether to omit cells that the session's final state does not depend on.
+        force: Whether to overwrite existing files.
     """
     return _write(history, facts, values, target, title="a notebook", live_only=live_only, force=force)
 
@@ -106,24 +106,24 @@ def _write(
     force: bool,
 ) -> ExportReport:
     if target.suffix != ".py":
-        raise UsageError(f"{target}: a script's name ends in .py.")
+        raise UsageError(f"{target}: the script's name must end in .py.")
     script = make_script(history, facts, title=title, file_name=target.name, values=values, live_only=live_only)
     data = target.with_name(data_file(target.name)) if script.file_names else None
-    there = [path for path in (target, data) if path is not None and path.exists()]
-    if there and not force:
-        raise UsageError(f"{there[0]} is there already: `--force` replaces it.")
-    text, undefined = settled(script.text, target)
+    existing = [path for path in (target, data) if path is not None and path.exists()]
+    if existing and not force:
+        raise UsageError(f"{existing[0]} already exists; use `--force` to overwrite it.")
+    text, undefined = apply_ruff(script.text, target)
     if data is not None:
         _save(data, {name: values[name] for name in script.file_names})
     _replace(target, text.encode())
-    return ExportReport(target, facts.num_ranks, data, script.paths, script.left_out, tuple(undefined))
+    return ExportReport(target, facts.num_ranks, data, script.paths, script.omitted, tuple(undefined))
 
 
 def _save(path: Path, values: Mapping[str, Any]) -> None:
     try:
         content = pickle.dumps(values, protocol=5)
     except Exception as error:
-        raise UsageError(f"{', '.join(values)} cannot be written to a file: {type(error).__name__}: {error}") from None
+        raise UsageError(f"Cannot write {', '.join(values)} to a file: {type(error).__name__}: {error}") from None
     _replace(path, content)
 
 
@@ -133,6 +133,6 @@ def _replace(path: Path, content: bytes) -> None:
         draft.write_bytes(content)
         draft.replace(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"Cannot write {path}: {error.strerror}.") from None
     finally:
         draft.unlink(missing_ok=True)

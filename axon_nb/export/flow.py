@@ -1,4 +1,4 @@
-"""What a statement does to names: which it binds, uses, and may change in place. Read from the syntax tree alone."""
+"""Static analysis of statements: which names they bind, use and may mutate, from the syntax tree alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 
 __all__ = ["Effects", "called_names", "effects", "free_names"]
 
-_HARMLESS = {
+_PURE_FUNCTIONS = {
     "abs", "all", "any", "bool", "enumerate", "float", "format", "hasattr", "id", "int", "isinstance", "issubclass",
     "len", "max", "min", "print", "range", "repr", "reversed", "round", "sorted", "str", "sum", "tuple", "type", "zip",
 }  # fmt: skip
-_LOOKING = {
+_PURE_METHODS = {
     "all", "any", "argmax", "count", "cpu", "detach", "dim", "element_size", "format", "get_rank", "get_world_size",
     "item", "items", "join", "keys", "max", "mean", "min", "named_parameters", "norm", "numel", "numpy", "parameters",
     "size", "split", "state_dict", "std", "sum", "tolist", "values",
 }  # fmt: skip
-"""Methods that change nothing."""
+"""Methods that do not mutate their object."""
 _BLOCKS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.ExceptHandler)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_WHOLE = (
+_SIMPLE_BINDINGS = (
     ast.Assign,
     ast.AnnAssign,
     ast.FunctionDef,
@@ -35,17 +35,17 @@ _WHOLE = (
 
 @dataclass
 class Effects:
-    """See the module."""
+    """Effects of statements on names."""
 
     binds: set[str] = field(default_factory=set)
     uses: set[str] = field(default_factory=set)
-    """Names whose values from before it needs."""
+    """Names whose previous values are needed."""
     changes: set[str] = field(default_factory=set)
     replaces: set[str] = field(default_factory=set)
-    """Names that it binds whatever happens, and without looking at what they were."""
+    """Names that are always rebound without using their previous values."""
 
     def then(self, other: Effects) -> Effects:
-        """The effects of this and then the other."""
+        """Combine the effects of this statement followed by another."""
         return Effects(
             self.binds | other.binds,
             self.uses | (other.uses - self.replaces),
@@ -54,14 +54,14 @@ class Effects:
         )
 
 
-class _Names(ast.NodeVisitor):
+class _EffectsVisitor(ast.NodeVisitor):
     """Collects the effects of one statement."""
 
     def __init__(self) -> None:
         self.found = Effects()
 
     def visit(self, node: ast.AST) -> None:
-        """Take in one node."""
+        """Add the effects of one node."""
         if isinstance(node, ast.Name):
             (self.found.uses if isinstance(node.ctx, ast.Load) else self.found.binds).add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -92,28 +92,28 @@ class _Names(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _block(self, node: ast.AST) -> None:
-        """A statement with blocks: what its head binds, and each block before, is there in what follows within it."""
+        """Add a compound statement: what its header and earlier blocks bind is visible in later blocks."""
         inside = {id(statement) for block in _blocks(node) for statement in block}
         for child in ast.iter_child_nodes(node):
             if id(child) not in inside:
                 self.visit(child)
-        own = set(self.found.binds)
+        bound = set(self.found.binds)
         if isinstance(node, ast.ExceptHandler) and node.name:
-            own.add(node.name)
+            bound.add(node.name)
         for block in _blocks(node):
-            within = _sequence(block)
-            self.found.binds |= within.binds | own
-            self.found.uses |= within.uses - own
-            self.found.changes |= within.changes
+            inner = _sequence_effects(block)
+            self.found.binds |= inner.binds | bound
+            self.found.uses |= inner.uses - bound
+            self.found.changes |= inner.changes
 
     def _change(self, node: ast.expr) -> None:
         self.found.changes |= set(_bases(node))
 
     def _call(self, node: ast.Call) -> None:
         function = node.func
-        if isinstance(function, ast.Name) and function.id in _HARMLESS:
+        if isinstance(function, ast.Name) and function.id in _PURE_FUNCTIONS:
             return
-        if isinstance(function, ast.Attribute) and function.attr in _LOOKING:
+        if isinstance(function, ast.Attribute) and function.attr in _PURE_METHODS:
             return
         self._change(function)
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
@@ -125,7 +125,7 @@ def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
 
 
 def _bases(node: ast.expr) -> Iterator[str]:
-    """The names whose objects an expression leads to: `model` of ``model.layers[0].weight``."""
+    """Names at the root of an expression: `model` in ``model.layers[0].weight``."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -138,7 +138,7 @@ def _bases(node: ast.expr) -> Iterator[str]:
 
 
 class _Generators(ast.NodeTransformer):
-    """Makes comprehensions generators: Python 3.12 and later merge the names of the others into the scope around."""
+    """Turns comprehensions into generators: Python 3.12 and later inline the others into the enclosing scope."""
 
     def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
         return self.generic_visit(ast.GeneratorExp(node.elt, node.generators))
@@ -151,11 +151,11 @@ class _Generators(ast.NodeTransformer):
 
 
 def free_names(node: ast.AST) -> set[str]:
-    """The names that a function, class or comprehension takes from outside."""
+    """Return the names that a function, class or comprehension takes from the enclosing scope."""
     try:
         tree = _Generators().visit(ast.parse(ast.unparse(node)))
         scopes = [symtable.symtable(ast.unparse(tree), "<cell>", "exec")]
-    except SyntaxError:  # awaits outside of a function
+    except SyntaxError:  # `await` outside a function
         return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
     found, outermost = set[str](), scopes[0]
     while scopes:
@@ -169,7 +169,7 @@ def free_names(node: ast.AST) -> set[str]:
 
 
 def called_names(statements: Iterable[ast.stmt]) -> set[str]:
-    """Names that are called, and used in no other way."""
+    """Return names that are only called, never used otherwise."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -177,21 +177,21 @@ def called_names(statements: Iterable[ast.stmt]) -> set[str]:
     return {node.id for node in names} - otherwise
 
 
-def _sequence(statements: Iterable[ast.stmt]) -> Effects:
+def _sequence_effects(statements: Iterable[ast.stmt]) -> Effects:
     total = Effects()
     for statement in statements:
-        visitor = _Names()
+        visitor = _EffectsVisitor()
         visitor.visit(statement)
         found = visitor.found
-        if isinstance(statement, _WHOLE):
+        if isinstance(statement, _SIMPLE_BINDINGS):
             found.replaces = found.binds - found.uses
         total = total.then(found)
     return total
 
 
 def effects(statements: Iterable[ast.stmt]) -> Effects:
-    """The effects of statements that run one after the other; builtins are no names."""
-    total = _sequence(statements)
+    """Return the combined effects of consecutive statements, without builtins."""
+    total = _sequence_effects(statements)
     known = set(dir(builtins))
     total.uses -= known - total.binds
     total.changes -= known - total.binds

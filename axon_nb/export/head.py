@@ -1,4 +1,4 @@
-"""What stands at a script's head: command line, group, and the names that every rank of a notebook has."""
+"""The script's preamble: command line, process group, and the names that every rank of a notebook has."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from axon_nb.export.imports import Imports
 from axon_nb.export.steps import ValueStep
 from axon_nb.records.history import SessionFacts
 
-__all__ = ["Arguments", "data_file", "set_up"]
+__all__ = ["Arguments", "data_file", "preamble"]
 
 _FROM_ENVIRONMENT = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
 _ACCELERATED = {"accelerate", "transformers"}
-"""Packages whose processes train together on CPUs only where Accelerate is told to use these."""
+"""Packages whose processes train together on CPUs only if Accelerate is set to use CPUs."""
 
 
 class Arguments:
-    """The script's command line: values that the notebook had sent to ranks."""
+    """The script's command line: values that the notebook pushed to ranks."""
 
     def __init__(self, taken: Collection[str]) -> None:
         self._taken = set(taken)
-        self._lines: dict[str, str] = {}
-        self.name = self.free("arguments")
-        """What the script calls the parsed command line."""
-        self.data = self.free("data")
-        """What it calls the content of the file beside it."""
-        self.share, self.show = self.free("share"), self.free("show")
-        """What it calls its helpers."""
+        self._options: dict[str, str] = {}
+        self.name = self.unused_name("arguments")
+        """Variable with the parsed command line."""
+        self.data = self.unused_name("data")
+        """Variable with the content of the data file."""
+        self.share, self.show = self.unused_name("share"), self.unused_name("show")
+        """Names of the helper functions."""
         self.reads_file = False
         self.reads_paths = False
 
-    def free(self, name: str) -> str:
-        """A name like this that no cell binds."""
-        return name if name not in self._taken else self.free(f"{name}_")
+    def unused_name(self, name: str) -> str:
+        """Return a similar name that no cell binds."""
+        return name if name not in self._taken else self.unused_name(f"{name}_")
 
     def code(self, step: ValueStep) -> str:
-        """The lines that give a variable its value."""
-        if step.way == "code":
+        """Return the lines that assign a variable its value."""
+        if step.source == "code":
             return step.text
-        if step.way == "literal":
+        if step.source == "literal":
             return f"{step.name} = {step.text}\n"
-        if step.way == "file":
+        if step.source == "file":
             self.reads_file = True
             return f'{step.name} = {self.data}["{step.name}"]\n'
         plain = step.name.strip("_") == step.name
         option = f'"--{step.name.replace("_", "-")}"' if plain else f'"--{step.name}", dest="{step.name}"'
-        if step.way == "argument":
-            self._lines[step.name] = f"add_argument({option}, {_kind(step.text)})"
+        if step.source == "argument":
+            self._options[step.name] = f"add_argument({option}, {_argument_options(step.text)})"
             return f"{step.name} = {self.name}.{step.name}\n"
         self.reads_paths = True
-        self._lines[step.name] = (
+        self._options[step.name] = (
             f'add_argument({option}, type=Path, required=True, metavar="FILE", '
-            f'help="where {step.name} is, as torch.save writes it")'
+            f'help="file with {step.name}, written by torch.save")'
         )
         return f"{step.name} = torch.load({self.name}.{step.name}, weights_only=False)\n"
 
     def lines(self) -> str:
-        """The code that parses the command line; empty: there are no arguments."""
-        if not self._lines:
+        """Return the code that parses the command line; empty without arguments."""
+        if not self._options:
             return ""
-        parser = self.free("parser")
-        added = "".join(f"{parser}.{line}\n" for line in self._lines.values())
+        parser = self.unused_name("parser")
+        added = "".join(f"{parser}.{line}\n" for line in self._options.values())
         return f"{parser} = argparse.ArgumentParser()\n{added}{self.name} = {parser}.parse_args()\n\n"
 
 
-def _kind(text: str) -> str:
+def _argument_options(text: str) -> str:
     value = ast.literal_eval(text)
     if isinstance(value, bool):
         return f"action=argparse.BooleanOptionalAction, default={text}"
@@ -76,7 +76,7 @@ def _kind(text: str) -> str:
     return f"type=ast.literal_eval, default={text}"
 
 
-def set_up(
+def preamble(
     facts: SessionFacts,
     used: Collection[str],
     bound: Collection[str],
@@ -86,16 +86,16 @@ def set_up(
     packages: Collection[str],
     file_name: str,
 ) -> str:
-    """The code before the first cell.
+    """Write the code before the first cell.
 
     Args:
-        facts: The ranks of the notebook.
+        facts: Facts about the notebook's ranks.
         used: Names that the script uses.
-        bound: Names that its cells bind themselves.
-        imports: Gets what this code needs.
+        bound: Names that its cells bind.
+        imports: Receives the imports that this code needs.
         arguments: The command line.
-        packages: What its cells import.
-        file_name: Name of the script's own file.
+        packages: Packages that its cells import.
+        file_name: Name of the script's file.
     """
     for line in ("import os", "import torch", "import torch.distributed as dist"):
         imports.add(line)
@@ -113,7 +113,7 @@ def set_up(
     text += _threads(facts) + _device(facts, used)
     text += (_accelerate(packages) + _deepspeed(packages, imports)) * (not facts.on_gpus) + _group(facts)
     if facts.seed is not None:
-        text += f"torch.manual_seed({facts.seed})  # what the notebook's ranks began with\n"
+        text += f"torch.manual_seed({facts.seed})  # initial seed of the notebook's ranks\n"
     if "world" in used:
         imports.add("from axon_nb.comm import World")
         text += "world = World.init()\n"
@@ -144,18 +144,18 @@ def _device(facts: SessionFacts, used: Collection[str]) -> str:
 def _accelerate(packages: Collection[str]) -> str:
     if not _ACCELERATED & set(packages):
         return ""
-    return 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or Accelerate trains each process by itself\n'
+    return 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise Accelerate trains each process by itself\n'
 
 
 def _deepspeed(packages: Collection[str], imports: Imports) -> str:
-    """On ranks it does not build what it has for inference on CPUs, either: that takes a compiler and half a minute."""
+    """Skip DeepSpeed's CPU inference kernels, as on ranks: they need a compiler and half a minute to build."""
     if "deepspeed" not in packages:
         return ""
     imports.add("from importlib import import_module")
     imports.add("from importlib.util import find_spec")
-    # By its name: the attribute `torch` of `deepspeed.comm` is torch itself.
+    # Import by name: the attribute `torch` of `deepspeed.comm` is torch itself.
     return (
-        'if find_spec("deepspeed"):  # compiled C++ that only inference uses is not built\n'
+        'if find_spec("deepspeed"):  # skip C++ that only inference uses\n'
         '    import_module("deepspeed.comm.torch").build_shm_op = lambda: None\n'
     )
 
@@ -171,11 +171,11 @@ def _file(imports: Imports, arguments: Arguments, file_name: str) -> str:
         imports.add(line)
     beside = data_file(file_name)
     return (
-        f"\n# What the notebook had sent to its ranks, written with this script.\n"
+        f"\n# Values that the notebook pushed to its ranks, exported with this script.\n"
         f'with Path(__file__).with_name("{beside}").open("rb") as file:\n    {arguments.data} = pickle.load(file)\n'
     )
 
 
 def data_file(file_name: str) -> str:
-    """Name of the file beside a script that holds values."""
+    """Name of the data file beside a script."""
     return re.sub(r"\W", "_", PurePath(file_name).stem) + "_data.pkl"

@@ -1,4 +1,4 @@
-"""The imports of a script: those of its cells, brought to its head, each once, without those that nothing uses."""
+"""The script's imports: its cells' imports, moved to the top, without duplicates and unused ones."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ __all__ = ["Imports", "packages_in"]
 
 _WIDTH = 100
 _SETTINGS = ("os.environ", "sys.path")
-"""What an import may depend on: behind a change of these it stays where it is."""
+"""What imports may depend on: an import after a change of these stays where it is."""
 
 
 class Imports:
-    """Collects imports; made first, then given each cell in order."""
+    """Collects the imports of cells, which must be added in order."""
 
     def __init__(self) -> None:
         self._modules: dict[tuple[str, str | None], None] = {}
         self._names: dict[str, dict[tuple[str, str | None], None]] = {}
         self._bound: dict[str, tuple[str, ...]] = {}
-        self._taken: set[str] = set()
+        self._bound_by_code: set[str] = set()
         self._settings_changed = False
         self.has_star = False
-        """Whether a module's names are imported without being named."""
+        """Whether there is a star import."""
 
     def add(self, statement: str) -> None:
-        """One import statement that the script needs."""
+        """Add an import statement that the script needs."""
         (node,) = ast.parse(statement).body
-        self._take(node)
+        self._record(node)
 
-    def lift(self, code: str, tree: ast.Module) -> str:
-        """A cell's code without the imports at its top level that can be brought to the script's head."""
+    def hoist(self, code: str, tree: ast.Module) -> str:
+        """Return a cell's code without those top-level imports that can move to the top of the script."""
         lines = code.splitlines()
         for statement in tree.body:
             first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 if self._can_move(statement):
-                    self._take(statement)
+                    self._record(statement)
                     lines[first:last] = [""] * (last - first)
                 else:
                     lines[last - 1] += "  # noqa: E402"
                     self.has_star = self.has_star or any(alias.name == "*" for alias in statement.names)
             else:
-                self._taken |= effects([statement]).binds
+                self._bound_by_code |= effects([statement]).binds
                 text = ast.unparse(statement)
                 self._settings_changed = self._settings_changed or any(word in text for word in _SETTINGS)
         return "\n".join(lines) + "\n"
@@ -54,10 +54,10 @@ class Imports:
         if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
             return True
         return not self._settings_changed and all(
-            name not in self._taken and self._bound.get(name, key) == key for name, key in _bindings(statement)
+            name not in self._bound_by_code and self._bound.get(name, key) == key for name, key in _bindings(statement)
         )
 
-    def _take(self, statement: ast.stmt) -> None:
+    def _record(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Import):
             for alias in statement.names:
                 self._modules[alias.name, alias.asname] = None
@@ -70,7 +70,7 @@ class Imports:
             self._bound.update(_bindings(statement))
 
     def render(self, used: Iterable[str]) -> str:
-        """The script's import lines, the standard library's first; of no use: what binds no name in `used`."""
+        """Return the import lines, standard library first, without imports that bind no name in `used`."""
         wanted = set(used)
         lines: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for module, asname in sorted(self._modules, key=str):
@@ -92,13 +92,13 @@ class Imports:
 
     @property
     def future(self) -> str:
-        """The `from __future__` line; empty: none."""
+        """The `from __future__` line; may be empty."""
         names = sorted(name for name, _ in self._names.get("__future__", {}))
         return f"from __future__ import {', '.join(names)}\n" if names else ""
 
 
 def packages_in(tree: ast.AST) -> set[str]:
-    """The packages that code imports, within functions too: their names without what is behind a point."""
+    """Return the top-level packages that code imports, including within functions."""
     found = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +109,7 @@ def packages_in(tree: ast.AST) -> set[str]:
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:
-    """The names that an import binds, each with what it binds them to."""
+    """Names that an import binds, each with its target."""
     if isinstance(statement, ast.Import):
         tops = [alias.name.partition(".")[0] for alias in statement.names]
         pairs = zip(statement.names, tops, strict=True)

@@ -1,4 +1,4 @@
-"""The script as ruff likes it, where that is installed: imports sorted, what the cells' own style breaks silenced."""
+"""Clean-up with ruff, if installed: sort imports, and silence the rules that the cells' own style breaks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["settled"]
+__all__ = ["apply_ruff"]
 
 _FIXED = "I001,F401,RUF100"
 _NEVER_SILENCED = {"F821", "invalid-syntax"}
-"""Names that nobody defines are the reader's business."""
+"""Undefined names stay visible to the reader."""
 
 
-def settled(text: str, target: Path) -> tuple[str, list[str]]:
-    """The script with the directive that silences the rules which its cells break, as set for the script's folder.
+def apply_ruff(text: str, target: Path) -> tuple[str, list[str]]:
+    """Fix imports and add a `noqa` directive for the rules that the cells break, as configured for the script's folder.
 
     Args:
         text: The script.
-        target: Where it will be.
+        target: Its future path.
 
     Returns:
-        The text, and the names that it uses and nothing defines; without ruff the text as it was, and none.
+        The text and its undefined names; without ruff the unchanged text and no names.
     """
     ruff = _ruff()
     if ruff is None:
@@ -52,7 +52,7 @@ def _ruff() -> list[str] | None:
 def _run(command: list[str], text: str, target: Path) -> str:
     path = target.absolute()
     options = ["--no-cache", "--quiet", "--exit-zero", "--stdin-filename", str(path), "-"]
-    # In the script's own folder: which modules are the project's own depends on it.
+    # Run in the script's folder, which determines the first-party modules.
     folder = path.parent if path.parent.is_dir() else None
     return subprocess.run(
         [*command, *options], input=text, cwd=folder, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Which cells the end of a session depends on, and which statements of the notebook made a value."""
+"""Liveness: which cells the final state depends on, and which statements produced a value."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from axon_nb.export.flow import called_names, effects, free_names
 
-__all__ = ["live_cells", "making_of"]
+__all__ = ["defining_statements", "live_cells"]
 
 _TRAINS = {"backward", "step"}
 _WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 
 
 def live_cells(trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]], *, given: Iterable[str]) -> list[bool]:
-    """Whether each cell is live: the last one, the last that trains, each that writes, and what these depend on.
+    """Determine which cells are live: the last one, the last that trains, all that write, and their dependencies.
 
     Args:
         trees: The cells, in order.
-        wanted: Names that are needed after the cell of an index, such as those that the notebook fetched.
-        given: Names that every rank has anyway, and imported modules.
+        wanted: By cell index, names needed after that cell, such as those that the notebook fetched.
+        given: Names that every rank has, and imported modules.
     """
     known = set(given)
     all_effects = [effects(tree.body) for tree in trees]
     statements = [statement for tree in trees for statement in tree.body]
     functions = called_names(statements)
     functions |= {s.name for s in statements if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    sources = _sources(trees, known)
+    sources = _references(trees, known)
     trains = [index for index, tree in enumerate(trees) if _calls(tree) & _TRAINS]
     roots = {len(trees) - 1, *trains[-1:]}
     roots |= {index for index, tree in enumerate(trees) if any(name.startswith(_WRITES) for name in _calls(tree))}
@@ -42,12 +42,12 @@ def live_cells(trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]],
     return live
 
 
-def making_of(names: Iterable[str], statements: Sequence[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
-    """The statements that the values of `names` come from, in order, and the names that none of them gives.
+def defining_statements(names: Iterable[str], statements: Sequence[ast.stmt]) -> tuple[list[ast.stmt], set[str]]:
+    """Find the statements that produce the values of `names`, in order, and the names still undefined before them.
 
     Args:
-        names: The values' names.
-        statements: All that ran before, in order.
+        names: Names of the values.
+        statements: All statements that ran before, in order.
     """
     needed, chosen = set(names), []
     for statement in reversed(statements):
@@ -59,14 +59,14 @@ def making_of(names: Iterable[str], statements: Sequence[ast.stmt]) -> tuple[lis
 
 
 def _changes_in_place(statement: ast.stmt) -> bool:
-    """Whether a statement is there for what it changes: an assignment into an object, or a call by itself."""
+    """Whether a statement exists for its side effects, such as an assignment into an object or a bare call."""
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.For, ast.While, ast.With, ast.If, ast.Delete))
 
 
 def _calls(tree: ast.Module) -> set[str]:
-    """The names of all methods and functions that are called."""
+    """Names of all called functions and methods."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -75,8 +75,8 @@ def _calls(tree: ast.Module) -> set[str]:
     return found
 
 
-def _sources(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:
-    """What each name's object may hold: the names in what is assigned to it; what a loop goes through is not held."""
+def _references(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:
+    """Names that each name's object may refer to: those in expressions assigned to it, but not what loops iterate."""
     found: dict[str, set[str]] = {}
     for node in (node for tree in trees for node in ast.walk(tree)):
         targets: list[ast.expr] = []
@@ -90,9 +90,9 @@ def _sources(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:
             targets = [node.optional_vars]
         value = getattr(node, "context_expr", getattr(node, "value", None))
         if targets and value is not None:
-            held = effects([ast.Expr(value)]).uses - known
+            referenced = effects([ast.Expr(value)]).uses - known
             for name in (inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)):
-                found.setdefault(name, set()).update(held)
+                found.setdefault(name, set()).update(referenced)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A notebook file as a history: the cells with a prompt, in the order of their prompts."""
+"""Reads a notebook file as a history: its executed cells in the order of their prompts."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from typing import Any
 from axon_nb.cluster.journal import auto_options, failed_line
 from axon_nb.errors import UsageError
 from axon_nb.export.steps import pushes_in
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 __all__ = ["read_notebook"]
 
 _ON_RANKS = ("distributed", "rank")
 _INTERRUPTED = ("CellInterrupt", "KeyboardInterrupt")
-_FRESH = ("start", "restart")
-"""Commands after which nothing is left of what was done on ranks."""
-_BY_ITSELF = re.compile(r"^Started (\d+) ranks \((\w+)\);", re.MULTILINE)
-"""What a cell prints for which ranks were started with nothing said."""
+_RESET_COMMANDS = ("start", "restart")
+"""Commands that discard everything done on ranks before."""
+_AUTO_STARTED = re.compile(r"^Started (\d+) ranks? \((\w+)\)[;.]", re.MULTILINE)
+"""Printed by a cell that started ranks automatically."""
 
 
-def read_notebook(path: Path) -> tuple[SessionFacts, list[RanCell | PushedValues]]:
-    """The ranks and the cells of an `.ipynb`; one without prompts, as it was never run, is read from top to bottom.
+def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedValues]]:
+    """Read facts and cells from an `.ipynb`; a notebook that was never run is read from top to bottom.
 
     Raises:
-        UsageError: it is no notebook.
+        UsageError: it is not a notebook.
     """
     try:
         cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is no notebook: it is to be an .ipynb file.") from None
+        raise UsageError(f"{path} is not a notebook; expected an .ipynb file.") from None
     ran = [cell for cell in cells if cell.get("execution_count")]
     ordered = sorted(ran, key=lambda cell: int(cell["execution_count"])) if ran else cells
-    facts, found = SessionFacts(), list[RanCell | PushedValues]()
+    facts, found = SessionFacts(), list[ExecutedCell | PushedValues]()
     auto: str | None = None
     for cell in ordered:
         source = "".join(cell["source"])
         for line in source.splitlines():
             words = _words(line)
-            if words[:1] == ["%distributed"] and words[1:2] and words[1] in _FRESH:
+            if words[:1] == ["%distributed"] and words[1:2] and words[1] in _RESET_COMMANDS:
                 facts = _facts(words[2:], facts) if words[1] == "start" else facts
-                found = [entry for entry in found if isinstance(entry, RanCell) and not entry.magic]
+                found = [entry for entry in found if isinstance(entry, ExecutedCell) and not entry.magic]
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
                 auto = auto_options(line, "") if words[2:3] == ["on"] else None
-        facts = _told(cell, facts)
+        facts = _facts_from_outputs(cell, facts)
         entry = _entry(cell, source, auto=auto)
         pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
         found += [*pushes, entry] if entry.magic else [entry, *pushes]
@@ -75,12 +75,12 @@ def _facts(words: list[str], before: SessionFacts) -> SessionFacts:
     return SessionFacts(options.n, backend, before.threads, backend == "nccl")
 
 
-def _told(cell: dict[str, Any], before: SessionFacts) -> SessionFacts:
-    """What the outputs of a cell tell of the ranks."""
+def _facts_from_outputs(cell: dict[str, Any], before: SessionFacts) -> SessionFacts:
+    """Update the facts about the ranks from a cell's outputs."""
     for output in cell.get("outputs", ()):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             before = SessionFacts.from_json(output["metadata"]["axon_nb"])
-        if found := _BY_ITSELF.search("".join(output.get("text", ""))):
+        if found := _AUTO_STARTED.search("".join(output.get("text", ""))):
             before = SessionFacts(int(found[1]), found[2], before.threads, found[2] == "nccl")
     return before
 
@@ -93,7 +93,7 @@ def _configured(words: list[str], before: SessionFacts) -> SessionFacts:
     return before
 
 
-def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> RanCell:
+def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> ExecutedCell:
     number = cell.get("execution_count")
     first, _, rest = source.lstrip("\n").partition("\n")
     name = first[2:].partition(" ")[0].strip() if first.startswith("%%") else ""
@@ -103,10 +103,10 @@ def _entry(cell: dict[str, Any], source: str, *, auto: str | None) -> RanCell:
         on_ranks, first, rest = True, f"%%distributed {auto}", source
     outcome, line, error = _outcome(cell, number)
     if line is not None and not name:
-        line += 1  # no first line of a magic's was sent
+        line += 1  # the cell was sent without a magic's first line
     magic = first[2:].strip() if on_ranks else ""
     code = rest if on_ranks or name == "local" else source
-    return RanCell(number, magic, code, outcome, line, error)
+    return ExecutedCell(number, magic, code, outcome, line, error)
 
 
 def _outcome(cell: dict[str, Any], number: int | None) -> tuple[str, int | None, str]:

@@ -1,4 +1,4 @@
-"""What a script does, one step after the other, as it follows from a notebook's history."""
+"""The steps of a script, derived from a notebook's history."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from dataclasses import dataclass, field
 
 from axon_nb.errors import UsageError
 from axon_nb.export.flow import effects
-from axon_nb.export.liveness import making_of
-from axon_nb.export.own_group import with_group_kept
-from axon_nb.export.style import commented, one_a_line
+from axon_nb.export.liveness import defining_statements
+from axon_nb.export.own_group import guard_group_calls
+from axon_nb.export.style import comment_out, one_statement_per_line
 from axon_nb.export.translate import parse, translate
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 from axon_nb.records.ranks import parse_ranks
 
-__all__ = ["CellStep", "History", "SeedStep", "Step", "ValueStep", "pushes_in", "steps_of"]
+__all__ = ["CellStep", "History", "SeedStep", "Step", "ValueStep", "pushes_in", "script_steps"]
 
-History = Sequence[RanCell | PushedValues]
-_OURS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
-"""Lines that run in the notebook, in auto mode too: where there are no others, no rank has run the cell."""
+History = Sequence[ExecutedCell | PushedValues]
+_NOTEBOOK_COMMANDS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
+"""Commands that run in the notebook, even in auto mode: a cell with only such lines did not run on any rank."""
 
 
 @dataclass
 class CellStep:
     """A cell that ran on ranks."""
 
-    cell: RanCell
+    cell: ExecutedCell
     ranks: list[int] | None
-    """None: all."""
+    """None for all."""
     code: str
     tree: ast.Module
     imports: tuple[str, ...] = ()
     repeat: int = 0
-    """How often it ran, as `--repeat` had it; 0: once."""
+    """Value of `--repeat`; 0 if not repeated."""
     quiet: bool = False
-    """Whether the notebook showed nothing of it."""
-    left_out: str = ""
-    """Code of the cell that is not run, as comments; empty: all of it is."""
+    """Whether its output was hidden (`--quiet`)."""
+    omitted: str = ""
+    """The part of the cell that is not run, as comments; may be empty."""
 
 
 @dataclass
 class ValueStep:
-    """A variable that came from the notebook."""
+    """A variable that the notebook pushed."""
 
     name: str
     ranks: tuple[int, ...] | None
-    scattered_along: int | None
-    way: str
-    """``argument``, ``literal``, ``code``, ``file``, or ``path``: a file that whoever runs the script names."""
+    scatter_dim: int | None
+    source: str
+    """``argument``, ``literal``, ``code``, ``file``, or ``path``: a file named on the command line."""
     text: str = ""
-    """Source text of the value, or of the statements that make it."""
+    """Source text of the value, or of the statements that produce it."""
     imports: tuple[str, ...] = ()
 
 
@@ -69,72 +69,72 @@ Step = CellStep | ValueStep | SeedStep
 
 
 @dataclass
-class _Walk:
+class _Context:
     facts: SessionFacts
     values: frozenset[str]
-    """Names of those that the notebook still has, to be written to a file."""
+    """Names of pushed values that still exist and can be written to a file."""
     plain: list[ast.stmt] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
     """Source text of the statements of plain cells, by `id`."""
-    given: set[str] = field(default_factory=set)
-    """Names that an argument was made for."""
-    made: set[int] = field(default_factory=set)
+    arguments: set[str] = field(default_factory=set)
+    """Names that already have an argument."""
+    emitted: set[int] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     wanted: dict[int, list[str]] = field(default_factory=dict)
 
 
-def steps_of(
+def script_steps(
     history: History, facts: SessionFacts, values: Iterable[str] = ()
 ) -> tuple[list[Step], dict[int, list[str]]]:
-    """The steps, and the names that the notebook fetched after the cell step of an index.
+    """Return the script's steps and, by index of the cell step, the names fetched after it.
 
     Args:
-        history: What was done, in order.
-        facts: The ranks.
+        history: Cells and pushes, in order.
+        facts: Facts about the ranks.
         values: Names of pushed values that can be written to a file.
 
     Raises:
         UsageError: no cell ran on ranks.
     """
-    walk = _Walk(facts, frozenset(values))
+    context = _Context(facts, frozenset(values))
     pushes = [(index, entry) for index, entry in enumerate(history) if isinstance(entry, PushedValues)]
     last_push = {name: index for index, entry in pushes for name in entry.names}
     for index, entry in enumerate(history):
         if isinstance(entry, PushedValues):
             for name in entry.names:
-                walk.steps.append(_value(walk, entry, name, is_last=last_push[name] == index))
+                context.steps.append(_value(context, entry, name, is_last=last_push[name] == index))
         elif entry.magic:
             step = _cell(entry, facts)
             if step is not None:
-                walk.steps.append(step)
+                context.steps.append(step)
         else:
-            _plain_cell(walk, entry)
-    if not any(isinstance(step, CellStep) for step in walk.steps):
-        raise UsageError("There is nothing to export: no %%distributed cell has run on these ranks.")
-    return walk.steps, walk.wanted
+            _plain_cell(context, entry)
+    if not any(isinstance(step, CellStep) for step in context.steps):
+        raise UsageError("Nothing to export: no %%distributed cell has run on these ranks.")
+    return context.steps, context.wanted
 
 
-def _cell(cell: RanCell, facts: SessionFacts) -> CellStep | None:
+def _cell(cell: ExecutedCell, facts: SessionFacts) -> CellStep | None:
     try:
         options = _options(cell.magic, facts.num_ranks)
         python = translate(cell.code)
         tree = parse(python.code)
     except (argparse.ArgumentError, SyntaxError, UsageError, ValueError):
-        return None  # no rank has run it
-    if options.help or all(map(_OURS.match, filter(str.strip, cell.code.splitlines()))):
+        return None  # it did not run on any rank
+    if options.help or all(map(_NOTEBOOK_COMMANDS.match, filter(str.strip, cell.code.splitlines()))):
         return None
-    code = with_group_kept(one_a_line(python.code, tree))
+    code = guard_group_calls(one_statement_per_line(python.code, tree))
     step = CellStep(cell, options.ranks, code, parse(code), python.imports, options.repeat, options.quiet)
     if cell.outcome == "failed":
-        # IPython leaves out the empty lines before the first when it translates.
+        # IPython drops leading empty lines when it translates.
         blank = len(cell.code) - len(cell.code.lstrip("\n")) if python.code != cell.code else 0
         limit = (cell.failed_line or 0) - blank
-        _cut(step, sum((statement.end_lineno or 0) < limit for statement in tree.body))
+        _omit_after(step, sum((statement.end_lineno or 0) < limit for statement in tree.body))
     return step
 
 
 def _options(magic: str, num_ranks: int) -> argparse.Namespace:
-    """What a cell's first line says: ``ranks`` (None: all), ``repeat`` (0: not) and ``quiet``."""
+    """Parse a cell's first line: ``ranks`` (None for all), ``repeat`` (0 if not given) and ``quiet``."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--ranks")
     parser.add_argument("--repeat", type=int, default=0)
@@ -149,25 +149,25 @@ def _options(magic: str, num_ranks: int) -> argparse.Namespace:
     return options
 
 
-def _cut(step: CellStep, count: int) -> None:
-    """Leave out what comes after the first `count` statements of a failed cell."""
+def _omit_after(step: CellStep, count: int) -> None:
+    """Omit everything after the first `count` statements of a failed cell."""
     lines = step.code.splitlines()
     end = step.tree.body[count - 1].end_lineno or 0 if count else 0
-    step.left_out = commented("\n".join(lines[end:]))
+    step.omitted = comment_out("\n".join(lines[end:]))
     step.code = "\n".join(lines[:end]) + "\n" if count else ""
     step.tree = parse(step.code)
 
 
-def _plain_cell(walk: _Walk, cell: RanCell) -> None:
-    """Take in a cell of the notebook's own: what it binds may be pushed later, and its magics may concern the ranks."""
+def _plain_cell(context: _Context, cell: ExecutedCell) -> None:
+    """Read a cell that ran in the notebook: it may bind names that are pushed later, or have magics for the ranks."""
     for line in cell.code.splitlines():
         word, _, rest = line.strip().partition(" ")
         if word == "%distributed" and rest.startswith("seed"):
-            _seed(walk, rest)
+            _seed(context, rest)
         elif word in ("%pull", "%gather"):
             names = [name for name in rest.split("--")[0].split() if name.isidentifier()]
-            count = sum(isinstance(step, CellStep) for step in walk.steps)
-            walk.wanted.setdefault(count - 1, []).extend(names)
+            count = sum(isinstance(step, CellStep) for step in context.steps)
+            context.wanted.setdefault(count - 1, []).extend(names)
     if cell.outcome != "ok":
         return
     try:
@@ -178,40 +178,40 @@ def _plain_cell(walk: _Walk, cell: RanCell) -> None:
     for statement in tree.body:
         text = ast.get_source_segment(python.code, statement) or ""
         if "get_ipython()" not in text:
-            walk.plain.append(statement)
-            walk.texts[id(statement)] = text
+            context.plain.append(statement)
+            context.texts[id(statement)] = text
 
 
-def _seed(walk: _Walk, line: str) -> None:
+def _seed(context: _Context, line: str) -> None:
     words = line.split()[1:]
     numbers = [word for word in words if word.isdigit()]
     if numbers:
-        walk.steps.append(SeedStep(int(numbers[0]), "--per-rank" in words))
+        context.steps.append(SeedStep(int(numbers[0]), "--per-rank" in words))
 
 
-def _value(walk: _Walk, entry: PushedValues, name: str, *, is_last: bool) -> ValueStep:
-    step = ValueStep(name, entry.ranks, entry.scattered_along, "path")
-    text = entry.literals.get(name) or _assigned_literal(walk.plain, name)
-    if text and entry.scattered_along is None:
-        step.way, step.text = ("literal" if name in walk.given else "argument"), text
-        walk.given.add(name)
+def _value(context: _Context, entry: PushedValues, name: str, *, is_last: bool) -> ValueStep:
+    step = ValueStep(name, entry.ranks, entry.scatter_dim, "path")
+    text = entry.literals.get(name) or _assigned_literal(context.plain, name)
+    if text and entry.scatter_dim is None:
+        step.source, step.text = ("literal" if name in context.arguments else "argument"), text
+        context.arguments.add(name)
         return step
     if text:
-        step.way, step.text = "literal", text
+        step.source, step.text = "literal", text
         return step
-    if name in walk.values and is_last:
-        step.way = "file"
+    if name in context.values and is_last:
+        step.source = "file"
         return step
-    statements, missing = making_of([name], walk.plain)
-    if statements and not missing - _known():
-        step.way = "code"
-        step.text = _joined(walk, statements)
+    statements, missing = defining_statements([name], context.plain)
+    if statements and not missing - _module_names():
+        step.source = "code"
+        step.text = _joined(context, statements)
         step.imports = tuple(ast.unparse(s) for s in statements if isinstance(s, (ast.Import, ast.ImportFrom)))
     return step
 
 
 def _assigned_literal(plain: Sequence[ast.stmt], name: str) -> str:
-    """Source text of the value that a name was last given, if that is a literal and nothing has changed it since."""
+    """Source text of a name's last assigned value, if that is a literal and unchanged since."""
     for statement in reversed(plain):
         found = effects([statement])
         if name not in found.binds and name not in found.changes:
@@ -236,21 +236,21 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def _known() -> set[str]:
+def _module_names() -> set[str]:
     return {"__name__", "__file__"}
 
 
-def _joined(walk: _Walk, statements: Sequence[ast.stmt]) -> str:
+def _joined(context: _Context, statements: Sequence[ast.stmt]) -> str:
     lines = []
     for statement in statements:
-        if id(statement) not in walk.made and not isinstance(statement, (ast.Import, ast.ImportFrom)):
-            walk.made.add(id(statement))
-            lines.append(walk.texts[id(statement)])
+        if id(statement) not in context.emitted and not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            context.emitted.add(id(statement))
+            lines.append(context.texts[id(statement)])
     return "\n".join(lines) + "\n" if lines else ""
 
 
 def pushes_in(code: str) -> list[PushedValues]:
-    """What the `%push` and `%scatter` lines of a cell's code send, where nobody has recorded it."""
+    """Reconstruct pushes from the `%push` and `%scatter` lines of a cell, where they were not recorded."""
     found = []
     for line in code.splitlines():
         word, _, rest = line.strip().partition(" ")

@@ -1,4 +1,4 @@
-"""The text of cells, laid out for a script without changing what it does."""
+"""Formats cells' code for a script without changing its meaning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 import io
 import tokenize
 
-__all__ = ["commented", "indented", "one_a_line"]
+__all__ = ["comment_out", "indent_code", "one_statement_per_line"]
 
 
-def indented(code: str, by: str = "    ") -> str:
-    """The code one level deeper; lines within strings stay as they are."""
+def indent_code(code: str, by: str = "    ") -> str:
+    """Indent code by one level, except lines within strings."""
     within = _lines_in_strings(code)
     lines = code.splitlines(keepends=True)
     return "".join(
@@ -31,13 +31,13 @@ def _lines_in_strings(code: str) -> set[int]:
     return found
 
 
-def commented(code: str) -> str:
-    """The code as comments."""
+def comment_out(code: str) -> str:
+    """Turn code into comments."""
     return "".join(f"# {line}".rstrip() + "\n" for line in code.strip("\n").splitlines())
 
 
-def one_a_line(code: str, tree: ast.Module) -> str:
-    """The code with each statement at its top on lines of its own, and none that is a block written as one line."""
+def one_statement_per_line(code: str, tree: ast.Module) -> str:
+    """Put each top-level statement on its own lines, and expand blocks written on one line."""
     lines, pieces, done = code.splitlines(), list[str](), 0
     groups: list[list[ast.stmt]] = []
     for statement in tree.body:
@@ -48,7 +48,7 @@ def one_a_line(code: str, tree: ast.Module) -> str:
     for group in groups:
         start, end = _first_line(group[0]), group[-1].end_lineno or group[-1].lineno
         pieces += lines[done : start - 1]
-        crowded = len(group) > 1 or _has_semicolon(group[0], lines) or any(map(_is_crowded, ast.walk(group[0])))
+        crowded = len(group) > 1 or _has_semicolon(group[0], lines) or any(map(_has_compact_block, ast.walk(group[0])))
         pieces += [ast.unparse(statement) for statement in group] if crowded else lines[start - 1 : end]
         done = end
     pieces += lines[done:]
@@ -68,19 +68,19 @@ def _has_semicolon(statement: ast.stmt, lines: list[str]) -> bool:
         return False
 
 
-def _is_crowded(node: ast.AST) -> bool:
-    """Whether a block stands on the line of its head, or two of its statements on one line."""
+def _has_compact_block(node: ast.AST) -> bool:
+    """Whether a block is on the line of its header, or has two statements on one line."""
     for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
         if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
             continue
         lines = [statement.lineno for statement in block]
-        if len(set(lines)) < len(lines) or (isinstance(node, ast.stmt) and lines[0] == _head_end(node)):
+        if len(set(lines)) < len(lines) or (isinstance(node, ast.stmt) and lines[0] == _header_end(node)):
             return True
     return False
 
 
-def _head_end(node: ast.stmt) -> int:
-    """The last line of a compound statement's head."""
+def _header_end(node: ast.stmt) -> int:
+    """Last line of a compound statement's header."""
     parts = [part for name in ("test", "iter", "items", "args", "returns", "bases") for part in _listed(node, name)]
     return max([node.lineno, *(getattr(part, "end_lineno", None) or 0 for part in parts)])
 

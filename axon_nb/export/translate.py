@@ -1,4 +1,4 @@
-"""IPython's own syntax in a cell, as plain Python: translated, or a comment with the reason."""
+"""Translates IPython syntax in a cell to plain Python, or to a comment with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-__all__ = ["Python", "parse", "translate"]
+__all__ = ["TranslatedCell", "parse", "translate"]
 
 _NO_COUNTERPART = "has no counterpart in a script"
 _REASONS = {
@@ -17,39 +17,39 @@ _REASONS = {
     "autoreload": "a script does not reload modules",
     "conda": "install packages before the run",
     "config": _NO_COUNTERPART,
-    "distributed": "concerns the notebook's ranks",
-    "gather": "brings a value to the notebook",
-    "pull": "brings a value to the notebook",
+    "distributed": "controls the notebook's ranks",
+    "gather": "fetches a value to the notebook",
+    "pull": "fetches a value to the notebook",
     "push": "the value comes from the notebook, above",
     "scatter": "the value comes from the notebook, above",
-    "debug": "is for a person at the keyboard",
+    "debug": "interactive only",
     "load_ext": "a script has no extensions",
-    "matplotlib": "a script has no notebook to draw in",
+    "matplotlib": "a script has no notebook to plot in",
     "mamba": "install packages before the run",
-    "pdb": "is for a person at the keyboard",
-    "pinfo": "is help for a reader",
-    "pinfo2": "is help for a reader",
+    "pdb": "interactive only",
+    "pinfo": "interactive help",
+    "pinfo2": "interactive help",
     "pip": "install packages before the run",
     "reload_ext": "a script has no extensions",
-    "run": "import what that file has",
-    "timeit": "a measurement, which changes nothing",
+    "run": "import that file instead",
+    "timeit": "a measurement without effect",
     "uv": "install packages before the run",
-    "who": "is for a reader",
-    "whos": "is for a reader",
+    "who": "interactive only",
+    "whos": "interactive only",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Python:
+class TranslatedCell:
     """A cell as plain Python."""
 
     code: str
     imports: tuple[str, ...] = ()
-    """Imports that the translation needs, a statement each."""
+    """Import statements that the translation needs."""
 
 
 def parse(code: str) -> ast.Module:
-    """The tree of a cell's code, in which `await` is allowed.
+    """Parse a cell's code, which may have top-level `await`.
 
     Raises:
         SyntaxError: it does not parse.
@@ -59,15 +59,15 @@ def parse(code: str) -> ast.Module:
     return tree
 
 
-def translate(code: str) -> Python:
-    """Translate one cell.
+def translate(code: str) -> TranslatedCell:
+    """Translate one cell to plain Python.
 
     Raises:
-        SyntaxError: it does not parse even as a cell.
+        SyntaxError: it is not valid even as an IPython cell.
     """
     python = TransformerManager().transform_cell(code)
     if "get_ipython()" not in python:
-        return Python(code)
+        return TranslatedCell(code)
     lines, imports = python.splitlines(), list[str]()
     top = {id(statement) for statement in parse(python).body}
     for statement, call in list(_ipython_calls(parse(python))):
@@ -80,11 +80,11 @@ def translate(code: str) -> Python:
         lines[line] = indent + text
         for follower in range(line + 1, statement.end_lineno or line + 1):
             lines[follower] = ""
-    return Python("\n".join(lines) + "\n", tuple(dict.fromkeys(imports)))
+    return TranslatedCell("\n".join(lines) + "\n", tuple(dict.fromkeys(imports)))
 
 
 def _ipython_calls(tree: ast.AST) -> Iterator[tuple[ast.stmt, ast.Call]]:
-    """The statements that are, or assign, a call of `get_ipython()`'s methods."""
+    """Statements that call, or assign the result of, a method of `get_ipython()`."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Expr, ast.Assign)) or not isinstance(node.value, ast.Call):
             continue
@@ -114,7 +114,7 @@ def _shell_command(target: str, command: str, *, captured: bool) -> tuple[str, l
     text = repr(command)
     if "{" in command or "$" in command:
         if "$" in command or "{{" in command:
-            return f"# {target}!{command}: its variables are IPython's; call subprocess.run", []
+            return f"# {target}!{command}: uses IPython variables; call subprocess.run instead", []
         text = f"f{text}"
     if captured:
         call = f"subprocess.run({text}, shell=True, check=False, capture_output=True, text=True).stdout.splitlines()"
@@ -126,7 +126,7 @@ def _shell_command(target: str, command: str, *, captured: bool) -> tuple[str, l
 def _line_magic(target: str, name: str, arguments: str) -> tuple[str, list[str]]:
     arguments = arguments.strip()
     if name == "time" and _is_python(arguments):
-        return f"{target}{arguments}  # was timed by %time", []
+        return f"{target}{arguments}  # timed by %time in the notebook", []
     if name == "cd" and arguments and not target:
         return f"os.chdir({_unquoted(arguments)!r})", ["import os"]
     if name in ("env", "set_env") and not target and ("=" in arguments or len(arguments.split()) == 2):

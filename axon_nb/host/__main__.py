@@ -1,4 +1,4 @@
-"""`python -m axon_nb.host --run-dir DIR`: the host agent. Started by the notebook, never by hand."""
+"""`python -m axon_nb.host --run-dir DIR`: the host agent, started by the notebook."""
 
 from __future__ import annotations
 

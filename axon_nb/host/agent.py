@@ -1,4 +1,4 @@
-"""The agent's event loop: takes commands, forks ranks, tells their death, serves the store, ends when not needed."""
+"""The agent's event loop: handles commands, forks ranks, reports deaths, serves the store, stops when unused."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.host.children import Children, Death
-from axon_nb.host.forking import ForkRequest, become_rank, signals_held
-from axon_nb.host.last_words import LastWords, describe_controller, last_line
+from axon_nb.host.forking import ForkRequest, become_rank, signals_blocked
+from axon_nb.host.last_words import LastOutput, describe_controller_exit, last_line
 from axon_nb.host.oom import OomCounter
-from axon_nb.host.peers import CommandPeer, Listener, Peer, StorePeer
+from axon_nb.host.peers import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.preload import Preload
 from axon_nb.host.rundir import RunDir
-from axon_nb.host.store import StoreTable
-from axon_nb.host.tcp import SealedStorePeer, TcpListener
+from axon_nb.host.store import StoreServer
+from axon_nb.host.tcp import AuthenticatedStoreConnection, TcpListener
 
 __all__ = ["Agent", "AgentOptions"]
 
-_FIRST_CONTACT_S = 180.0
+_FIRST_CONTACT_TIMEOUT_S = 180.0
 _TERM_GRACE_S = 1.0
 _LONGEST_WAIT_S = 3600.0
-"""The selector takes no wait of a month."""
+"""Selectors cannot wait as long as a month."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How an agent was asked to run."""
+    """Command-line options of an agent."""
 
     controller: list[str]
-    """Command line of the ipyparallel controller; empty: none."""
+    """Command line of the ipyparallel controller; empty for none."""
     entry: str
-    """What forked ranks run, `module:function`."""
+    """What forked ranks run, as `module:function`."""
     preload: bool
     """Whether to import torch and the engine, so that ranks can be forked."""
 
 
 class Agent:
-    """One event loop, one thread, no torch operation ever: a process that has run one cannot be forked safely."""
+    """Single-threaded event loop. Never runs a torch operation: a process that has cannot be forked safely."""
 
     def __init__(self, run_dir: RunDir, options: AgentOptions) -> None:
         self.run_dir = run_dir
         self.options = options
         self.children = Children()
-        self._last_words = LastWords()
+        self._last_output = LastOutput()
         self._oom = OomCounter()
         self.info: dict[str, Any] = {}
         self.keep_alive_s = 300.0
-        self._store = StoreTable()
+        self._store = StoreServer()
         self._selector = selectors.DefaultSelector()
-        self._peers: set[Peer] = set()
+        self._peers: set[Connection] = set()
         self._preload = Preload(enabled=options.preload)
-        self._waiting_forks: list[tuple[CommandPeer, dict[str, Any]]] = []
-        self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_S
-        self._starter = run_dir.starter()
-        """pid of the notebook until it connects; if it ends before that, nobody will."""
+        self._waiting_forks: list[tuple[CommandConnection, dict[str, Any]]] = []
+        self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_TIMEOUT_S
+        self._starter = run_dir.starter_pid()
+        """Pid of the notebook until it connects; if it dies before, nobody will connect."""
         self._stopping: float | None = None
-        self._refusal = ""
-        """Why there is no cluster to be had, told to the notebook that comes; empty while there is."""
+        self._start_failure = ""
+        """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
         self._left_ns = 0
-        """Monotonic time at which the last notebook left; 0: none has."""
+        """Monotonic time at which the last notebook disconnected; 0 if none has."""
         self._deaths: dict[int, dict[str, Any]] = {}
-        """What was told of each rank that died and was not replaced."""
-        self._commands: dict[str, Callable[[CommandPeer, dict[str, Any]], dict[str, Any] | None]] = {
+        """The exit event of each rank that died and was not replaced."""
+        self._commands: dict[str, Callable[[CommandConnection, dict[str, Any]], dict[str, Any] | None]] = {
             "hello": self._hello,
             "fork": self._fork,
             "signal": self._signal,
@@ -80,7 +80,7 @@ class Agent:
         }
 
     def run(self) -> None:
-        """Serve until stopped; at the end no child and no file is left."""
+        """Serve until stopped; leave no child process and no file behind."""
         with self._signals():
             self._listeners: list[Listener | TcpListener] = [
                 Listener(self.run_dir.store_socket, self._selector, self._accept_store),
@@ -94,7 +94,7 @@ class Agent:
                 self._publish()
                 self._loop()
             finally:
-                self.children.kill()
+                self.children.kill_all()
                 self.run_dir.remove()
 
     def _loop(self) -> None:
@@ -102,20 +102,20 @@ class Agent:
             now = time.monotonic()
             due = self._store.expire(now)
             if self._stopping is not None:
-                if not self.children.any_left:
+                if not self.children.any_alive:
                     return
-                # The controller has nothing to save; ranks get a moment for their own clean-up.
+                # Ranks get a moment to clean up; the controller has nothing to save.
                 if now >= self._stopping or not self.children.ranks:
-                    self.children.kill()
+                    self.children.kill_all()
                     self._stopping = now + _TERM_GRACE_S
             elif (self._deadline is not None and now >= self._deadline) or self._orphaned:
                 self._begin_stop()
             idle = not self._preload.step(busy=bool(self._waiting_forks or self.children.ranks))
             if self._preload.ready and self._waiting_forks:
                 self._fork_waiting()
-            look_again = None if self._starter is None else now + 1.0
-            limits = [at for at in (due, self._deadline, self._stopping, look_again) if at is not None]
-            wait = min(max(0.0, min(limits) - time.monotonic()), _LONGEST_WAIT_S) if limits else None
+            check_starter = None if self._starter is None else now + 1.0
+            deadlines = [at for at in (due, self._deadline, self._stopping, check_starter) if at is not None]
+            wait = min(max(0.0, min(deadlines) - time.monotonic()), _LONGEST_WAIT_S) if deadlines else None
             for key, mask in self._selector.select(wait if idle else 0):
                 key.data(mask)
 
@@ -137,52 +137,54 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             self._wakeup[0].recv(4096)
         for death in self.children.reap():
-            self._announce(death)
+            self._report_death(death)
 
-    def _announce(self, death: Death) -> None:
+    def _report_death(self, death: Death) -> None:
         if death.rank is None and self._stopping is not None:
-            return  # it was ended from here: that is no news, and no reason for anything
+            return  # we stopped it ourselves
         event = "exit" if death.rank is not None else "controller_exit"
-        told = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
+        facts = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         log = self.run_dir.path / "log" / "controller.log"
-        last_words = {"words": last_line(log)} if death.rank is None else self._last_words.of(death.rank)
-        message = {"event": event, **told, "out_of_memory": self._oom.look(), **last_words}
+        output = {"last_output": last_line(log)} if death.rank is None else self._last_output.of(death.rank)
+        message = {"event": event, **facts, "out_of_memory": self._oom.poll(), **output}
         if death.rank is not None:
             self._deaths[death.rank] = message
         self._broadcast(message)
         if death.rank is None:
-            self._refusal = describe_controller(death.code, last_words["words"])
-            if self._starter is None:  # else the notebook is still to come, and shall know why there is nothing
+            self._start_failure = describe_controller_exit(death.code, output["last_output"])
+            if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
                 self._begin_stop()
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for peer in list(self._peers):
-            if isinstance(peer, CommandPeer) and peer.owner:
-                peer.tell(message)
+            if isinstance(peer, CommandConnection) and peer.owner:
+                peer.send_message(message)
 
     def _accept_command(self, sock: socket.socket) -> None:
-        self._peers.add(CommandPeer(sock, self._selector, self._closed, self._command))
+        self._peers.add(CommandConnection(sock, self._selector, self._closed, self._command))
 
     def _accept_store(self, sock: socket.socket) -> None:
-        self._peers.add(StorePeer(sock, self._selector, self._closed, self._store.handle))
+        self._peers.add(StoreConnection(sock, self._selector, self._closed, self._store.handle))
 
-    def _serve_store(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _serve_store(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         """Serve the store over TCP too, for ranks on other hosts."""
         key = bytes.fromhex(message["key"])
 
         def accept(sock: socket.socket) -> None:
-            for silent in [peer for peer in self._peers if isinstance(peer, SealedStorePeer) and peer.overdue]:
-                silent.close()
-            self._peers.add(SealedStorePeer(sock, self._selector, self._closed, self._store.handle, key))
+            clients = [peer for peer in self._peers if isinstance(peer, AuthenticatedStoreConnection)]
+            for client in clients:
+                if client.overdue:
+                    client.close()
+            self._peers.add(AuthenticatedStoreConnection(sock, self._selector, self._closed, self._store.handle, key))
 
         listener = TcpListener(str(message["ip"]), self._selector, accept)
         self._listeners.append(listener)
         return {"port": listener.port}
 
-    def _closed(self, peer: Peer) -> None:
+    def _closed(self, peer: Connection) -> None:
         self._peers.discard(peer)
-        if isinstance(peer, CommandPeer) and peer.owner and not self._owned:
-            # The kernel is gone without a word: restarted or killed. Ranks wait for it; a mere warm-up does not.
+        if isinstance(peer, CommandConnection) and peer.owner and not self._owned:
+            # The kernel was restarted or killed. Ranks wait for it to reattach; a prewarmed agent stops.
             self._left_ns = time.monotonic_ns()
             started = bool(self.info.get("world_size"))
             self._deadline = time.monotonic() + (self.keep_alive_s if started else 0.0)
@@ -193,27 +195,27 @@ class Agent:
 
     @property
     def _owned(self) -> bool:
-        return any(isinstance(peer, CommandPeer) and peer.owner for peer in self._peers)
+        return any(isinstance(peer, CommandConnection) and peer.owner for peer in self._peers)
 
-    def _command(self, peer: CommandPeer, message: dict[str, Any]) -> None:
+    def _command(self, peer: CommandConnection, message: dict[str, Any]) -> None:
         name = message.get("cmd", "")
         handler = self._commands.get(name) if isinstance(name, str) else None
         reply: dict[str, Any] | None
         if handler is None:
-            reply = {"error": f"no command {name!r}"}
+            reply = {"error": f"unknown command {name!r}"}
         else:
             try:
                 reply = handler(peer, message)
             except (KeyError, TypeError, ValueError, OSError) as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
         if reply is not None:
-            peer.tell({"id": message.get("id"), **reply})
+            peer.send_message({"id": message.get("id"), **reply})
 
-    def _hello(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _hello(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         peer.owner = str(message["owner"])
-        if peer.owner and self._refusal:
+        if peer.owner and self._start_failure:
             self._begin_stop()
-            return {"refused": self._refusal}
+            return {"refused": self._start_failure}
         if peer.owner:
             self._deadline = self._starter = None
             self.info["owner"] = peer.owner
@@ -227,12 +229,12 @@ class Agent:
             "idle": self._preload.done,
             "ranks": {str(rank): pid for rank, pid in self.children.ranks.items()},
             "controller": self.children.controller,
-            "deaths": {str(rank): told for rank, told in self._deaths.items()},
+            "deaths": {str(rank): event for rank, event in self._deaths.items()},
             "left_ns": self._left_ns,
             "info": self.info,
         }
 
-    def _fork(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any] | None:
+    def _fork(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any] | None:
         if not self.options.preload:
             return {"error": "this agent does not fork ranks"}
         self._waiting_forks.append((peer, message))
@@ -245,37 +247,37 @@ class Agent:
             try:
                 request = ForkRequest.from_json({**message, "entry": self.options.entry})
                 agent_pid = os.getpid()
-                self._last_words.begin(request.rank, request.log)
-                with signals_held():
+                self._last_output.rank_starting(request.rank, request.log)
+                with signals_blocked():
                     pid = os.fork()
                     if pid == 0:
                         become_rank(request, agent_pid, [self._selector, *self._sockets()])
             except (KeyError, TypeError, OSError) as error:
-                peer.tell({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
+                peer.send_message({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
                 continue
             self.children.add_rank(request.rank, pid)
             self._deaths.pop(request.rank, None)
-            peer.tell({"id": message.get("id"), "pid": pid})
+            peer.send_message({"id": message.get("id"), "pid": pid})
 
     def _sockets(self) -> list[socket.socket]:
         return [*self._wakeup, *(listener.sock for listener in self._listeners), *(peer.sock for peer in self._peers)]
 
-    def _signal(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _signal(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         return {"sent": self.children.signal_rank(int(message["rank"]), int(message["signal"]))}
 
-    def _set_info(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _set_info(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         self.info.update(message["info"])
         self.keep_alive_s = float(self.info.get("keep_alive_s", self.keep_alive_s))
         self._publish()
         return {}
 
-    def _get_info(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _get_info(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         return {**self._state(), "attached": self._owned}
 
     def _publish(self) -> None:
         self.run_dir.write_info({"pid": os.getpid(), **self.info})
 
-    def _stop(self, peer: CommandPeer, message: dict[str, Any]) -> dict[str, Any]:
+    def _stop(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
         self._begin_stop()
         return {}
 

@@ -1,4 +1,4 @@
-"""The processes that the agent started: the controller and the ranks. Nothing else is ever signalled."""
+"""Child processes of the agent: the controller and the ranks. Nothing else is ever signalled."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axon_nb.host.parentage import end_with_parent
+from axon_nb.host.parentage import set_parent_death_signal
 
 __all__ = ["Children", "Death"]
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One child that ended."""
+    """Exit of one child process."""
 
     pid: int
     rank: int | None
     """None for the controller."""
     code: int
-    """Exit code, or minus the signal's number."""
+    """Exit code, or minus the signal number."""
 
 
 @dataclass
 class Children:
-    """Starts, signals and reaps."""
+    """Starts, signals and reaps the agent's children."""
 
     ranks: dict[int, int] = field(default_factory=dict)
-    """pid of each living rank, by rank."""
+    """Pid of each live rank, by rank."""
     controller: int | None = None
-    """pid of the ipyparallel controller while it lives."""
+    """Pid of the ipyparallel controller while it runs."""
 
     def spawn_controller(self, argv: list[str], log: Path) -> None:
-        """Start the ipyparallel controller in a session of its own; what it writes goes to `log`."""
+        """Start the ipyparallel controller in its own session, with its output in `log`."""
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as out:
             process = subprocess.Popen(
                 argv,
@@ -44,17 +44,17 @@ class Children:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+                preexec_fn=lambda: set_parent_death_signal(signal.SIGTERM),
             )
-        process.returncode = 0  # reaped here, by pid: Popen must not wait for it as well
+        process.returncode = 0  # `reap` waits for it by pid: Popen must not wait as well
         self.controller = process.pid
 
     def add_rank(self, rank: int, pid: int) -> None:
-        """Note a rank that was just forked."""
+        """Register a forked rank."""
         self.ranks[rank] = pid
 
     def signal_rank(self, rank: int, number: int) -> bool:
-        """Send a signal to one rank; False when it is gone."""
+        """Send a signal to one rank; return False if it is gone."""
         pid = self.ranks.get(rank)
         if pid is None:
             return False
@@ -62,17 +62,17 @@ class Children:
         return True
 
     def reap(self) -> list[Death]:
-        """The children that have ended since the last call, each with its process group cleared away."""
+        """Return the children that exited since the last call; kill what is left of their process groups."""
         deaths = []
         while True:
             try:
-                # Leaves the zombie, so that its pid still names its group when what it left behind is ended.
-                ended: Any = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                # Keep the zombie for now, so that its pid still names its process group when that is killed.
+                exited: Any = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
-            if ended is None:
+            if exited is None:
                 break
-            pid = ended.si_pid
+            pid = exited.si_pid
             rank = next((r for r, p in self.ranks.items() if p == pid), None)
             if rank is not None or pid == self.controller:
                 _signal_group(pid, signal.SIGKILL)
@@ -87,18 +87,18 @@ class Children:
         return deaths
 
     def terminate_ranks(self) -> None:
-        """Ask every rank to end, with its whole process group."""
+        """Send SIGTERM to every rank's process group."""
         for pid in self.ranks.values():
             _signal_group(pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End every child that still lives, with its whole process group."""
+    def kill_all(self) -> None:
+        """Send SIGKILL to the process group of every live child."""
         for pid in [*self.ranks.values(), *([self.controller] if self.controller else [])]:
             _signal_group(pid, signal.SIGKILL)
 
     @property
-    def any_left(self) -> bool:
-        """Whether a child still lives."""
+    def any_alive(self) -> bool:
+        """Whether any child is alive."""
         return bool(self.ranks) or self.controller is not None
 
 

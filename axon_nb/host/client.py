@@ -1,4 +1,4 @@
-"""The notebook's end of the agent's socket: commands with replies, and the events that the agent pushes."""
+"""The notebook's connection to the host agent: commands with replies, and events that the agent pushes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from axon_nb.errors import ClusterGone, StartError
-from axon_nb.host.last_words import describe_controller
+from axon_nb.errors import ClusterLostError, StartError
+from axon_nb.host.last_words import describe_controller_exit
 from axon_nb.host.rundir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
 
 __all__ = ["AgentClient", "spawn_agent"]
 
-_CONNECT_S = 60.0
-_REPLY_S = 120.0
-"""While it imports torch the agent answers nobody: a second, or a minute on a machine that is busy."""
+_CONNECT_TIMEOUT_S = 60.0
+_REPLY_TIMEOUT_S = 120.0
+"""The agent does not reply while it imports torch: for a second, or a minute on a busy machine."""
 
 
 def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
-    """Start a host agent for `run_dir`, outside of this process's session; returns its pid at once, before it serves.
+    """Start a host agent for `run_dir` in a new session; return its pid at once, before it serves.
 
-    A thread reaps it, so that no zombie stays behind in a long-lived kernel.
+    A thread reaps it, so that a long-lived kernel keeps no zombie.
     """
     package_parent = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, PYTHON_PATH.name: os.pathsep.join(filter(None, [PYTHON_PATH.get(), package_parent]))}
@@ -51,41 +51,41 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
 
 
 class AgentClient:
-    """One connection to one agent. A reader thread completes replies and hands events on.
+    """A connection to one agent. A reader thread completes replies and dispatches events.
 
-    A client with an `owner` keeps the cluster alive while it is connected; one with an empty owner only looks.
+    A client with an `owner` keeps the cluster alive while connected; one with an empty owner only observes.
     """
 
     def __init__(self, run_dir: RunDir, *, owner: str, agent_pid: int | None = None) -> None:
         self.run_dir = run_dir
         self.name = run_dir.path.name
-        """What messages call the cluster."""
+        """The cluster's name in messages."""
         self._sock = _connect(run_dir, agent_pid)
         self._ids = itertools.count(1)
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._handlers: list[Callable[[dict[str, Any]], None]] = []
         self.exits: dict[int, dict[str, Any]] = {}
-        """The last exit event of each rank that has not been forked again since."""
+        """The last exit event of each rank that has not been forked again."""
         self.closed = threading.Event()
-        self.ending = ""
-        """Why the cluster has ended by itself, a sentence; empty while it has not."""
+        self.end_reason = ""
+        """Why the cluster ended by itself, as a sentence; empty if it has not."""
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
         try:
-            self.greeting = self.call("hello", owner=owner)
-            if "refused" in self.greeting:
-                raise StartError(self.greeting["refused"])
+            self.hello_reply = self.call("hello", owner=owner)
+            if "refused" in self.hello_reply:
+                raise StartError(self.hello_reply["refused"])
         except BaseException:
             self.close()
             raise
 
     def on_event(self, handler: Callable[[dict[str, Any]], None]) -> None:
-        """Have `handler` called, on the reader's thread, with each event; `{"event": "closed"}` is the last."""
+        """Call `handler` on the reader thread with each event; `{"event": "closed"}` is the last one."""
         self._handlers.append(handler)
 
     def send(self, cmd: str, **content: Any) -> Future[dict[str, Any]]:
-        """Send a command; the future gets the reply, or `ClusterGone`."""
+        """Send a command; the future resolves to the reply, or raises `ClusterLostError`."""
         if cmd == "fork":
             self.exits.pop(content.get("rank", -1), None)
         number = next(self._ids)
@@ -93,14 +93,14 @@ class AgentClient:
         line = json.dumps({"id": number, "cmd": cmd, **content}).encode() + b"\n"
         with self._lock:
             if self.closed.is_set():
-                raise ClusterGone(f"The cluster {self.name!r} is gone: start one with `%distributed start`.")
+                raise ClusterLostError(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")
             self._replies[number] = future
             try:
                 self._sock.sendall(line)
             except OSError:
                 self._replies.pop(number, None)
-                raise ClusterGone(
-                    f"The host agent of {self.name!r} is gone: `%distributed start` starts a new cluster."
+                raise ClusterLostError(
+                    f"The host agent of {self.name!r} is gone. Run `%distributed start` to start a new cluster."
                 ) from None
         return future
 
@@ -108,14 +108,14 @@ class AgentClient:
         """Send a command and wait for the reply.
 
         Raises:
-            ClusterGone: the agent is gone or does not answer.
-            StartError: the agent refuses; the message says why.
+            ClusterLostError: the agent is gone or does not reply.
+            StartError: the agent rejects the command; the message says why.
         """
         try:
-            reply = self.send(cmd, **content).result(_REPLY_S)
+            reply = self.send(cmd, **content).result(_REPLY_TIMEOUT_S)
         except TimeoutError:
-            raise ClusterGone(
-                f"The host agent of {self.name!r} has not answered {cmd!r} in {_REPLY_S:.0f} s."
+            raise ClusterLostError(
+                f"The host agent of {self.name!r} did not reply to {cmd!r} within {_REPLY_TIMEOUT_S:.0f} s."
             ) from None
         if "error" in reply:
             raise StartError(f"The host agent could not {cmd}: {reply['error']}")
@@ -128,7 +128,7 @@ class AgentClient:
                     message = json.loads(line)
                     if "event" in message:
                         if message["event"] == "controller_exit":
-                            self.ending = describe_controller(message["code"], message["words"])
+                            self.end_reason = describe_controller_exit(message["code"], message["last_output"])
                         elif message["event"] == "exit" and message["rank"] is not None:
                             self.exits[message["rank"]] = message
                         self._emit(message)
@@ -141,7 +141,7 @@ class AgentClient:
                 self.closed.set()
                 replies, self._replies = self._replies, {}
             for future in replies.values():
-                future.set_exception(ClusterGone(f"The host agent of {self.name!r} is gone."))
+                future.set_exception(ClusterLostError(f"The host agent of {self.name!r} is gone."))
             self._emit({"event": "closed"})
 
     def _emit(self, message: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class AgentClient:
             handler(message)
 
     def close(self) -> None:
-        """Leave; without a `stop` before it the agent keeps the ranks for the keep-alive time."""
+        """Disconnect; unless `stop` was sent, the agent keeps the ranks for the keep-alive time."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -157,8 +157,8 @@ class AgentClient:
             self._reader.join(2.0)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Have the agent end everything; True when it is gone within `timeout_s` seconds."""
-        with contextlib.suppress(ClusterGone):
+        """Tell the agent to stop everything; return whether it is gone within `timeout_s` seconds."""
+        with contextlib.suppress(ClusterLostError):
             self.send("stop")
         gone = self.closed.wait(timeout_s)
         self.close()
@@ -166,7 +166,7 @@ class AgentClient:
 
 
 def _connect(run_dir: RunDir, agent_pid: int | None) -> socket.socket:
-    end = time.monotonic() + _CONNECT_S
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -175,9 +175,9 @@ def _connect(run_dir: RunDir, agent_pid: int | None) -> socket.socket:
         except OSError as error:
             sock.close()
             started = agent_pid is None or not Path("/proc").is_dir() or Path(f"/proc/{agent_pid}").exists()
-            if not started or agent_pid is None or time.monotonic() > end:
+            if not started or agent_pid is None or time.monotonic() > deadline:
                 reason = _last_lines(run_dir.path / "log" / "agent.log") or str(error)
-                raise StartError(f"The host agent in {run_dir.path} did not come up: {reason}") from None
+                raise StartError(f"The host agent in {run_dir.path} failed to start: {reason}") from None
         time.sleep(0.003)
 
 

@@ -1,6 +1,6 @@
-"""Which GPUs this user may take, asked of the driver's management library: CUDA itself must not be touched here.
+"""Available GPUs according to `nvidia-smi`: CUDA itself must not be initialised here.
 
-A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent ever asks torch.
+A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent asks torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gpu:
     """One GPU of this host."""
 
     index: int
-    """Number as the driver counts, which is what `CUDA_VISIBLE_DEVICES` takes."""
+    """The driver's index, as used in `CUDA_VISIBLE_DEVICES`."""
     name: str
     total_bytes: int
     used_bytes: int
@@ -47,7 +47,7 @@ class Gpu:
 
     @property
     def busy(self) -> bool:
-        """Whether someone else holds more than half a GiB of it."""
+        """Whether more than half a GiB of its memory is in use."""
         return self.used_bytes > _BUSY_BYTES
 
 
@@ -77,16 +77,16 @@ def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple
     chosen: list[Gpu] = []
     for item in (entry.strip() for entry in visible.split(",")):
         if item.startswith(_MIG):
-            fitting = _instance(item, cards, instances)
+            matching = _instance(item, cards, instances)
         else:
-            fitting = [gpu for uuid, gpu in cards.items() if item and (item == str(gpu.index) or uuid.startswith(item))]
-        if not fitting:
+            matching = [gpu for uuid, gpu in cards.items() if item and item in (str(gpu.index), uuid[: len(item)])]
+        if not matching:
             break
-        if len(fitting) > 1 or fitting[0] in chosen:
+        if len(matching) > 1 or matching[0] in chosen:
             return []
-        if chosen and (fitting[0].mig or chosen[0].mig):
+        if chosen and (matching[0].mig or chosen[0].mig):
             break
-        chosen.append(fitting[0])
+        chosen.append(matching[0])
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""The first moments of a forked rank: leave the agent behind, become a process of its own, run the engine."""
+"""What a forked rank does first: detach from the agent, set up its own environment, run the engine."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from axon_nb.host.parentage import end_with_parent
+from axon_nb.host.parentage import set_parent_death_signal
 
-__all__ = ["ForkRequest", "become_rank", "signals_held"]
+__all__ = ["ForkRequest", "become_rank", "signals_blocked"]
 
 _OOM_SCORE = "300"
 
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """What a new rank is to be."""
+    """Parameters of a new rank."""
 
     rank: int
     env: dict[str, str]
-    """The whole environment, taken at `start`."""
+    """The complete environment, captured at `start`."""
     cwd: str
     path: list[str]
-    """`sys.path`, taken at `start`."""
+    """`sys.path`, captured at `start`."""
     argv: list[str]
-    """Arguments of the engine."""
+    """The engine's arguments."""
     log: Path
     umask: int
     entry: str
-    """The function that runs the engine, `module:function`; it takes `argv` and returns at the engine's end."""
+    """Function that runs the engine, as `module:function`: takes `argv`, returns when the engine exits."""
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> ForkRequest:
-        """Read from a `fork` command."""
+        """Create from a `fork` command."""
         names = ("rank", "env", "cwd", "path", "argv", "umask", "entry")
         return cls(log=Path(message["log"]), **{name: message[name] for name in names})
 
 
-_HELD = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+_BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold signals while forking: a child that got one with the agent's handlers would end its siblings."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+def signals_blocked() -> Iterator[None]:
+    """Block signals while forking: a child that ran the agent's handlers would terminate its siblings."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         yield
     finally:
@@ -59,12 +59,12 @@ def signals_held() -> Iterator[None]:
 
 
 def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) -> NoReturn:
-    """Runs in the child right after the fork; never returns."""
+    """Run the engine in a freshly forked child; never returns."""
     code = 1
     try:
-        _leave_agent(agent_pid, inherited)
-        _redirect(request.log)
-        _take_over(request)
+        _detach_from_agent(agent_pid, inherited)
+        _redirect_stdio(request.log)
+        _apply(request)
         module, _, function = request.entry.partition(":")
         getattr(importlib.import_module(module), function)(request.argv)
         code = 0
@@ -79,24 +79,24 @@ def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) 
         os._exit(code)
 
 
-def _leave_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
+def _detach_from_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
     for resource in inherited:
         with contextlib.suppress(OSError):
             resource.close()
     os.setsid()
-    end_with_parent(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != agent_pid:
         os._exit(1)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
-def _redirect(log: Path) -> None:
+def _redirect_stdio(log: Path) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -106,7 +106,7 @@ def _redirect(log: Path) -> None:
     os.close(out)
 
 
-def _take_over(request: ForkRequest) -> None:
+def _apply(request: ForkRequest) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     os.umask(request.umask)
@@ -116,5 +116,5 @@ def _take_over(request: ForkRequest) -> None:
     importlib.invalidate_caches()
     random.seed()
     if "numpy" in sys.modules:
-        # NumPy's global generator was seeded once, in the agent: unseeded ranks would all draw the same numbers.
+        # NumPy's global generator was seeded in the agent: without this all ranks would draw the same numbers.
         sys.modules["numpy"].random.seed()

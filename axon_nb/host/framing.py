@@ -1,4 +1,4 @@
-"""The store's messages on the wire: a list of byte strings, each with its length before it."""
+"""Wire format of the rendezvous store: a message is a list of byte strings, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["MAX_MESSAGE", "Decoder", "encode", "receive"]
 _HEAD = struct.Struct("<II")
 _ITEM = struct.Struct("<I")
 MAX_MESSAGE = 1 << 30
-"""A message above this many bytes is refused: the peer does not speak our protocol."""
+"""Largest message in bytes. A longer one is rejected: the peer does not speak our protocol."""
 
 
 def encode(parts: list[bytes]) -> bytes:
-    """One message as bytes: total length and count, then each part behind its length."""
+    """Encode one message: total length and number of parts, then each part preceded by its length."""
     body = b"".join(_ITEM.pack(len(part)) + part for part in parts)
     return _HEAD.pack(len(body), len(parts)) + body
 
@@ -24,36 +24,36 @@ def _decode_body(body: bytes | memoryview, count: int) -> list[bytes]:
     at = 0
     for _ in range(count):
         if at + _ITEM.size > len(body):
-            raise ValueError(f"a store message whose part {len(parts)} is not there")
+            raise ValueError(f"truncated store message: part {len(parts)} is missing")
         (size,) = _ITEM.unpack_from(body, at)
         at += _ITEM.size
         if at + size > len(body):
-            raise ValueError(f"a store message whose part {len(parts)} is longer than the message")
+            raise ValueError(f"invalid store message: part {len(parts)} is longer than the message")
         parts.append(bytes(body[at : at + size]))
         at += size
     if at != len(body):
-        raise ValueError(f"a store message with {len(body) - at} bytes that belong to no part")
+        raise ValueError(f"invalid store message: {len(body) - at} bytes after the last part")
     return parts
 
 
 class Decoder:
-    """Cuts a byte stream that arrives in pieces into messages."""
+    """Splits a byte stream that arrives in chunks into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """The messages that `data` completes, in order.
+        """Return the messages that `data` completes, in order.
 
         Raises:
-            ValueError: a length that no message of ours has.
+        ValueError: the bytes are not a valid message.
         """
         self._pending += data
         messages = []
         while len(self._pending) >= _HEAD.size:
             size, count = _HEAD.unpack_from(self._pending)
             if size > MAX_MESSAGE:
-                raise ValueError(f"a store message of {size} bytes: the limit is {MAX_MESSAGE}")
+                raise ValueError(f"store message of {size} bytes exceeds the limit of {MAX_MESSAGE}")
             end = _HEAD.size + size
             if len(self._pending) < end:
                 break

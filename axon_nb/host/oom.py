@@ -1,4 +1,4 @@
-"""Whether Linux ended a process for want of memory: its counters, read before and after a death."""
+"""Detection of out-of-memory kills from Linux's counters, read before and after a death."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomCounter:
-    """Counts this cgroup's processes that were killed for want of memory, or the machine's where it has no counter.
+    """Tracks out-of-memory kills in this cgroup, or on the whole machine if the cgroup has no counter.
 
-    Linux counts before it sends SIGKILL, so the count has moved when the death is seen.
+    Linux counts before it sends SIGKILL, so the counter has already changed when the death is seen.
     """
 
     def __init__(self, own: Path | None = None, machine: Path = _MACHINE) -> None:
@@ -27,19 +27,19 @@ class OomCounter:
     def _counts(self) -> tuple[int | None, int | None]:
         return (read_count(self._own) if self._own is not None else None), read_count(self._machine)
 
-    def look(self) -> bool | None:
-        """Whether a process was killed for want of memory since the last look; None: nobody knows."""
+    def poll(self) -> bool | None:
+        """Whether a process was killed for lack of memory since the last call; None if unknown."""
         before, now = self._before, self._counts()
         self._before = now
-        for moved_means, old, new in zip((True, None), before, now, strict=True):
+        for verdict, old, new in zip((True, None), before, now, strict=True):
             if old is not None and new is not None:
-                # The machine's count may be of another's process: moved, it proves nothing.
-                return moved_means if new > old else False
+                # The machine-wide counter may have counted someone else's process: an increase proves nothing.
+                return verdict if new > old else False
         return None
 
 
 def read_count(file: Path) -> int | None:
-    """`oom_kill` of a `memory.events`, `memory.oom_control` or `vmstat`; None where there is none."""
+    """Read `oom_kill` from a `memory.events`, `memory.oom_control` or `vmstat` file; None if it has none."""
     try:
         match = _COUNT.search(file.read_text())
     except OSError:
@@ -48,18 +48,18 @@ def read_count(file: Path) -> int | None:
 
 
 def counter_file(groups: Path, mounts: Path) -> Path | None:
-    """The file that counts for the cgroup named in `groups`, a /proc/<pid>/cgroup; None where there is none.
+    """Find the file with the counter of the cgroup in `groups` (a /proc/<pid>/cgroup file); None if there is none.
 
     Args:
-        groups: Such as /proc/self/cgroup.
-        mounts: Such as /proc/self/mountinfo: where the hierarchies are mounted, and which part of them.
+        groups: A file such as /proc/self/cgroup.
+        mounts: A file such as /proc/self/mountinfo: where, and with which root, the hierarchies are mounted.
     """
     try:
         entries = [line.split(":", 2) for line in groups.read_text().splitlines()]
         mounted = [_mount(line) for line in mounts.read_text().splitlines()]
     except OSError:
         return None
-    for _, controllers, path in sorted(entries, key=lambda entry: entry[1]):  # the one of version 2 comes first
+    for _, controllers, path in sorted(entries, key=lambda entry: entry[1]):  # version 2 first
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
         kind, name = ("cgroup", "memory.oom_control") if controllers else ("cgroup2", "memory.events")

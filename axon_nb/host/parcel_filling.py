@@ -1,7 +1,7 @@
-"""Copying memory into anonymous files, by two cores where there are two.
+"""Copying data into anonymous memory files, on two cores where available.
 
-What takes the time is that the kernel gets a page for every 4 KiB, and writes to one file wait for each other: so what
-is large is cut in two, and two threads write a file each.
+Most of the time goes into allocating a page for every 4 KiB, and writes to one file are serialised. So large data is
+split over two files, each written by its own thread.
 """
 
 from __future__ import annotations
@@ -11,99 +11,99 @@ import threading
 from collections.abc import Sequence
 from io import FileIO
 
-__all__ = ["border_of", "fill"]
+__all__ = ["copy_into", "split_point"]
 
 _CHUNK = 16 << 20
-"""Bytes written at once: an interrupt is noticed between two of them."""
-_SHARED_FROM = 32 << 20
-"""Fewer bytes are not worth a second thread."""
+"""Bytes per write: interrupts are handled between two writes."""
+_MIN_SPLIT_BYTES = 32 << 20
+"""Less than this is not worth a second thread."""
 
 _Piece = tuple[int, memoryview]
 
 
-def border_of(size: int, *, helped: bool) -> int:
-    """How many bytes of `size` go into the first file; the rest goes into the second one.
+def split_point(size: int, *, two_threads: bool) -> int:
+    """Return how many bytes go into the first file; the rest goes into the second one.
 
     Args:
-        size: Of all.
-        helped: Whether there is a core for a second thread. On one that others use, too, it costs next to nothing.
+        size: Total bytes.
+        two_threads: Whether there is a core for a second thread. On a core shared with others it costs almost nothing.
     """
-    if not helped or size < _SHARED_FROM:
+    if not two_threads or size < _MIN_SPLIT_BYTES:
         return size
     page = os.sysconf("SC_PAGE_SIZE")
     return size // 2 // page * page
 
 
-def fill(files: tuple[int, int], pieces: Sequence[_Piece], border: int) -> None:
-    """Write all pieces.
+def copy_into(files: tuple[int, int], pieces: Sequence[_Piece], split: int) -> None:
+    """Write all pieces into the two files.
 
     Args:
-        files: Two, each as long as it will be.
-        pieces: Where each begins, in bytes from the first file's start, and its bytes.
-        border: Where the second file begins.
+        files: Two file descriptors, each file already at its final length.
+        pieces: Each piece's offset in bytes from the start of the first file, and its data.
+        split: Offset at which the second file begins.
     """
-    first = [(place, view[: max(0, border - place)]) for place, view in pieces if place < border]
+    first = [(offset, view[: max(0, split - offset)]) for offset, view in pieces if offset < split]
     second = [
-        (max(0, place - border), view[max(0, border - place) :])
-        for place, view in pieces
-        if place + view.nbytes > border
+        (max(0, offset - split), view[max(0, split - offset) :])
+        for offset, view in pieces
+        if offset + view.nbytes > split
     ]
     if not second:
         _write(files[0], first)
         return
-    # A file object of its own: whatever an interrupt leaves undone here, it never writes to a number that is reused.
-    helper = _Helper(FileIO(f"/proc/self/fd/{files[1]}", "r+"), second)
+    # Its own file object: after an interrupt here the thread can never write to a reused file descriptor.
+    writer = _Writer(FileIO(f"/proc/self/fd/{files[1]}", "r+"), second)
     try:
-        helper.start()
+        writer.start()
         _write(files[0], first)
     except BaseException:
-        helper.stop()
+        writer.stop()
         raise
-    helper.result()
+    writer.result()
 
 
 def _write(fd: int, pieces: Sequence[_Piece], stopped: threading.Event | None = None) -> None:
-    for place, view in pieces:
+    for offset, view in pieces:
         done = 0
         while done < view.nbytes and not (stopped is not None and stopped.is_set()):
-            done += os.pwrite(fd, view[done : done + _CHUNK], place + done)
+            done += os.pwrite(fd, view[done : done + _CHUNK], offset + done)
 
 
-class _Helper(threading.Thread):
-    """Writes the second file."""
+class _Writer(threading.Thread):
+    """Thread that writes the second file."""
 
     def __init__(self, file: FileIO, pieces: Sequence[_Piece]) -> None:
-        super().__init__(name="axon_nb-parcel", daemon=True)
+        super().__init__(name="axon_nb-shared-block", daemon=True)
         self._file = file
         self._pieces = pieces
         self._stopped = threading.Event()
         self._error: OSError | None = None
 
     def run(self) -> None:
-        """The thread's work."""
+        """Write the pieces."""
         if self._stopped.is_set():
             return
         try:
             with self._file:
                 _write(self._file.fileno(), self._pieces, self._stopped)
-        except OSError as error:  # no memory, say
+        except OSError as error:  # such as out of memory
             self._error = error
 
     def stop(self) -> None:
-        """It ends soon; returns when it has, for what it reads may be let go of after that."""
+        """Stop and wait for the thread, so that the caller may release the memory it reads."""
         self._stopped.set()
         if self.ident is not None:
             self.join()
             return
-        # It has not begun, and will do nothing. One whose start was interrupted Python keeps for ever, so this lets go.
+        # Not started, and will do nothing. Python keeps a thread whose start was interrupted, so release its data.
         self._file.close()
         self._pieces = ()
 
     def result(self) -> None:
-        """Returns when all is written.
+        """Wait until everything is written.
 
         Raises:
-            OSError: it could not be.
+            OSError: writing failed.
         """
         try:
             self.join()

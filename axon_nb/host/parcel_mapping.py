@@ -1,4 +1,4 @@
-"""Files that follow each other in memory, as if they were one, copied page by page where this process writes."""
+"""Mapping several files as one contiguous, copy-on-write memory region."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Sequence
 __all__ = ["map_files"]
 
 _MAP_FIXED = 0x10
-"""Of Linux' <sys/mman.h>, on every architecture that torch is built for; Python does not have it."""
+"""From Linux's <sys/mman.h>, the same on every architecture that torch supports; Python does not define it."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
-    """One stretch of memory over all files; none of them has to stay open.
+    """Map all files as one contiguous region; none of them has to stay open.
 
-    Python's own mapping has room for one file only, and keeps a file descriptor of it. So this is one of no file, whose
-    pages are replaced: it gives them back when nobody has a view of it any more.
+    Python's own `mmap` maps a single file and keeps a duplicate file descriptor. So this maps anonymous memory and
+    replaces its pages; they are released with the last view.
 
     Args:
-        files: Each one's file descriptor and its size in bytes; of all but the last a multiple of a page's.
+        files: File descriptor and size in bytes of each; all sizes but the last are multiples of the page size.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: not enough address space.
     """
     kind, protection = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
     mapped = mmap.mmap(-1, sum(size for _, size in files), flags=kind | mmap.MAP_ANONYMOUS, prot=protection)
     anchor = ctypes.c_char.from_buffer(mapped)
     start = ctypes.addressof(anchor)
-    del anchor  # while it lives the mapping could not be closed
+    del anchor  # its export would keep the mapping from being closed
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -37,6 +37,6 @@ def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
         if libc.mmap(start, size, protection, kind | _MAP_FIXED, fd, 0) == _FAILED:
             number = ctypes.get_errno()
             mapped.close()
-            raise OSError(number, "a parcel cannot be mapped")
+            raise OSError(number, "cannot map the shared block")
         start += size
     return mapped

@@ -1,15 +1,14 @@
-"""Bulk data between processes of one user on one host: anonymous files in memory that the notebook makes.
+"""Shared-memory blocks: bulk data between processes of one user on one host, in anonymous memory files.
 
-Linux's `memfd_create`: such a file has no name in any folder, so nothing can be left behind, whoever dies, and
-the size of /dev/shm is no limit. The notebook alone holds it; a rank opens it through /proc, which the kernel allows to
-processes of the same user only. Its pages are written once, sealed, and mapped privately: each process has a
-copy of its own, page by page where it writes.
+The files come from Linux's `memfd_create`. They have no path, so nothing is left behind when a process dies, and the
+size of /dev/shm does not matter. Only the notebook holds them open; a rank opens them through /proc, which the kernel
+allows for processes of the same user only. Pages are written once, sealed, and mapped copy-on-write.
 
-A parcel is a sequence of parts: how many, their sizes, then each at a multiple of 64 bytes. It is one file, or two that
-follow each other: see `host.parcel_filling`.
+A block is a sequence of parts: their number, their sizes, then each part at a multiple of 64 bytes. It is one file, or
+two consecutive ones: see `host.parcel_filling`.
 
-Files are objects of `FileIO` from the moment that they are open: an interrupt may come after any call, and one that is
-only a number by then stays open for ever.
+Files are `FileIO` objects from the moment they are opened: an interrupt may come after any call, and a bare file
+descriptor would then stay open for ever.
 """
 
 from __future__ import annotations
@@ -23,100 +22,109 @@ from io import FileIO
 from typing import Any
 
 from axon_nb.host.cores import usable_cores
-from axon_nb.host.parcel_filling import border_of, fill
+from axon_nb.host.parcel_filling import copy_into, split_point
 from axon_nb.host.parcel_mapping import map_files
 
-__all__ = ["Address", "Parcel", "ParcelUnreachable", "join_parts", "parcel_size", "read_parcel", "split_parts",
-           "supported", "write_parcel"]  # fmt: skip
+__all__ = [
+    "BlockAddress",
+    "SharedBlock",
+    "SharedBlockUnavailableError",
+    "block_size",
+    "join_parts",
+    "memfd_supported",
+    "read_block",
+    "split_parts",
+    "write_block",
+]  # fmt: skip
 
-Address = tuple[tuple[str, int], tuple[str, int]]
-"""Where a process of the same user opens a parcel's files, and their inodes: a number may be used again."""
+BlockAddress = tuple[tuple[str, int], tuple[str, int]]
+"""Paths at which a process of the same user opens the block's files, with their inodes: descriptors get reused."""
 
 _ALIGN = 64
-_MAPPED = 1 << 20
-"""Smaller parcels are read, not mapped, which takes longer for them."""
+_MIN_MAPPED_BYTES = 1 << 20
+"""Smaller blocks are read, which is faster than mapping them."""
 _NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
-"""Of its two files."""
+"""Arguments for the two files."""
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
-class ParcelUnreachable(Exception):
-    """This process cannot open the parcel: it is on another host, in another container, or of another user."""
+class SharedBlockUnavailableError(Exception):
+    """The block cannot be opened: the processes differ in host, container or user."""
 
 
-def supported() -> bool:
-    """Whether this system has such files."""
+def memfd_supported() -> bool:
+    """Whether this system has `memfd_create`."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
-class Parcel:
-    """A parcel of this process; gone when it is closed and nobody maps it any more."""
+class SharedBlock:
+    """A shared-memory block of this process, freed when it is closed and no longer mapped."""
 
     def __init__(self) -> None:
-        # One call of C for both, see the module.
+        # A single C call for both files, see the module's docstring.
         self._files = tuple(map(FileIO, map(os.memfd_create, _NAMES, _FLAGS), _MODES))
         for file in self._files:
             os.fchmod(file.fileno(), 0o600)
 
     @property
-    def address(self) -> Address:
-        """Where ranks open it."""
-        numbers = [file.fileno() for file in self._files]
-        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in numbers)
+    def address(self) -> BlockAddress:
+        """Where ranks open the files."""
+        descriptors = [file.fileno() for file in self._files]
+        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in descriptors)
         return first, second
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was written."""
+        """Whether nothing has been written."""
         return not os.fstat(self._files[0].fileno()).st_size
 
     def write(self, parts: Sequence[Any]) -> None:
-        """Write all parts, and seal them."""
+        """Write all parts and seal the files."""
         _write(self._files, parts, writers=1)
 
     def read(self) -> list[memoryview]:
-        """The parts, in memory that is this call's own."""
+        """Return the parts, in memory private to this call."""
         return _read(self._files)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the files."""
         for file in self._files:
             file.close()
 
-    def __enter__(self) -> Parcel:
+    def __enter__(self) -> SharedBlock:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def read_parcel(address: Address) -> list[memoryview]:
-    """The parts of another process's parcel, in memory that is this call's own.
+def read_block(address: BlockAddress) -> list[memoryview]:
+    """Return the parts of another process's block, in memory private to this call.
 
     Raises:
-        ParcelUnreachable: see there.
+        SharedBlockUnavailableError: this process cannot open the block.
     """
     with _opened(address, "r") as files:
         return _read(files)
 
 
-def write_parcel(address: Address, parts: Sequence[Any], *, writers: int = 1) -> None:
-    """Fill another process's parcel, and seal it.
+def write_block(address: BlockAddress, parts: Sequence[Any], *, writers: int = 1) -> None:
+    """Write another process's block and seal it.
 
     Args:
-        address: The parcel.
-        parts: What it is to hold.
-        writers: How many processes of this host do so at the same time.
+        address: The block.
+        parts: The parts, as buffers.
+        writers: How many processes on this host write blocks at the same time.
 
     Raises:
-        ParcelUnreachable: see there.
+        SharedBlockUnavailableError: this process cannot open the block.
     """
     with _opened(address, "r+") as files:
         _write(files, parts, writers=writers)
 
 
 @contextlib.contextmanager
-def _opened(address: Address, mode: str) -> Iterator[tuple[FileIO, ...]]:
+def _opened(address: BlockAddress, mode: str) -> Iterator[tuple[FileIO, ...]]:
     with _open(*address[0], mode) as first, _open(*address[1], mode) as second:
         yield first, second
 
@@ -125,33 +133,33 @@ def _open(path: str, inode: int, mode: str) -> FileIO:
     try:
         file = FileIO(path, mode)
     except OSError as error:
-        raise ParcelUnreachable(f"{path}: {error.strerror}") from None
+        raise SharedBlockUnavailableError(f"{path}: {error.strerror}") from None
     if os.fstat(file.fileno()).st_ino != inode:
         file.close()
-        raise ParcelUnreachable(f"{path} is another file")
+        raise SharedBlockUnavailableError(f"{path} is now a different file")
     return file
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The offset of each part, and the size of the whole, in bytes."""
-    places, end = [], 8 * (1 + len(sizes))
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offset of each part and total size, in bytes."""
+    offsets, end = [], 8 * (1 + len(sizes))
     for size in sizes:
         start = -(-end // _ALIGN) * _ALIGN
-        places.append(start)
+        offsets.append(start)
         end = start + size
-    return places, end
+    return offsets, end
 
 
 def _views(parts: Sequence[Any]) -> list[memoryview]:
     return [memoryview(part).cast("B") for part in parts]
 
 
-def parcel_size(parts: Sequence[Any]) -> int:
-    """Bytes that a parcel of these parts takes."""
-    return _places([view.nbytes for view in _views(parts)])[1]
+def block_size(parts: Sequence[Any]) -> int:
+    """Size in bytes of a block with these parts."""
+    return _offsets([view.nbytes for view in _views(parts)])[1]
 
 
-def _head(sizes: Sequence[int]) -> bytes:
+def _header(sizes: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
 
 
@@ -159,24 +167,24 @@ def _write(files: tuple[FileIO, ...], parts: Sequence[Any], *, writers: int) -> 
     first, second = (file.fileno() for file in files)
     views = _views(parts)
     sizes = [view.nbytes for view in views]
-    places, total = _places(sizes)
-    border = border_of(total, helped=usable_cores() >= 2 * writers)
-    os.ftruncate(first, border)
-    os.ftruncate(second, total - border)
-    fill((first, second), [(0, memoryview(_head(sizes))), *zip(places, views, strict=True)], border)
+    offsets, total = _offsets(sizes)
+    split = split_point(total, two_threads=usable_cores() >= 2 * writers)
+    os.ftruncate(first, split)
+    os.ftruncate(second, total - split)
+    copy_into((first, second), [(0, memoryview(_header(sizes))), *zip(offsets, views, strict=True)], split)
     for fd in (first, second):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def _read(files: tuple[FileIO, ...]) -> list[memoryview]:
-    numbers = [file.fileno() for file in files]
-    # Sealed: it can neither change below us nor be cut short, which would end this process with SIGBUS.
-    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in numbers):
-        raise ValueError("the parcel is not complete")
-    sized = [(fd, size) for fd in numbers if (size := os.fstat(fd).st_size)]
+    descriptors = [file.fileno() for file in files]
+    # Sealed, so that the files can neither change nor be truncated, which would kill this process with SIGBUS.
+    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in descriptors):
+        raise ValueError("the shared block is incomplete")
+    sized = [(fd, size) for fd in descriptors if (size := os.fstat(fd).st_size)]
     total = sum(size for _, size in sized)
-    if total >= _MAPPED:
-        with contextlib.suppress(OSError):  # there is no room: says the read below
+    if total >= _MIN_MAPPED_BYTES:
+        with contextlib.suppress(OSError):  # out of address space or memory: the read below reports it
             return split_parts(map_files(sized))
     data, done = bytearray(total), 0
     for fd, size in sized:
@@ -187,24 +195,24 @@ def _read(files: tuple[FileIO, ...]) -> list[memoryview]:
 
 
 def join_parts(parts: Sequence[Any]) -> bytearray:
-    """The bytes of a parcel, for where memory is not shared."""
+    """Return the content of a block as bytes, for processes that share no memory."""
     views = _views(parts)
     sizes = [view.nbytes for view in views]
-    places, total = _places(sizes)
+    offsets, total = _offsets(sizes)
     data = bytearray(total)
-    head = _head(sizes)
-    data[: len(head)] = head
-    for place, view in zip(places, views, strict=True):
-        data[place : place + view.nbytes] = view
+    header = _header(sizes)
+    data[: len(header)] = header
+    for offset, view in zip(offsets, views, strict=True):
+        data[offset : offset + view.nbytes] = view
     return data
 
 
 def split_parts(data: Any) -> list[memoryview]:
-    """The parts of a parcel's bytes, without a copy; what was empty gives none."""
+    """Return the parts in a block's bytes, without copying; empty bytes have no parts."""
     view = memoryview(data).cast("B")
     if not view.nbytes:
         return []
     (count,) = struct.unpack_from("<Q", view)
     sizes = struct.unpack_from(f"<{count}Q", view, 8)
-    places, _ = _places(sizes)
-    return [view[place : place + size] for place, size in zip(places, sizes, strict=True)]
+    offsets, _ = _offsets(sizes)
+    return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Connections of the agent's event loop: command lines and store messages over private Unix sockets."""
+"""Connections of the agent's event loop: JSON commands and store messages over private Unix sockets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from typing import Any
 
 from axon_nb.host.framing import Decoder, encode
 
-__all__ = ["CommandPeer", "Listener", "Peer", "StorePeer"]
+__all__ = ["CommandConnection", "Connection", "Listener", "StoreConnection"]
 
 _MAX_LINE = 16 << 20
 
 
-class Peer:
-    """One accepted connection; reads and writes never block the loop."""
+class Connection:
+    """An accepted connection; reads and writes never block the event loop."""
 
-    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, on_close: Callable[[Peer], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, selector: selectors.BaseSelector, on_close: Callable[[Connection], None]
+    ) -> None:
         self.sock = sock
         self._selector = selector
         self._on_close = on_close
@@ -33,7 +35,7 @@ class Peer:
         selector.register(sock, selectors.EVENT_READ, self.on_ready)
 
     def on_ready(self, mask: int) -> None:
-        """Called by the loop when the socket can be read or written."""
+        """Handle a readable or writable socket; called by the event loop."""
         try:
             if mask & selectors.EVENT_WRITE:
                 self._drain()
@@ -45,15 +47,15 @@ class Peer:
                 self.received(data)
         except BlockingIOError:
             pass
-        except Exception:  # whatever a client sends, it ends this connection and nothing else
+        except Exception:  # whatever a client sends, it closes this connection only
             self.close()
 
     def received(self, data: bytes) -> None:
-        """Take in what came."""
+        """Process received bytes."""
         raise NotImplementedError
 
     def send(self, data: bytes) -> None:
-        """Send now what the socket takes, the rest when it can."""
+        """Send as much as the socket accepts now, the rest when it becomes writable."""
         if self.closed:
             return
         self._outgoing += data
@@ -75,7 +77,7 @@ class Peer:
             self._selector.modify(self.sock, events, self.on_ready)
 
     def close(self) -> None:
-        """Forget the connection."""
+        """Close the connection and unregister it."""
         if self.closed:
             return
         self.closed = True
@@ -85,15 +87,15 @@ class Peer:
         self._on_close(self)
 
 
-class CommandPeer(Peer):
-    """A notebook: one JSON object a line, each way."""
+class CommandConnection(Connection):
+    """Connection of a notebook: one JSON object per line in each direction."""
 
     def __init__(
         self,
         sock: socket.socket,
         selector: selectors.BaseSelector,
-        on_close: Callable[[Peer], None],
-        handle: Callable[[CommandPeer, dict[str, Any]], None],
+        on_close: Callable[[Connection], None],
+        handle: Callable[[CommandConnection, dict[str, Any]], None],
     ) -> None:
         self._lines = bytearray()
         self._handle = handle
@@ -101,31 +103,31 @@ class CommandPeer(Peer):
         super().__init__(sock, selector, on_close)
 
     def received(self, data: bytes) -> None:
-        """Cut into lines, carry out each."""
+        """Execute each complete line."""
         self._lines += data
         while (end := self._lines.find(b"\n")) >= 0:
             line = bytes(self._lines[:end])
             del self._lines[: end + 1]
             message = json.loads(line)
             if not isinstance(message, dict):
-                raise ValueError("a command that is no object")
+                raise ValueError("a command must be a JSON object")
             self._handle(self, message)
         if len(self._lines) > _MAX_LINE:
-            raise ValueError(f"a command of more than {_MAX_LINE} bytes")
+            raise ValueError(f"command exceeds {_MAX_LINE} bytes")
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send_message(self, message: dict[str, Any]) -> None:
         """Send one reply or event."""
         self.send(json.dumps(message).encode() + b"\n")
 
 
-class StorePeer(Peer):
-    """A rank's store client."""
+class StoreConnection(Connection):
+    """Connection of a rank's store client."""
 
     def __init__(
         self,
         sock: socket.socket,
         selector: selectors.BaseSelector,
-        on_close: Callable[[Peer], None],
+        on_close: Callable[[Connection], None],
         handle: Callable[[list[bytes], Callable[[list[bytes]], None]], None],
     ) -> None:
         self._decoder = Decoder()
@@ -142,7 +144,7 @@ class StorePeer(Peer):
 
 
 class Listener:
-    """A listening Unix socket, mode 0600, that takes connections of this user alone."""
+    """A listening Unix socket, mode 0600, that accepts connections of this user only."""
 
     def __init__(self, path: Path, selector: selectors.BaseSelector, accept: Callable[[socket.socket], Any]) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -157,8 +159,8 @@ class Listener:
         selector.register(self.sock, selectors.EVENT_READ, self.on_ready)
 
     def on_ready(self, mask: int) -> None:
-        """Take one connection."""
-        # OSError: the other side is gone again, or no file descriptor is free; who waits is taken later.
+        """Accept one connection."""
+        # OSError: the peer is gone, or no file descriptor is free; pending connections are accepted later.
         with contextlib.suppress(OSError):
             connection, _ = self.sock.accept()
             if _peer_uid(connection) in (os.getuid(), None):

@@ -1,4 +1,4 @@
-"""What the agent imports, so that a forked rank starts with it: one module a step, the loop runs in between."""
+"""Modules that the agent imports so that forked ranks already have them: one per step of the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 
 __all__ = ["Preload"]
 
-_NEEDED = (
+_REQUIRED = (
     "torch",
     "torch.distributed",
     "ipykernel.ipkernel",
@@ -17,9 +17,9 @@ _NEEDED = (
     "ipyparallel.engine.kernel",
     "axon_nb.engine.bootstrap",
 )
-# Imported while nothing else is to do: the first optimizer alone makes a rank import torch._dynamo, which takes
-# longer than the rest together, and four ranks would do it at once.
-_USEFUL = (
+# Imported while the agent is idle. The first optimizer alone makes a rank import torch._dynamo, which takes
+# longer than everything else together, and four ranks would do it at once.
+_OPTIONAL = (
     "IPython.extensions.storemagic",
     "IPython.core.completer",
     "psutil",
@@ -33,34 +33,34 @@ _USEFUL = (
 
 
 class Preload:
-    """Imports step by step; a module that cannot be imported is left to the rank, which reports it where it is used."""
+    """Imports modules step by step; a failing import is left to the rank, which reports it where it uses the module."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._needed = list(_NEEDED) if enabled else []
-        self._useful = list(_USEFUL) if enabled else []
+        self._required = list(_REQUIRED) if enabled else []
+        self._optional = list(_OPTIONAL) if enabled else []
 
     @property
     def ready(self) -> bool:
         """Whether ranks can be forked."""
-        return not self._needed
+        return not self._required
 
     @property
     def done(self) -> bool:
-        """Whether everything is imported, the merely useful modules too."""
-        return not self._needed and not self._useful
+        """Whether everything is imported, including the optional modules."""
+        return not self._required and not self._optional
 
     def step(self, *, busy: bool) -> bool:
-        """Import the next module; the merely useful ones only while not `busy`. True when there was one to import."""
-        if self._needed:
-            name = self._needed.pop(0)
-        elif self._useful and not busy:
-            name = self._useful.pop(0)
+        """Import the next module, optional ones only while not `busy`; return whether there was one to import."""
+        if self._required:
+            name = self._required.pop(0)
+        elif self._optional and not busy:
+            name = self._optional.pop(0)
         else:
             return False
         try:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
-        if not self._needed and name == _NEEDED[-1]:
+        if not self._required and name == _REQUIRED[-1]:
             gc.collect()
         return True

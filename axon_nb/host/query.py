@@ -1,4 +1,4 @@
-"""Asking a host agent from outside, with a limit for each wait: a look that neither owns the cluster nor keeps it."""
+"""Queries to a host agent with a time limit, which neither own the cluster nor keep it alive."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["AgentQuery"]
 
 
 class AgentQuery:
-    """One short connection to the agent of `run_dir`; unlike `AgentClient` it has no thread and sends no hello.
+    """A short connection to the agent of `run_dir`; unlike `AgentClient` it has no thread and sends no `hello`.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nothing listens on the agent's socket.
     """
 
     def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
@@ -36,36 +36,36 @@ class AgentQuery:
 
     @property
     def pid(self) -> int | None:
-        """The agent's pid as the kernel of Linux knows it, also of one that does not answer; None elsewhere."""
+        """The agent's pid according to the Linux kernel, even if the agent hangs; None on other systems."""
         if not sys.platform.startswith("linux"):
             return None
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid) or None
 
-    def ask(self, cmd: str) -> dict[str, Any]:
-        """The reply to a command.
+    def request(self, cmd: str) -> dict[str, Any]:
+        """Send a command and return the reply.
 
         Raises:
-            TimeoutError: it did not come within the limit.
+            TimeoutError: no reply within the limit.
             OSError: the agent is gone.
         """
-        end = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         self._sock.settimeout(self._timeout_s)
         self._sock.sendall(json.dumps({"id": 1, "cmd": cmd}).encode() + b"\n")
         while b"\n" not in self._pending:
-            if not self._read(end):
+            if not self._read(deadline):
                 raise ConnectionError("the host agent closed the connection")
         line, _, self._pending = self._pending.partition(b"\n")
         reply = json.loads(line)
         if not isinstance(reply, dict):
-            raise ConnectionError("the host agent gave no answer that can be read")
+            raise ConnectionError("the host agent sent an unreadable reply")
         return reply
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Whether the agent has ended the connection, as it does when it is gone, within `timeout_s` seconds."""
-        end = time.monotonic() + timeout_s
+        """Whether the agent closes the connection, as when it exits, within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
         try:
-            while self._read(end):
+            while self._read(deadline):
                 pass
         except TimeoutError:
             return False
@@ -73,17 +73,17 @@ class AgentQuery:
             pass
         return True
 
-    def _read(self, end: float) -> bool:
-        left = end - time.monotonic()
+    def _read(self, deadline: float) -> bool:
+        left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the host agent does not answer")
+            raise TimeoutError("the host agent does not reply")
         self._sock.settimeout(left)
         data = self._sock.recv(1 << 16)
         self._pending += data
         return bool(data)
 
     def close(self) -> None:
-        """Leave the agent as it is."""
+        """Disconnect; the agent keeps running."""
         with contextlib.suppress(OSError):
             self._sock.close()
 

@@ -1,4 +1,4 @@
-"""The rendezvous store's keys and values, served from the agent's event loop: no thread, no torch, no TCP port."""
+"""Server side of the rendezvous store, run by the agent's event loop without threads or torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Reply", "StoreTable"]
+__all__ = ["Reply", "StoreServer"]
 
 
 class Reply(Protocol):
-    """Sends one answer to the client that asked."""
+    """Sends one reply to the requesting client."""
 
     def __call__(self, parts: list[bytes], /) -> None: ...
 
@@ -22,11 +22,11 @@ class _Waiter:
     reply: Reply
 
 
-class StoreTable:
-    """What `torch.distributed.Store` needs of a server: set, add, compare-and-set, append, delete, wait.
+class StoreServer:
+    """Keys and values behind a `torch.distributed.Store`: set, add, compare-and-set, append, delete, wait.
 
-    A wait names a time limit in milliseconds and gets the values, or nothing when the time is over; clients wait in
-    slices, so that an interrupt lands between two of them.
+    A wait has a timeout in milliseconds and gets the values, or an empty reply when it expires. Clients wait in short
+    slices, so that interrupts are handled between two of them.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StoreTable:
         self._waiters: list[_Waiter] = []
 
     def handle(self, message: list[bytes], reply: Reply) -> None:
-        """Carry out one request and answer it, at once or when what it waits for is there."""
+        """Execute one request and reply: at once, or for a wait when all its keys exist."""
         command, args = message[0], message[1:]
         if command == b"wait":
             self._wait(args, reply)
@@ -68,10 +68,10 @@ class StoreTable:
             case b"delete":
                 return False, [b"1" if table.pop(args[0], None) is not None else b"0"]
             case b"delete_prefix":
-                doomed = [key for key in table if key.startswith(args[0])]
-                for key in doomed:
+                matching = [key for key in table if key.startswith(args[0])]
+                for key in matching:
                     del table[key]
-                return False, [b"%d" % len(doomed)]
+                return False, [b"%d" % len(matching)]
             case b"check":
                 return False, [b"1" if all(key in table for key in args) else b"0"]
             case b"count":
@@ -95,7 +95,7 @@ class StoreTable:
         self._waiters = waiting
 
     def expire(self, now: float) -> float | None:
-        """Answer the waits whose time is over; returns when the next one is due, in `time.monotonic` seconds."""
+        """Reply to expired waits; return when the next one expires, in `time.monotonic` seconds."""
         waiting = []
         for waiter in self._waiters:
             if waiter.deadline <= now:

@@ -6,7 +6,7 @@ import ast
 from importlib import import_module
 from typing import Any
 
-from axon_nb.errors import NoCluster
+from axon_nb.errors import NoClusterError
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
 
@@ -22,7 +22,7 @@ def sendable_model(model: Any, cluster: Any = None) -> Any:
 
     Raises:
         PlanError: no rank has a model of that name.
-        NoCluster: no ranks run.
+        NoClusterError: no ranks run.
     """
     if is_module(model):
         return import_module("axon_nb.plan.capture_model").capture(model)
@@ -38,7 +38,7 @@ def model_by_name(model: Any, cluster: Any = None) -> Any:
 
     Raises:
         PlanError: no rank has a model of that name.
-        NoCluster: no ranks run.
+        NoClusterError: no ranks run.
     """
     return _from_ranks(model, cluster) if isinstance(model, str) else model
 
@@ -49,8 +49,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if cluster is None:
         try:
             cluster = import_module("axon_nb").current_cluster()
-        except NoCluster:
-            raise NoCluster(f"A plan for the ranks' variable {name!r}") from None
+        except NoClusterError:
+            raise NoClusterError(f"A plan for the ranks' variable {name!r}") from None
     if not hasattr(cluster, "run"):
         raise PlanError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
     module = "__import__('axon_nb.plan.capture_model', fromlist=['capture_or_reason'])"

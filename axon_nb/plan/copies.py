@@ -11,7 +11,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Generic, NoReturn, TypeVar, cast
 
-from axon_nb.host.parentage import end_with_parent
+from axon_nb.host.parentage import set_parent_death_signal
 
 __all__ = ["fork_map"]
 
@@ -77,7 +77,7 @@ class _Fork(Generic[T]):
         self._pipe, theirs = Pipe(duplex=False)
         self._number = os.fork()
         if not self._number:
-            end_with_parent(signal.SIGKILL)
+            set_parent_death_signal(signal.SIGKILL)
             _answer(theirs, call)
         theirs.close()
 

@@ -86,7 +86,7 @@ def memory(
             what works.
         SimulatorError: the simulator process failed.
         PlanCancelledError: `cancel` was set.
-        NoCluster: the model is a name, and no ranks run.
+        NoClusterError: the model is a name, and no ranks run.
     """
     check_choice("method", method, _METHODS)
     check_callbacks(progress, cancel)

@@ -14,7 +14,7 @@ from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.plan.asked_numbers import check_int
 from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
-from axon_nb.records.pipeline_play import Order, play_orders
+from axon_nb.records.pipeline_play import Order, simulate_orders
 
 __all__ = ["schedule"]
 
@@ -67,7 +67,7 @@ def schedule(
         "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
         "W": weights,
     }
-    found = play_orders(orders, lengths, num_stages=num_stages, num_microbatches=num_microbatches, latency_s=delays)
+    found = simulate_orders(orders, lengths, num_stages=num_stages, num_microbatches=num_microbatches, latency_s=delays)
     return SchedulePlan(
         schedule=chosen,
         num_ranks=ranks,

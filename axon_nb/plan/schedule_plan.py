@@ -12,7 +12,7 @@ from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.communication_table import format_ms, html_table, text_table
 from axon_nb.plan.schedule_formulas import Formula, bubble_formula
 from axon_nb.plan.schedule_picture import figure_of, svg_of
-from axon_nb.records.pipeline_play import Order, spans_of
+from axon_nb.records.pipeline_play import Order, spans_from_times
 from axon_nb.records.span import Span
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SchedulePlan:
     @cached_property
     def timeline(self) -> tuple[Span, ...]:
         """Every action as a span, rank by rank, starting at 0 ns, as real steps record them."""
-        return tuple(spans_of(self.orders, self.moments))
+        return tuple(spans_from_times(self.orders, self.moments))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return a rank's stages in ascending order.

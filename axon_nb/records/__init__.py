@@ -1,4 +1,4 @@
-"""Plain records that cross processes, and the span ring. Standard library only."""
+"""Plain data records that cross processes, and the span ring. Standard library only."""
 
 from __future__ import annotations
 

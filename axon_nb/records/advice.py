@@ -1,4 +1,4 @@
-"""Functions that communicate though their names do not say so, and what to do about a rank that is alone in one."""
+"""Functions that communicate implicitly, with advice for when only some ranks call them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterable
 
 __all__ = ["COLLECTIVE_FUNCTIONS", "advice_for"]
 
-_SAVING = "is a collective: call it on every rank, and keep `if rank == 0` for the saving alone."
+_SAVING = "is a collective: call it on every rank, and use `if rank == 0` only for saving."
 _ANY = "is a collective: call it on every rank."
 
 COLLECTIVE_FUNCTIONS: dict[str, str] = {
     "async_save": _ANY,
-    "clip_grad_norm_": "adds up the norms of all shards and is a collective: call it on every rank.",
+    "clip_grad_norm_": "sums the norms of all shards and is a collective: call it on every rank.",
     "distribute_module": _ANY,
     "distribute_tensor": _ANY,
     "full_tensor": _SAVING,
     "get_model_state_dict": _SAVING,
     "get_optimizer_state_dict": _SAVING,
     "get_state_dict": _SAVING,
-    "get_total_norm": "adds up the norms of all shards and is a collective: call it on every rank.",
+    "get_total_norm": "sums the norms of all shards and is a collective: call it on every rank.",
     "init_device_mesh": _ANY,
     "load": _ANY,
     "new_group": (
-        "must be called by every rank, also by those outside the new group; with `use_local_synchronization=True` by "
-        "its members alone."
+        "must be called by every rank, including those outside the new group; with `use_local_synchronization=True` "
+        "only by its members."
     ),
     "optim_state_dict": _SAVING,
     "redistribute": _SAVING,
@@ -36,11 +36,11 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
     "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
     "unshard": _ANY,
 }
-"""What to do, by name; reads after the name."""
+"""Advice by function name; the text follows the name."""
 
 
 def advice_for(functions: Iterable[str]) -> str:
-    """One sentence, with a space in front, for the first function that there is something to say about; or nothing."""
+    """Return advice on the first known function: one sentence with a leading space, or an empty string."""
     for function in functions:
         if advice := COLLECTIVE_FUNCTIONS.get(function):
             return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"

@@ -1,19 +1,19 @@
-"""The moments at which ranks tell what they do, the same for all: multiples of `BEAT_S` on the clock of the host.
+"""Common reporting times of all ranks: multiples of `TICK_S` on the host's clock.
 
-Ranks that meet in collectives wait for each one that is held up by telling: all at once they are held up once, and one
-after another each time.
+Ranks in collectives wait for each rank that is delayed by reporting: if all report at once, this costs one delay, not
+one per rank.
 """
 
 from __future__ import annotations
 
 import time
 
-__all__ = ["BEAT_S", "until_beat"]
+__all__ = ["TICK_S", "seconds_to_tick"]
 
-BEAT_S = 1.0
-"""Seconds between two of them."""
+TICK_S = 1.0
+"""Seconds between two ticks."""
 
 
-def until_beat(every_s: float = BEAT_S, *, now: float | None = None, late_s: float = 0.0) -> float:
-    """Seconds until the clock is a multiple of `every_s` next, or `late_s` after one; never zero."""
+def seconds_to_tick(every_s: float = TICK_S, *, now: float | None = None, late_s: float = 0.0) -> float:
+    """Seconds until the clock next reaches a multiple of `every_s`, plus `late_s`; never zero."""
     return every_s - ((time.monotonic() if now is None else now) - late_s) % every_s

@@ -1,4 +1,4 @@
-"""Functions that are named rather than held, so that the process which calls them is the one that imports them."""
+"""Picklable functions given by name, imported only in the process that calls them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Imported", "OfClasses"]
+__all__ = ["HasClassName", "LazyFunction"]
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """A function of a module that is imported where it is called first."""
+class LazyFunction:
+    """A function whose module is imported on the first call."""
 
     module: str
     name: str
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Import the module and call the function."""
         return getattr(import_module(self.module), self.name)(*args)
 
 
 @dataclass(frozen=True, slots=True)
-class OfClasses:
-    """Whether an object is of one of these classes, by their names."""
+class HasClassName:
+    """Predicate: whether an object's class has one of these names."""
 
     names: tuple[str, ...]
 
     def __call__(self, item: Any) -> bool:
-        """Looks at the object's own class alone."""
+        """Check the object's own class; base classes do not count."""
         return type(item).__name__ in self.names

@@ -1,4 +1,4 @@
-"""What works with the installed versions: the verdict of the self-test, from rank to notebook."""
+"""Results of the self-test: what works with the installed versions. Sent from ranks to the notebook."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ __all__ = ["Capability", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One thing that rests on private parts of other packages, and whether it works here."""
+    """A feature that relies on private APIs of other packages, and whether it works here."""
 
     name: str
-    """Short and stable, such as ``release``."""
+    """Short and stable identifier, such as ``release``."""
     label: str
     """What it does, as a verb phrase."""
     works: bool
     lost: str
-    """What a user loses without it, as a clause."""
+    """What users lose without it, as a clause."""
     reason: str = ""
-    """Why it does not work; empty when it does."""
+    """Why it does not work; empty if it does."""
     fix: str = ""
-    """The command that gets it back; empty when it works."""
+    """Command that restores it; empty if it works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the self-test found."""
+    """Result of the self-test."""
 
     torch: str
     """Version of torch, such as ``2.15.0+cu132``."""
     python: str
     seconds: float
-    """How long the test ran."""
+    """Duration of the test."""
     capabilities: tuple[Capability, ...]
 
     @property
     def lost(self) -> list[Capability]:
-        """What does not work."""
+        """The capabilities that do not work."""
         return [capability for capability in self.capabilities if not capability.works]
 
     def without_passed(self) -> Verdict:
-        """The same verdict with the capabilities alone that do not work."""
+        """Return a copy with only the capabilities that do not work."""
         return replace(self, capabilities=tuple(self.lost))
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, for JSON."""
+        """Return a plain dictionary for JSON."""
         return {**asdict(self), "capabilities": [asdict(capability) for capability in self.capabilities]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Verdict:
-        """From what `to_json` returned.
+        """Restore from the result of `to_json`.
 
         Raises:
             KeyError: a field is missing.
-            TypeError: a field is unknown, or not of its type.
+            TypeError: a field is unknown or has the wrong type.
         """
         capabilities: Sequence[Mapping[str, Any]] = content["capabilities"]
         return cls(

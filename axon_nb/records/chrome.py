@@ -1,4 +1,4 @@
-"""Spans as a trace that Perfetto and chrome://tracing open."""
+"""Spans as a trace file for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["chrome_trace", "write_chrome_trace"]
 
 
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """The trace in Chrome's JSON format: one process a rank, times in microseconds."""
+    """Convert spans to Chrome's trace format: one process per rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     ranks = set()
     for span in spans:
@@ -36,5 +36,5 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def write_chrome_trace(spans: Iterable[Span], path: Path | str) -> None:
-    """Write the trace of `spans` to `path`, as JSON."""
+    """Write the trace of `spans` to `path` as JSON."""
     Path(path).write_text(json.dumps(chrome_trace(spans)))

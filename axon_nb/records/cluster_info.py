@@ -1,4 +1,4 @@
-"""A cluster and its ranks at one moment."""
+"""Snapshot of a cluster and its ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class RankInfo:
     rank: int
     """Rank in the default group."""
     host: str
-    """Name of the host it runs on."""
+    """Host that it runs on."""
     pid: int
     """Process id on that host."""
     device: str
-    """torch device it computes on: ``cpu``, ``cuda:0``."""
+    """torch device, such as ``cpu`` or ``cuda:0``."""
     backend: str
     """Backend of the default group: ``gloo`` or ``nccl``."""
     state: str
-    """What it does, in words."""
+    """What it is doing, in words."""
     rss_bytes: int
-    """Resident memory of the process, in bytes; 0 when not known."""
+    """Resident memory of the process in bytes; 0 if unknown."""
     device_bytes: int
     """Memory allocated on the accelerator, in bytes; 0 on CPU ranks."""
     cell: int | None
-    """Number of the notebook cell that runs (its `In [n]`); None when idle."""
+    """Number of the running notebook cell (its `In [n]`); None when idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class ClusterInfo:
     """A cluster: its name, where it runs, and its ranks."""
 
     name: str
-    """Name it was started under."""
+    """Name given at the start."""
     backend: str
     """Backend of the default group: ``gloo`` or ``nccl``."""
     host: str
     """Host or hosts, comma-separated."""
     num_ranks: int
-    """Size of the world, dead ranks included."""
+    """Number of ranks, including dead ones."""
     running: bool
-    """Whether cells can be sent."""
+    """Whether it accepts cells."""
     engines: str
     """Name of the ipyparallel launcher that runs the ranks."""
     ranks: tuple[RankInfo, ...]
-    """One record a rank, in rank order."""
+    """One record per rank, in rank order."""
     mesh: MeshInfo | None = None
-    """The mesh that the ranks have made; None: none."""
+    """The device mesh created on the ranks, if any."""

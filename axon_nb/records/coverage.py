@@ -1,4 +1,4 @@
-"""How much of a stretch of time others cover, with what overlaps counted once."""
+"""How much of a time range a set of intervals covers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 __all__ = ["covered_ns"]
 
 
-def covered_ns(stretches: Iterable[tuple[int, int]], begin: int, end: int) -> int:
-    """Nanoseconds between `begin` and `end` that at least one of the stretches (begin, end) covers."""
+def covered_ns(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> int:
+    """Nanoseconds between `begin` and `end` covered by at least one (begin, end) interval."""
     total, reached = 0, begin
-    for first, last in sorted(stretches):
+    for first, last in sorted(intervals):
         left, right = max(first, reached), min(last, end)
         if right > left:
             total += right - left

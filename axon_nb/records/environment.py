@@ -1,6 +1,6 @@
-"""Every environment variable that axon_nb reads: its name, its default, and what it does.
+"""All environment variables that axon_nb reads, with defaults and descriptions.
 
-`scripts/settings_table.py` makes a table of them in docs/settings.md from the docstrings here.
+`scripts/settings_table.py` generates the table in docs/settings.md from the docstrings here.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class Variable:
 
     name: str
     default: str = ""
-    """Its value where it is not set."""
+    """Value when unset."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> str:
-        """Its value in `environ` (default: this process's environment)."""
+        """Return its value in `environ` (default: this process's environment)."""
         return (os.environ if environ is None else environ).get(self.name) or self.default
 
-    def on(self) -> bool:
-        """Whether a variable that switches something on or off is on; what is neither leaves the default."""
+    def is_enabled(self) -> bool:
+        """Whether a boolean variable is on; an unrecognised value means the default."""
         text = self.get().lower()
         return text in _ON if self.default.lower() in _OFF else text not in _OFF
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Variables that belong together."""
+    """A set of related environment variables."""
 
     names: tuple[str, ...]
 
@@ -75,14 +75,14 @@ RUNTIME_DIR = Variable("AXON_NB_RUNTIME_DIR")
 used, then the temporary folder."""
 
 CHECK = Variable("AXON_NB_CHECK", default="0")
-"""`1` makes every collective of `axon_nb.comm` first ask whether all ranks make the same call with tensors that fit, as
+"""`1` makes every collective of `axon_nb.comm` first check that all ranks make the same call with matching tensors, as
 `checking()` does. Set it before the kernel or the script starts."""
 
 CONTAINERS = Variables(("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"))
 """Set inside Kubernetes, Apptainer and Singularity: `axon-nb doctor` words its fixes accordingly."""
 
 USER_CACHE = Variable("XDG_CACHE_HOME", "~/.cache")
-"""Folder in which the self-test keeps its verdict for each build of torch and Python, below `axon_nb/self_test`."""
+"""Folder for cached self-test results, one per build of torch and Python, in `axon_nb/self_test`."""
 USER_RUNTIME_DIR = Variable("XDG_RUNTIME_DIR")
 """The user's folder for sockets, used if `AXON_NB_RUNTIME_DIR` is not set."""
 
@@ -90,7 +90,7 @@ TEMPORARY = Variables(("TMPDIR", "TEMP", "TMP"))
 """The temporary folder, as Python's `tempfile` finds it; used for sockets if neither of the two above is set."""
 
 IPYTHON_DIR = Variable("IPYTHONDIR")
-"""IPython's folder. If it (or, if it is not set, `~/.ipython`) cannot be written, ranks use a folder of the cluster."""
+"""IPython's folder. If it (or `~/.ipython` if it is not set) is not writable, ranks use the cluster's folder."""
 
 SESSION_NAME = Variable("JPY_SESSION_NAME")
 """The notebook's path, set by Jupyter. A cluster started without `--name` is named after it; without it, `default`."""
@@ -99,11 +99,11 @@ VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES")
 """The GPUs that `%distributed start` chooses from, in this order; all if it is not set."""
 
 PYTHON_PATH = Variable("PYTHONPATH")
-"""Passed on to the host agent, with the folder of axon_nb added."""
+"""Passed to the host agent, with axon_nb's folder appended."""
 
 PROGRAM_PATH = Variable("PATH")
-"""Searched for `nvidia-smi` and, for DeepSpeed, `ninja`. Ranks add the folder of their Python if `ninja` is only
-there."""
+"""Searched for `nvidia-smi` and, for DeepSpeed, `ninja`. If only the ranks' Python environment has `ninja`, ranks add
+its folder."""
 
 TORCHRUN = Variables(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 """The identity of a process, set by `torchrun` and, on ranks, by axon_nb. `World.init()` and Horovod's `init()` read
@@ -126,16 +126,16 @@ SLURM = Variables(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASK
 """The same, set by `srun`."""
 
 MASTER_ADDR = Variable("MASTER_ADDR")
-"""Where the processes of a launcher meet. If it is not set: the first host of a Slurm job, or this host."""
+"""Rendezvous host of the launcher's processes. Default: the first host of a Slurm job, or this host."""
 
 MASTER_PORT = Variable("MASTER_PORT", default="29500")
-"""The port at `MASTER_ADDR`."""
+"""The rendezvous port at `MASTER_ADDR`."""
 
 SLURM_HOSTS = Variable("SLURM_JOB_NODELIST")
 """The hosts of a Slurm job; the first one is used if `MASTER_ADDR` is not set."""
 
 RUN_ID = Variable("TORCHELASTIC_RUN_ID")
-"""`axon_nb` on ranks, where each rank draws its own row of `axon_nb.progress`; elsewhere only rank 0 draws one."""
+"""`axon_nb` on ranks, where every rank shows `axon_nb.progress`; elsewhere only rank 0 does."""
 
 NCCL_INTERFACE = Variable("NCCL_SOCKET_IFNAME", default="lo")
 """The network interface of NCCL's sockets. Ranks that are all on one host use loopback unless it is set."""
@@ -148,10 +148,10 @@ NCCL_RECOVERY = Variables(
         "TORCH_FR_BUFFER_SIZE",
     )
 )
-"""NCCL ranks set them to `0`, `1`, `30` and `1000`, which recovery needs, unless they are set already."""
+"""NCCL ranks set them to `0`, `1`, `30` and `1000`, as recovery needs, unless already set."""
 
 DEEPSPEED_ACCELERATOR = Variable("DS_ACCELERATOR", default="cpu")
-"""What DeepSpeed computes on. Ranks on CPUs set it to `cpu` unless it is set already."""
+"""DeepSpeed's accelerator. CPU ranks set it to `cpu` unless already set."""
 
 ACCELERATE_PLUGINS = Variables(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"))
-"""Set by Accelerate. Ranks on CPUs then say that they train with DistributedDataParallel instead."""
+"""Set by Accelerate. CPU ranks then report that they train with DistributedDataParallel instead."""

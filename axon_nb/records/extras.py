@@ -1,4 +1,4 @@
-"""Packages that axon_nb does without, and how to get them when a cell asks for one."""
+"""Optional packages, and how to install them when a cell needs one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALLED_BY = {
 
 
 def missing_package(module: str) -> str:
-    """One sentence with the fix for a module that cannot be imported; empty: it is none that axon_nb knows of.
+    """Return one sentence with the fix for a missing module; empty if axon_nb does not know the module.
 
     Args:
         module: As ``ModuleNotFoundError.name`` has it.

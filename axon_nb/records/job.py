@@ -1,4 +1,4 @@
-"""What one rank tells of the job that it runs: numbers it has logged, its pace, its loops, what it does."""
+"""One rank's report on its running job: logged metrics, throughput, progress and state."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ class MetricRow:
 
     step: int
     run: tuple[int, int]
-    """Which training; see `records.metrics.Logged`."""
+    """Training run; see `records.metrics.Logged`."""
     is_first: bool
     values: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """One rank at one moment."""
+    """Snapshot of one rank's job."""
 
     rank: int
     pid: int
-    """Its process: a fresh one has forgotten what the one before had logged."""
+    """Its process: a replacement has none of the earlier metrics."""
     state: RankState
     rows: tuple[MetricRow, ...]
-    """What it has logged since it was asked last, oldest first."""
+    """Metrics logged since the last request, oldest first."""
     position: int
-    """Where to go on reading."""
+    """Position at which to continue reading."""
     lost: int
-    """Calls of `log` that were dropped before they were read."""
+    """Number of calls of `log` dropped before they were read."""
     is_last: bool
-    """Whether there is no more to read now."""
+    """Whether everything has been read."""
     steps: int
-    """Steps so far: those of `log`, or else of the optimizers."""
+    """Steps so far, counted by `log` or else by optimizer steps."""
     steps_per_s: float | None
     items_per_s: float | None
     span_position: int
-    """Where to go on reading spans."""
+    """Position at which to continue reading spans."""
     communication: float | None
-    """Share of the time since it was asked last in which communication was under way, 0 to 1; None: not known."""
+    """Fraction of the time since the last request with communication in progress, 0 to 1; None if unknown."""
     bars: tuple[Bar, ...]
 
 
 def read_job(answer: Mapping[str, Any]) -> JobReport:
-    """The record that a rank's answer to ``axon_job`` holds; what else is in it is left out."""
+    """Read the report from a rank's reply to ``axon_job``; ignore its other fields."""
     state = answer["state"]
     return JobReport(
         rank=state["rank"],

@@ -1,4 +1,4 @@
-"""One collective on all ranks of its group: who came last, and how long each other rank waited for it."""
+"""Matches the calls of a collective on all ranks: which rank was last, and how long the others waited."""
 
 from __future__ import annotations
 
@@ -6,63 +6,65 @@ from dataclasses import dataclass, field
 
 from axon_nb.records.span import Span
 
-__all__ = ["Late", "Meetings"]
+__all__ = ["CollectiveMatcher", "CollectiveWait"]
 
 _MAX_OPEN = 8192
-"""Collectives that are kept while spans of some ranks have not come; the oldest is given up then."""
+"""Maximum number of incomplete collectives; beyond it the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """What one rank's call of a collective tells once all ranks' are known."""
+class CollectiveWait:
+    """How long one rank's call of a collective waited; known once all ranks' calls are."""
 
     number: int
-    """The call's running number, as given to `add`."""
+    """The call's number, as given to `add`."""
     waited_ns: int
-    """For how long the rank was in the call before the last one began it, in nanoseconds."""
-    by: int
-    """The rank that began it last."""
+    """Nanoseconds that the rank was in the call before the last rank started it."""
+    last_rank: int
+    """The rank that started it last."""
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _OpenCollective:
     name: str
     calls: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """By rank: number, start and end in nanoseconds."""
 
 
-class Meetings:
-    """Puts together the calls that belong together, by group and running number in the group.
+class CollectiveMatcher:
+    """Matches calls by group and sequence number in the group.
 
-    Spans of ranks on several hosts have to be on one clock.
+    Spans of ranks on several hosts must be on a common clock.
     """
 
     def __init__(self) -> None:
         self._members: dict[str, frozenset[int]] = {}
-        self._open: dict[tuple[str, int], _Meeting] = {}
+        self._open: dict[tuple[str, int], _OpenCollective] = {}
 
-    def know(self, group: str, ranks: tuple[int, ...]) -> None:
-        """The ranks of a group; calls in groups that are not known are left aside."""
+    def set_members(self, group: str, ranks: tuple[int, ...]) -> None:
+        """Set the ranks of a group; calls in unknown groups are ignored."""
         self._members[group] = frozenset(ranks)
 
-    def add(self, number: int, span: Span) -> list[Late]:
-        """A finished call, numbered by the caller; what is known of the whole collective when it was the last one."""
+    def add(self, number: int, span: Span) -> list[CollectiveWait]:
+        """Add a finished call; if it completes the collective, return the waits of all its calls."""
         members = self._members.get(span.group)
         if members is None or span.rank not in members or len(members) < 2 or not span.sequence:
             return []
         key = (span.group, span.sequence)
-        meeting = self._open.get(key)
-        # Numbers begin anew when a group is formed anew: what was left open is no part of it.
-        if meeting is None or meeting.name != span.name or span.rank in meeting.calls:
+        collective = self._open.get(key)
+        # Sequence numbers restart when a group is rebuilt: incomplete calls from before do not belong to it.
+        if collective is None or collective.name != span.name or span.rank in collective.calls:
             self._open.pop(key, None)
-            meeting = self._open[key] = _Meeting(span.name)
+            collective = self._open[key] = _OpenCollective(span.name)
             if len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
-        meeting.calls[span.rank] = (number, span.start_ns, span.end_ns)
-        if len(meeting.calls) < len(members):
+        collective.calls[span.rank] = (number, span.start_ns, span.end_ns)
+        if len(collective.calls) < len(members):
             return []
         del self._open[key]
-        last = max(meeting.calls, key=lambda rank: meeting.calls[rank][1])
-        latest = meeting.calls[last][1]
-        # Who sends in a broadcast may leave before the others come: it has waited for nobody any longer than that.
-        return [Late(own, max(0, min(latest, end) - start), last) for own, start, end in meeting.calls.values()]
+        last = max(collective.calls, key=lambda rank: collective.calls[rank][1])
+        latest = collective.calls[last][1]
+        # The source of a broadcast may leave before the others arrive: it has waited no longer than until then.
+        return [
+            CollectiveWait(own, max(0, min(latest, end) - start), last) for own, start, end in collective.calls.values()
+        ]

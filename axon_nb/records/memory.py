@@ -1,4 +1,4 @@
-"""What a rank's memory holds, and who says so."""
+"""Memory use of a rank by role, and its source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROLES = (
     "fragmentation",
     "other",
 )
-"""What memory is for, in the order in which it is drawn; of whole parameters of FSDP, of buffers of collectives and of
-what fragmentation may take, plans alone know."""
+"""Uses of memory, in drawing order. Only plans know `unsharded` (full FSDP parameters), `communication` (buffers of
+collectives) and `fragmentation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,21 @@ class MemoryUse:
     rank: int
     """Rank in the default group."""
     time_ns: int
-    """When: nanoseconds of `time.monotonic_ns`."""
+    """Time of the sample, in nanoseconds of `time.monotonic_ns`."""
     source: str
-    """Who says so: ``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (a formula) or ``plan`` (a
-    simulation)."""
+    """``storages`` (live tensors by role), ``allocator`` (CUDA), ``estimate`` (formula) or ``plan`` (simulation)."""
     by_role: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by role, one of `ROLES`; what is not known is left out."""
+    """Bytes by role (see `ROLES`); unknown roles are omitted."""
     peak: int | None = None
-    """Highest total since the last reset; None when the source does not know it."""
+    """Highest total since the last reset; None if unknown."""
     resident: int = 0
-    """Resident memory of the process, drawn apart: it holds the interpreter and the libraries too."""
+    """Resident memory of the process, drawn separately: includes the interpreter and libraries."""
     capacity: int | None = None
-    """What the device has; None when unknown. Of a CPU rank what `resident` could grow to: it and what is free."""
+    """Memory of the device; for a CPU rank `resident` plus free memory. None if unknown."""
     resident_peak: int = 0
-    """Highest resident memory since the process began; 0: not known."""
+    """Peak resident memory of the process; 0 if unknown."""
     occupied: int | None = None
-    """What of `capacity` is taken, by other processes too; None when unknown."""
+    """Used part of `capacity`, including other processes; None if unknown."""
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""Ranks arranged along named axes."""
+"""Device meshes: ranks arranged along named axes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["MeshInfo", "MeshSlice", "read_mesh"]
 
 @dataclass(frozen=True, slots=True)
 class MeshSlice:
-    """A mesh is drawn as slices of two axes at most: the last two, for each place on the others."""
+    """A 2-D slice of a mesh for drawing: its last two axes at fixed coordinates on the others."""
 
     place: str
-    """Where it is on the other axes, such as ``pp 0``; empty when there are none."""
+    """Coordinates on the other axes, such as ``pp 0``; empty if there are none."""
     rows: tuple[tuple[int, ...], ...]
-    """The ranks: the last axis but one from top to bottom, the last from left to right."""
+    """Ranks: the second-to-last axis from top to bottom, the last from left to right."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """A mesh that ranks have made."""
+    """A device mesh created on the ranks."""
 
     name: str
     """The variable that holds it."""
@@ -29,14 +29,14 @@ class MeshInfo:
     shape: tuple[int, ...]
     """Size of each axis."""
     ranks: tuple[int, ...]
-    """Global ranks, the last axis varying fastest."""
+    """Global ranks; the last axis varies fastest."""
 
     def __str__(self) -> str:
         name = "mesh" if self.name == "mesh" else f"mesh {self.name}"
         return f"{name}: {' × '.join(f'{axis} {n}' for axis, n in zip(self.axes, self.shape, strict=True))}"
 
     def slices(self) -> list[MeshSlice]:
-        """All of it, in order."""
+        """Split the mesh into 2-D slices, in order."""
         *outer, rows, columns = (1,) * (2 - len(self.shape)) + self.shape
         size = rows * columns
         found = []
@@ -55,5 +55,5 @@ class MeshInfo:
 
 
 def read_mesh(fields: Mapping[str, Any]) -> MeshInfo:
-    """From what JSON makes of it, which has no tuples."""
+    """Read a mesh from its JSON form, which has lists in place of tuples."""
     return MeshInfo(fields["name"], tuple(fields["axes"]), tuple(fields["shape"]), tuple(fields["ranks"]))

@@ -1,27 +1,27 @@
-"""How fast something goes on: steps and items a second, from the times of the last ones."""
+"""Throughput: steps and items per second, from the most recent steps."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["Pace", "Rates"]
+__all__ = ["RateMeter", "Throughput"]
 
 _WINDOW_NS = 10_000_000_000
-_SLOW = 2.0
-"""A step that takes so many times as long as those before counts although it is not over."""
+_SLOW_FACTOR = 2.0
+"""An unfinished step counts once it has taken this many times as long as the steps before it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What comes in a second; None where it is not known."""
+class Throughput:
+    """Steps and items per second; None if unknown."""
 
-    steps: float | None = None
-    items: float | None = None
+    steps_per_s: float | None = None
+    items_per_s: float | None = None
 
 
-class Pace:
-    """The last marks, at most `capacity`; marked on one thread, read by any."""
+class RateMeter:
+    """Measures throughput over the last `capacity` marks; one thread marks, any thread may read."""
 
     def __init__(self, capacity: int = 256) -> None:
         self._marks: deque[tuple[int, int, float]] = deque(maxlen=capacity)
@@ -30,31 +30,31 @@ class Pace:
 
     @property
     def steps(self) -> int:
-        """All steps so far."""
+        """Total number of steps so far."""
         return self._steps
 
     def mark(self, now_ns: int, *, steps: int = 1, items: float = 0.0) -> None:
-        """So many steps more are over, with so many items."""
+        """Record that `steps` more steps with `items` items have finished."""
         self._steps += steps
         self._items += items
         self._marks.append((now_ns, self._steps, self._items))
 
-    def rates(self, now_ns: int, *, running: bool) -> Rates:
-        """Over the last ten seconds in which there were steps, or over the last step when it took longer.
+    def rates(self, now_ns: int, *, running: bool) -> Throughput:
+        """Throughput over the last ten seconds with steps, or over the last step if it took longer.
 
         Args:
-            now_ns: The time, in nanoseconds of the clock of the marks.
-            running: Whether a cell runs: the step that it is in counts when it takes long.
+            now_ns: Current time in nanoseconds, on the clock of the marks.
+            running: Whether a cell is running; if so, a slow unfinished step counts.
         """
         marks = list(self._marks)
         if len(marks) < 2:
-            return Rates()
+            return Throughput()
         last = marks[-1]
         recent = [mark for mark in marks if last[0] - mark[0] <= _WINDOW_NS]
         first = (recent if len(recent) > 1 else marks[-2:])[0]
         took, steps, items = last[0] - first[0], last[1] - first[1], last[2] - first[2]
-        if running and now_ns - last[0] > _SLOW * took / max(1, steps):
+        if running and now_ns - last[0] > _SLOW_FACTOR * took / max(1, steps):
             took = now_ns - first[0]
         if took <= 0:
-            return Rates()
-        return Rates(steps * 1e9 / took, items * 1e9 / took if items else None)
+            return Throughput()
+        return Throughput(steps * 1e9 / took, items * 1e9 / took if items else None)

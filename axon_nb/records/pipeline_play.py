@@ -1,4 +1,4 @@
-"""When each action of a pipeline begins and ends, if stages take given times and messages given delays."""
+"""Start and end of each action of a pipeline, simulated from given stage times and message delays."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from axon_nb.records.span import Span
 
-__all__ = ["Action", "Order", "Times", "play_orders", "spans_of"]
+__all__ = ["Action", "Order", "Times", "simulate_orders", "spans_from_times"]
 
 Action = tuple[str, int, int]
-"""F, B, I (backward for inputs) or W (for weights); stage; microbatch."""
+"""F, B, I (input backward) or W (weight backward); stage; microbatch."""
 Order = Sequence[Action]
-"""What one rank computes, in this order."""
+"""The actions of one rank, in order."""
 Times = list[tuple[float, float]]
-"""Begin and end of each action of one rank, in seconds from the beginning of the step."""
+"""Start and end of each action of one rank, in seconds from the start of the step."""
 
 
-def play_orders(
+def simulate_orders(
     orders: Sequence[Order],
     lengths: Mapping[str, Sequence[float]],
     *,
@@ -24,32 +24,31 @@ def play_orders(
     num_microbatches: int,
     latency_s: Sequence[float] | None = None,
 ) -> list[Times]:
-    """The times of all actions. A rank takes its actions in order, each as soon as what it needs is there.
+    """Compute the times of all actions: each rank runs its actions in order, each as soon as its inputs are there.
 
     Args:
-        orders: Of each rank.
-        lengths: By action: seconds of one microbatch, one number a stage; of those actions that are in the orders.
-        num_stages: Of all ranks, numbered from 0.
-        num_microbatches: Of a batch, numbered from 0.
-        latency_s: Seconds from the end of a stage's forward to where the next stage has it, and as long back; one a
-            boundary, so one less than there are stages. Counts between two ranks only; a sender does not wait. None: no
-            message takes time.
+        orders: Action order of each rank.
+        lengths: Seconds per microbatch of each stage, by action; needed for the actions in `orders`.
+        num_stages: Number of stages over all ranks.
+        num_microbatches: Number of microbatches per batch.
+        latency_s: Seconds that a message between adjacent stages takes, in either direction: one number per boundary,
+            so one fewer than stages. Applies between different ranks only; senders do not wait. None for no delay.
 
     Returns:
-        For each rank the times of its actions, in their order.
+        For each rank the times of its actions, in order.
 
     Raises:
-        ValueError: the orders wait for each other, or for what is in none of them.
+        ValueError: the orders deadlock, or depend on an action that is in none of them.
     """
     count = num_microbatches
     owner = {stage: rank for rank, order in enumerate(orders) for _, stage, _ in order}
-    delays = [0.0] * (num_stages + 1)  # of the boundary before each stage
+    delays = [0.0] * (num_stages + 1)  # at the boundary before each stage
     for stage, delay in enumerate(latency_s or (), start=1):
         delays[stage] = delay if owner.get(stage) != owner.get(stage - 1) else 0.0
-    # When forwards have ended, then backwards, by stage and microbatch. Below 0: not yet.
+    # End of each forward, then of each backward, by stage and microbatch; negative while unknown.
     half = num_stages * count
-    over = [-1.0] * (2 * half)
-    # What waits for another stage: where that one's end is noted from here, over which boundary, where this one's is.
+    ends = [-1.0] * (2 * half)
+    # Actions that depend on another stage: offset of that stage's end, boundary crossed, offset of their own end.
     others = {"F": (-count, 0, 0), "B": (count, 1, half), "I": (count, 1, half)}
     waiting: dict[int, int] = {}
     times: list[Times] = [[] for _ in orders]
@@ -60,13 +59,13 @@ def play_orders(
         clock = done[-1][1] if done else 0.0
         for action, stage, microbatch in orders[rank][len(done) :]:
             key, begin = stage * count + microbatch, clock
-            if action != "F" and (over[key] < 0.0 or (action == "W" and over[key + half] < 0.0)):
-                break  # a rank that goes back before it went forward waits for itself
+            if action != "F" and (ends[key] < 0.0 or (action == "W" and ends[key + half] < 0.0)):
+                break  # a backward before its own forward waits for itself
             if action in others:
                 step, boundary, first = others[action]
                 key += first
                 if stage != (num_stages - 1 if first else 0):
-                    arrived = over[key + step]
+                    arrived = ends[key + step]
                     if arrived < 0.0:
                         waiting[key + step] = rank
                         break
@@ -74,23 +73,23 @@ def play_orders(
             clock = begin + lengths[action][stage]
             done.append((begin, clock))
             if action in others:
-                over[key] = clock
+                ends[key] = clock
                 if key in waiting:
                     ready.append(waiting.pop(key))
     if any(len(done) < len(order) for done, order in zip(times, orders, strict=True)):
-        raise ValueError("the orders of a pipeline wait for each other, or for what is in none of them")
+        raise ValueError("pipeline orders deadlock, or depend on an action that is in none of them")
     return times
 
 
-def spans_of(
+def spans_from_times(
     orders: Sequence[Order], times: Sequence[Sequence[tuple[float, float]]], *, ranks: Sequence[int] | None = None
 ) -> list[Span]:
-    """Played actions as real steps record them: rank by rank, from 0 ns on.
+    """Convert simulated actions to spans as real steps record them: rank by rank, starting at 0 ns.
 
     Args:
-        orders: Of each rank.
-        times: Begin and end of its actions, in seconds, as `play_orders` gives them.
-        ranks: Whose orders they are; None: of the ranks from 0 on.
+        orders: Action order of each rank.
+        times: Start and end of its actions in seconds, as returned by `simulate_orders`.
+        ranks: The rank of each order; None for 0, 1, 2 ...
     """
     names = range(len(orders)) if ranks is None else ranks
     return [

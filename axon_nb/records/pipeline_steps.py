@@ -1,4 +1,4 @@
-"""The last training step of each pipeline, found among spans of many steps, pipelines and ranks."""
+"""Finds the last training step of each pipeline among the spans of many steps, pipelines and ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from axon_nb.records.span import Span
 __all__ = ["last_steps"]
 
 _COMPUTING = ("forward", "backward")
-_LOOK_BACK = 8
-"""Steps of each rank that are tried, from its last one on: the last may not be over on all ranks, or was aborted."""
+_MAX_TRIED = 8
+"""Steps tried per rank, from the last one back: the last may be unfinished on some ranks, or aborted."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank did in one step."""
+class _RankStep:
+    """One step on one rank."""
 
     rank: int
     spans: tuple[Span, ...]
     start_ns: int
     end_ns: int
 
-    def common(self, other: _Part) -> int:
-        """For how long both were under way, in nanoseconds; negative when not at once."""
+    def overlap_ns(self, other: _RankStep) -> int:
+        """Overlap in time with another step, in nanoseconds; negative if they do not overlap."""
         return min(self.end_ns, other.end_ns) - max(self.start_ns, other.start_ns)
 
 
 def last_steps(spans: Iterable[Span], *, members: Mapping[str, Iterable[int]] | None = None) -> list[PipelineStep]:
-    """The last training step of each pipeline that is over on all of its ranks, beside its ideal, the newest first.
+    """Return each pipeline's last training step that is complete on all ranks, with its ideal; newest first.
 
-    The ideal keeps each rank's own order of actions, so that no schedule has to be known; every F takes as long as the
-    median of those measured, and so do B, I and W.
+    The ideal keeps each rank's own order of actions, so the schedule need not be known. Every F takes the median of the
+    measured F times, and likewise B, I and W.
 
     Args:
-        spans: In any order, of any kinds. Those of one step have the same `sequence`; where that is 0, a step ends
-            where an action comes again.
-        members: The ranks of groups, by name; a step needs all of them. Of others: all ranks that have spans in it.
+        spans: Spans of any kind in any order. Spans of one step share a `sequence`; where that is 0, a step ends
+            when an action repeats.
+        members: Ranks of groups by name: a step must include all of them. Default: all ranks with spans in the group.
     """
     groups: dict[str, dict[int, list[Span]]] = {}
     for span in spans:
@@ -53,14 +53,16 @@ def last_steps(spans: Iterable[Span], *, members: Mapping[str, Iterable[int]] | 
 
 
 def _last_step(group: str, by_rank: Mapping[int, list[Span]], members: set[int]) -> PipelineStep | None:
-    parts = {rank: list(_parts(rank, spans)) for rank, spans in sorted(by_rank.items())}
-    tried = itertools.chain.from_iterable(own[-_LOOK_BACK:] for own in parts.values())
+    parts = {rank: list(_training_steps(rank, spans)) for rank, spans in sorted(by_rank.items())}
+    tried = itertools.chain.from_iterable(own[-_MAX_TRIED:] for own in parts.values())
     for own in sorted(tried, key=lambda part: part.end_ns, reverse=True):
-        together = [mate for rank, others in parts.items() if (mate := _mate(own, rank, others)) is not None]
+        together = [
+            match for rank, others in parts.items() if (match := _overlapping_step(own, rank, others)) is not None
+        ]
         if not members <= {part.rank for part in together}:
-            continue  # a rank has not told yet, or was not there
+            continue  # a rank has not reported yet, or did not take part
         measured = tuple(span for part in together for span in part.spans)
-        if not _whole(measured):
+        if not _is_complete(measured):
             continue
         orders = [[(span.name, span.stage, span.microbatch) for span in part.spans] for part in together]
         try:
@@ -71,20 +73,20 @@ def _last_step(group: str, by_rank: Mapping[int, list[Span]], members: set[int])
     return None
 
 
-def _parts(rank: int, spans: Iterable[Span]) -> Iterator[_Part]:
-    """Steps of one rank with a backward, in order: a forward alone trains nothing."""
-    for own in _cut(sorted(spans, key=lambda span: span.start_ns)):
+def _training_steps(rank: int, spans: Iterable[Span]) -> Iterator[_RankStep]:
+    """Training steps of one rank, in order: those with a backward."""
+    for own in _split_steps(sorted(spans, key=lambda span: span.start_ns)):
         if any(span.kind == "backward" for span in own):
-            yield _Part(rank, tuple(own), own[0].start_ns, max(span.end_ns for span in own))
+            yield _RankStep(rank, tuple(own), own[0].start_ns, max(span.end_ns for span in own))
 
 
-def _cut(spans: Iterable[Span]) -> list[list[Span]]:
+def _split_steps(spans: Iterable[Span]) -> list[list[Span]]:
     steps: list[list[Span]] = []
     seen: set[Action] = set()
     current = -1
     for span in spans:
         action = (span.name, span.stage, span.microbatch)
-        # Not by repetition alone: where the first spans of a step are gone, all steps after it would be cut too late.
+        # Repetition alone is not enough: if the first spans of a step are lost, all later steps would be split wrongly.
         if span.sequence != current or action in seen:
             steps.append([])
             seen, current = set(), span.sequence
@@ -93,21 +95,21 @@ def _cut(spans: Iterable[Span]) -> list[list[Span]]:
     return steps
 
 
-def _mate(own: _Part, rank: int, others: Sequence[_Part]) -> _Part | None:
-    """What a rank did meanwhile: the step that was under way together with `own` for longest; None: there is none."""
+def _overlapping_step(own: _RankStep, rank: int, others: Sequence[_RankStep]) -> _RankStep | None:
+    """The step of `rank` that overlaps `own` the most; None if none does."""
     if rank == own.rank:
         return own
     best, longest = None, 0
     for part in reversed(others):
         if part.end_ns <= own.start_ns:
             break
-        if (common := own.common(part)) > longest:
-            best, longest = part, common
+        if (overlap := own.overlap_ns(part)) > longest:
+            best, longest = part, overlap
     return best
 
 
-def _whole(spans: Sequence[Span]) -> bool:
-    """Whether each microbatch went forward and backward through each stage from 0 on, once."""
+def _is_complete(spans: Sequence[Span]) -> bool:
+    """Whether each microbatch passed every stage exactly once forward and once backward."""
     done = [(span.name, span.stage, span.microbatch) for span in spans]
     forwards = {(stage, microbatch) for name, stage, microbatch in done if name == "F"}
     backwards = {(stage, microbatch) for name, stage, microbatch in done if name in ("B", "W")}

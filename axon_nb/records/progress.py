@@ -1,4 +1,4 @@
-"""How far a loop is: `axon_nb.progress`. A row in the output as tqdm draws it, and a bar over all ranks in `%watch`."""
+"""Progress of loops (`axon_nb.progress`): a tqdm-style line in the output, and a bar over all ranks in `%watch`."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["Bar", "Progress", "bars", "progress"]
 Item = TypeVar("Item")
 
 _REDRAW_S = 0.1
-_KEPT = 16
+_MAX_FINISHED = 16
 _WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One loop on one rank, at one moment."""
+    """State of one loop on one rank."""
 
     desc: str
     """Its name; may be empty."""
     depth: int
-    """In how many other such loops it is."""
+    """Nesting depth within other such loops."""
     done: int
-    """Items that are worked off."""
+    """Number of items processed."""
     total: int | None
-    """Items that there are; None: not known."""
+    """Number of items in total; None if unknown."""
     seconds: float
-    """Since its begin."""
+    """Seconds since it started."""
     is_over: bool
-    """Whether it has ended, early or not."""
+    """Whether it has finished, early or not."""
     unit: str = "it"
-    """What an item is called."""
+    """Name of one item."""
 
 
 class Progress(Generic[Item]):
-    """The items of an iterable, counted as they are worked off; made by `progress`."""
+    """An iterable that counts its items as they are processed; created by `progress`."""
 
     def __init__(self, iterable: Iterable[Item], *, total: int | None, desc: str, unit: str) -> None:
         self._iterable = iterable
@@ -60,7 +60,7 @@ class Progress(Generic[Item]):
 
     def __len__(self) -> int:
         if self.total is None:
-            raise TypeError(f"{type(self._iterable).__name__} has no length; progress(…, total=N) would tell it")
+            raise TypeError(f"{type(self._iterable).__name__} has no length; pass it as progress(…, total=N)")
         return self.total
 
     def __iter__(self) -> Iterator[Item]:
@@ -75,45 +75,45 @@ class Progress(Generic[Item]):
             self._ended = time.monotonic()
             _end(self)
 
-    def look(self) -> Bar:
-        """How far it is now."""
+    def snapshot(self) -> Bar:
+        """Return its current state."""
         end = time.monotonic() if self._ended is None else self._ended
         over = self._ended is not None
         return Bar(self.desc, self.depth, self.done, self.total, end - self._began, over, self.unit)
 
 
 def progress(iterable: Iterable[Item], *, total: int | None = None, desc: str = "", unit: str = "it") -> Progress[Item]:
-    """Count the items of a loop as they are worked off: `for batch in axon_nb.progress(loader):`.
+    """Show the progress of a loop: `for batch in axon_nb.progress(loader):`.
 
-    In a cell each rank draws a row, equal ones are one, and `%watch` draws one bar over all ranks that tells the
-    slowest; under torchrun rank 0 draws the row.
+    In a cell each rank prints a progress line (identical ones are merged), and `%watch` draws one bar over all ranks
+    that shows the slowest. Under torchrun only rank 0 prints the line.
 
     Args:
-        iterable: What is looped over.
-        total: How many items there are; None: its length, if it has one.
-        desc: What the bar is called.
-        unit: What an item is called.
+        iterable: What to loop over.
+        total: Number of items; None for its length, if it has one.
+        desc: Label of the bar.
+        unit: Name of one item.
 
     Raises:
-        UsageError: it cannot be looped over.
+        UsageError: it is not iterable.
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        raise UsageError(f"progress({type(iterable).__name__}): it is looped over, as in progress(range(10)).")
+        raise UsageError(f"progress({type(iterable).__name__}): must be iterable, as in progress(range(10)).")
     return Progress(iterable, total=total, desc=desc, unit=unit)
 
 
 _lock = threading.RLock()
 _open: list[Progress[Any]] = []
-_ended: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
-"""The cell of each loop that is over, and how far it came; what it was over is not kept."""
+_ended: deque[tuple[int, Bar]] = deque(maxlen=_MAX_FINISHED)
+"""Cell and final state of finished loops, without their iterables."""
 _drawn = [0.0, 0.0]
-"""When a row was drawn last, and how long it was."""
+"""Time of the last redraw, and the length of its line."""
 
 
 def bars() -> list[Bar]:
-    """The loops of the cell that runs, or ran last, in this process: the last one of each name and depth."""
+    """Loops of this process in the running or last cell: the latest one of each name and depth."""
     with _lock:
-        known = [*_ended, *((loop.cell, loop.look()) for loop in _open)]
+        known = [*_ended, *((loop.cell, loop.snapshot()) for loop in _open)]
     last = running_cell() or (known[-1][0] if known else 0)
     found = {(bar.depth, bar.desc): bar for cell, bar in known if cell == last}
     return [found[key] for key in sorted(found)]
@@ -130,13 +130,13 @@ def _end(bar: Progress[Any]) -> None:
     with _lock:
         if bar in _open:
             _open.remove(bar)
-        _ended.append((bar.cell, bar.look()))
-        if not _open and _draws():
-            _draw(_row([bar]), "\n")
+        _ended.append((bar.cell, bar.snapshot()))
+        if not _open and _is_drawing():
+            _draw(_line([bar]), "\n")
 
 
-def _draws() -> bool:
-    """Whether this process draws rows: every rank in a cell, rank 0 elsewhere."""
+def _is_drawing() -> bool:
+    """Whether this process prints progress lines: every rank in a cell, only rank 0 elsewhere."""
     return RUN_ID.get() == "axon_nb" or os.environ.get("RANK", "0") == "0"
 
 
@@ -146,23 +146,23 @@ def _redraw() -> None:
         return
     with _lock:
         _drawn[0] = now
-        if _open and _draws():
-            _draw(_row(_open), "")
+        if _open and _is_drawing():
+            _draw(_line(_open), "")
 
 
-def _draw(row: str, end: str) -> None:
-    # The rest of a longer row before it is blanked out.
-    pad = " " * max(0, int(_drawn[1]) - len(row))
-    _drawn[1] = 0 if end else len(row)
-    sys.stderr.write(f"\r{row}{pad}")
+def _draw(line: str, end: str) -> None:
+    # Blank out the rest of a longer previous line.
+    pad = " " * max(0, int(_drawn[1]) - len(line))
+    _drawn[1] = 0 if end else len(line)
+    sys.stderr.write(f"\r{line}{pad}")
     if end:
         sys.stderr.write(end)
     sys.stderr.flush()
 
 
-def _row(loops: list[Progress[Any]]) -> str:
-    """The outermost loop as tqdm draws it, with the inner ones in its brackets."""
-    outer, *inner = (loop.look() for loop in loops)
+def _line(loops: list[Progress[Any]]) -> str:
+    """The outermost loop as tqdm draws it, with inner loops in the brackets."""
+    outer, *inner = (loop.snapshot() for loop in loops)
     name = f"{outer.desc}: " if outer.desc else ""
     rate = outer.done / outer.seconds if outer.seconds > 0 else 0.0
     pace = f"{rate:.2f}{outer.unit}/s" if rate >= 1 or not rate else f"{1 / rate:.2f}s/{outer.unit}"

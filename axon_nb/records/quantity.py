@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Human-readable bytes and durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in binary units to 3 significant digits: ``512 B``, ``1.50 KiB``, ``23.4 GiB``; the sign is kept."""
+    """Format bytes in binary units with 3 significant digits: ``512 B``, ``1.50 KiB``, ``-23.4 GiB``."""
     sign, value, unit = ("-" if num_bytes < 0 else ""), float(abs(num_bytes)), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value /= 1024
@@ -29,7 +29,7 @@ def exact_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: ``0.25 s``, ``2.1 s``, ``3 min 12 s``, ``2 h 05 min``."""
+    """Format a duration: ``0.25 s``, ``2.1 s``, ``3 min 12 s``, ``2 h 05 min``."""
     if seconds < 0.995:
         return f"{seconds:.2f} s"
     if seconds < 99.95:

@@ -1,4 +1,4 @@
-"""Sets of ranks as text: ``0,2-3``."""
+"""Sets of ranks as text: ``0,2-3``, ``rank 2``, ``ranks 0-3``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from axon_nb.errors import UsageError
 
-__all__ = ["format_ranks", "parse_ranks"]
+__all__ = ["format_ranks", "name_ranks", "parse_ranks"]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as compact text, such as ``0,2-3``."""
+    """Format ranks compactly, such as ``0,2-3``."""
     pieces: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if pieces and rank == pieces[-1][-1] + 1:
@@ -20,22 +20,28 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, piece)) for piece in pieces)
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks in a sentence: ``rank 2`` or ``ranks 0-1,3``; capitalise the result to start a sentence."""
+    distinct = set(ranks)
+    return f"{'rank' if len(distinct) == 1 else 'ranks'} {format_ranks(distinct)}"
+
+
 def parse_ranks(spec: str, world_size: int) -> list[int]:
-    """The ranks that `spec` names, sorted, without doubles.
+    """Parse a set of ranks; return them sorted and without duplicates.
 
     Args:
-        spec: Parts with commas between: ``2``, ``2-3``, ``-1`` (the last), ``1:`` or ``:2`` (as Python slices),
-            ``all``, ``even``, ``odd``.
+        spec: Comma-separated parts: ``2``, ``2-3``, ``-1`` (the last), ``1:`` or ``:2`` (as Python slices), ``all``,
+            ``even``, ``odd``.
         world_size: Number of ranks.
 
     Raises:
-        UsageError: a part that means nothing, a rank that does not exist, or no rank at all.
+        UsageError: a part is malformed, a rank does not exist, or no rank is selected.
     """
     chosen: set[int] = set()
     for part in spec.split(","):
         chosen.update(_parse_part(part.strip(), spec, world_size))
     if not chosen:
-        raise UsageError(f"ranks {spec!r} are none of the {world_size}: ranks are 0 to {world_size - 1}.")
+        raise UsageError(f"ranks {spec!r} selects none of the ranks 0 to {world_size - 1}.")
     return sorted(chosen)
 
 
@@ -50,13 +56,13 @@ def _parse_part(part: str, spec: str, world_size: int) -> Iterable[int]:
         low = int(part[0] + first) if dash else int(part)
         high = int(last) if dash else low
     except (ValueError, IndexError, TypeError):
-        raise UsageError(f"ranks {spec!r}: {part!r} is no rank; write ranks as in 0,2-3.") from None
+        raise UsageError(f"ranks {spec!r}: {part!r} is not a rank; use a form such as 0,2-3.") from None
     if low < 0 and not dash:
         low = high = low + world_size
     for rank in (low, high):
         if not 0 <= rank < world_size:
             wanted = part if low < 0 or low == high else str(rank)
-            raise UsageError(f"rank {wanted} of {world_size} does not exist: ranks are 0 to {world_size - 1}.")
+            raise UsageError(f"rank {wanted} does not exist: ranks are 0 to {world_size - 1}.")
     if low > high:
-        raise UsageError(f"ranks {spec!r}: {part!r} runs backwards; write {high}-{low}.")
+        raise UsageError(f"ranks {spec!r}: {part!r} is reversed; use {high}-{low}.")
     return range(low, high + 1)

@@ -1,19 +1,19 @@
-"""Which notebook cell this process runs, for records that are made where nothing of a notebook is known."""
+"""Number of the notebook cell that this process runs, for code that knows nothing of notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["follow", "running_cell"]
+__all__ = ["running_cell", "set_cell_source"]
 
-_ask: list[Callable[[], int | None]] = []
+_source: list[Callable[[], int | None]] = []
 
 
-def follow(ask: Callable[[], int | None]) -> None:
-    """Have `ask` tell the number of the cell that runs, its `In [n]`; None while none does."""
-    _ask[:] = [ask]
+def set_cell_source(source: Callable[[], int | None]) -> None:
+    """Use `source` to look up the running cell's number, its `In [n]`; it returns None when no cell runs."""
+    _source[:] = [source]
 
 
 def running_cell() -> int:
-    """The number of the cell that runs; 0 where there is none, as under torchrun."""
-    return (_ask[0]() or 0) if _ask else 0
+    """Number of the running cell; 0 if there is none, as under torchrun."""
+    return (_source[0]() or 0) if _source else 0

@@ -1,4 +1,4 @@
-"""Where one piece of one tensor lives."""
+"""Placement of one shard of a tensor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Shard:
     rank: int
     """Rank in the default group."""
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     local_shape: tuple[int, ...]
-    """Shape of this part; a zero where the rank holds nothing."""
+    """Shape of this part; contains a zero if the rank holds nothing."""
     offset: tuple[int, ...]
-    """Index in the whole tensor at which this part begins, one number a dim."""
+    """Index in the full tensor at which this part begins, one number per dimension."""
     placements: tuple[str, ...]
     """Placement on each mesh axis, such as ``Shard(0)`` or ``Replicate()``; empty for a plain tensor."""
     dtype: str
@@ -32,19 +32,19 @@ class Shard:
     bytes: int
     """Size of this part, padding included."""
     padding: int = 0
-    """How many of these bytes are padding, which makes the parts of all ranks equal in size."""
+    """How many of these bytes are padding, added to make all parts equal in size."""
     axes: tuple[str, ...] = ()
-    """Names of the mesh axes, one a placement."""
+    """Names of the mesh axes, one per placement."""
     mesh_shape: tuple[int, ...] = ()
     """Number of ranks along each axis."""
     coordinates: tuple[int, ...] = ()
-    """Where the rank is on each axis."""
+    """The rank's coordinate on each axis."""
     gathered: bool = False
-    """Whether the tensor is sharded at rest and whole just now."""
+    """Whether the tensor is normally sharded but currently unsharded."""
 
     @property
     def fraction(self) -> float:
-        """How much of the tensor's elements this rank holds, from 0 to 1; an empty tensor counts as held."""
+        """Fraction of the tensor's elements on this rank, 0 to 1; 1 for an empty tensor."""
         whole = part = 1
         for total, local in zip(self.global_shape, self.local_shape, strict=True):
             whole, part = whole * total, part * local

@@ -1,28 +1,28 @@
-"""Slow ranks, which are no deadlock: who is waited for, where they are, and who waits for how long."""
+"""Describes slow ranks (which are not a deadlock): where they are, and who has waited for them how long."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from axon_nb.records.waits import RankWaits, awaited, named
+from axon_nb.records.ranks import name_ranks
+from axon_nb.records.waits import RankWaits, missing_ranks
 
-__all__ = ["slow_sentence"]
+__all__ = ["describe_slow_ranks"]
 
 
-def slow_sentence(reports: Mapping[int, RankWaits], after_s: float) -> str:
-    """One line such as ``Waiting for rank 1 (line 7): ranks 0,2-3 have been in all_reduce at line 4 for 3.2 s``.
+def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str:
+    """Return a line such as ``Waiting for rank 1 (line 7): ranks 0,2-3 have been in all_reduce at line 4 for 3.2 s``.
 
-    Those who wait for the rank at the bottom come first: ranks that themselves wait for others are not what is waited
-    for, unless all do.
+    Names the root of the wait: ranks that wait for others themselves are not named as slow, unless all do.
 
     Args:
-        reports: What each rank says, all asked at the same time.
-        after_s: How long a call must have been waited for, in seconds.
+        reports: The report of each rank, all taken at the same time.
+        after_s: Minimum waiting time of a call to be considered, in seconds.
 
     Returns:
-        The line, empty when nobody is waited for that long.
+        The line, or an empty string if no rank has waited that long.
     """
-    waits = awaited(reports, after_s)
+    waits = missing_ranks(reports, after_s)
     ends = {rank: tuple(other for other in others if other not in waits) for rank, others in waits.items()}
     groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, others in sorted(ends.items()):
@@ -34,8 +34,8 @@ def slow_sentence(reports: Mapping[int, RankWaits], after_s: float) -> str:
     seconds = max(call.seconds for rank in ranks if (call := reports[rank].blocked_in))
     verb = "has" if len(ranks) == 1 else "have"
     took = f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    whom = f"{named(others)}{_where([reports[rank] for rank in others])}"
-    return f"Waiting for {whom}: {named(ranks)} {verb} been in {place} for {took}"
+    whom = f"{name_ranks(others)}{_where([reports[rank] for rank in others])}"
+    return f"Waiting for {whom}: {name_ranks(ranks)} {verb} been in {place} for {took}"
 
 
 def _where(late: list[RankWaits]) -> str:

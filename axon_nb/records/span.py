@@ -1,4 +1,4 @@
-"""A stretch of time that a rank spent on one thing."""
+"""A time span that a rank spent on one action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Span", "span_of"]
 class Span(NamedTuple):
     """One finished action of one rank: a forward, a collective, a pipeline step, a cell.
 
-    A tuple: it is made for each communication, and a frozen dataclass takes five times as long to make.
+    A named tuple, as one is created per communication call and a frozen dataclass takes five times as long.
     """
 
     rank: int
@@ -26,17 +26,17 @@ class Span(NamedTuple):
     end_ns: int
     """End, same clock; never before the start."""
     group: str = ""
-    """Name of the process group, empty when no group takes part."""
+    """Name of the process group; empty if no group is involved."""
     bytes: int = 0
-    """Payload in bytes on this rank, 0 when nothing is moved."""
+    """Payload in bytes on this rank; 0 if no data moves."""
     stage: int = -1
     """Pipeline stage, -1 outside a pipeline."""
     microbatch: int = -1
     """Microbatch, -1 outside a pipeline."""
     sequence: int = 0
-    """Running number of the collective in its group, the same on all ranks; of a pipeline's action: when its rank began
-    the step that it belongs to, in nanoseconds. 0 where it is not known."""
+    """Sequence number of the collective in its group, the same on all ranks. For a pipeline action: when its rank
+    started the step, in nanoseconds. 0 if unknown."""
 
 
 span_of: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
-"""A span of all its fields: for who makes one a call, as `Span(…)` takes three times as long."""
+"""Create a span from a tuple of all fields: for hot paths, as `Span(…)` takes three times as long."""

@@ -1,11 +1,11 @@
-"""The Python stacks of ranks, as text: the user's own frames in full, those of libraries folded, equal ranks once."""
+"""Python stacks of ranks as text: user frames in full, library frames folded, identical stacks merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 __all__ = ["RankStack", "StackFrame", "Stacks"]
 
@@ -14,12 +14,12 @@ _MAX_TEXT = 100_000
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One frame of the user's own code, or several of libraries in one."""
+    """One frame of user code, or several library frames folded into one."""
 
     place: str
     """``Cell In[5], line 3, in train``; for folded frames ``… 6 frames of torch: all_reduce … wait``."""
     code: str = ""
-    """The source line; empty when there is none, and for folded frames."""
+    """The source line; empty if unknown and for folded frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class RankStack:
     """Where one rank is."""
 
     state: str
-    """What it does, such as ``waiting in all_reduce at line 4 for rank 1``."""
+    """What it is doing, such as ``waiting in all_reduce at line 4 for rank 1``."""
     frames: tuple[StackFrame, ...] = ()
-    """Outermost first, from the cell's own; empty when no cell runs."""
+    """Outermost first, starting at the cell; empty when idle."""
     cell: int | None = None
-    """Number of the cell that runs; None when idle."""
+    """Number of the running cell; None when idle."""
     seconds: float = 0.0
-    """For how long it has been in its communication call; 0 outside one."""
+    """How long it has been in its communication call; 0 outside one."""
 
 
 class Stacks(Mapping[int, RankStack]):
-    """The stack of each rank, by rank; as text, ranks with the same stack are told once.
+    """The stack of each rank; its text shows identical stacks once.
 
     Args:
-        by_rank: The stacks.
+        by_rank: Stacks by rank.
     """
 
     def __init__(self, by_rank: Mapping[int, RankStack]) -> None:
@@ -59,17 +59,17 @@ class Stacks(Mapping[int, RankStack]):
         groups: dict[tuple[object, ...], list[int]] = {}
         for rank, stack in self._by_rank.items():
             groups.setdefault((stack.state, stack.cell, stack.frames), []).append(rank)
-        text = "\n".join(self._told(ranks) for ranks in groups.values())
+        text = "\n".join(self._format(ranks) for ranks in groups.values())
         if len(text) <= _MAX_TEXT:
             return text
-        return f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} characters more: `--ranks` shows fewer ranks."
+        return f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters; use `--ranks` to show fewer ranks."
 
-    def _told(self, ranks: list[int]) -> str:
+    def _format(self, ranks: list[int]) -> str:
         stack = self._by_rank[ranks[0]]
         seconds = max(self._by_rank[rank].seconds for rank in ranks)
         took = f", for {seconds:.1f} s" if seconds else ""
         cell = "" if stack.cell is None else f"In [{stack.cell}]: "
-        lines = [f"[{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}] {cell}{stack.state}{took}"]
+        lines = [f"[{name_ranks(ranks)}] {cell}{stack.state}{took}"]
         for frame in stack.frames:
             lines.append(f"  {frame.place}")
             if frame.code:

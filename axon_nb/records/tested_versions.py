@@ -1,11 +1,11 @@
-"""The versions that axon_nb was tested with, and the command that installs one of them."""
+"""Versions that axon_nb was tested with, and the command that installs one of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-__all__ = ["TESTED", "are_tested", "install_line"]
+__all__ = ["TESTED", "are_tested", "install_command"]
 
 TESTED = {
     "torch": ("2.11", "2.16"),
@@ -13,11 +13,11 @@ TESTED = {
     "ipython": ("9.0", "10"),
     "ipyparallel": ("9.1", "10"),
 }
-"""For each package the lowest version that passed the tests, and the lowest that did not exist when they ran."""
+"""By package: the lowest version that passed the tests, and the first version above the tested range."""
 
 
 def are_tested(versions: Mapping[str, str]) -> bool:
-    """Whether these versions, by package, are all among those that were tested."""
+    """Whether all these versions, by package, are in the tested ranges."""
     return all(
         _numbers(TESTED[package][0]) <= _numbers(version) < _numbers(TESTED[package][1])
         for package, version in versions.items()
@@ -25,11 +25,11 @@ def are_tested(versions: Mapping[str, str]) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version such as ``2.15.0+cu132``."""
+    """Major and minor number of a version such as ``2.15.0+cu132``."""
     return tuple(int(number) for number in [*re.findall(r"\d+", version), "0", "0"][:2])
 
 
-def install_line(package: str) -> str:
+def install_command(package: str) -> str:
     """The command that installs a tested version of `package`."""
     lowest, above = TESTED[package]
     return f'pip install "{package}>={lowest},<{above}"'

@@ -1,4 +1,4 @@
-"""The span ring: what this process has done lately. Always on, bounded, cheap; read by whoever looks."""
+"""The span ring: a bounded, always-on record of this process's recent actions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from axon_nb.records.span import Span
 
-__all__ = ["SpanRing", "emit", "is_told", "ring", "told_as_one"]
+__all__ = ["SpanRing", "emit", "is_suppressed", "ring", "suppress_spans"]
 
 
 class SpanRing:
-    """Keeps the last spans; readers follow it by a running number, and learn how many they missed."""
+    """Keeps the most recent spans; readers continue from a position and learn how many spans they missed."""
 
     watched = False
-    """Whether somebody looks now: what is worth its cost only then is recorded besides."""
+    """Whether anyone is watching: spans that are costly to record are recorded only then."""
 
     def __init__(self, capacity: int = 16384) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
@@ -25,18 +25,18 @@ class SpanRing:
         self._next = 0
 
     def emit(self, span: Span) -> None:
-        """Add one span; the oldest goes when the ring is full."""
+        """Add one span; if the ring is full, the oldest is dropped."""
         with self._lock:
             self._spans.append(span)
             self._next += 1
 
     @property
     def position(self) -> int:
-        """The number the next span will get."""
+        """Position of the next span."""
         return self._next
 
     def since(self, position: int, limit: int = 8192) -> tuple[list[Span], int, int]:
-        """The spans from number `position` on: (spans, next position, how many were lost), at most the last `limit`."""
+        """Spans from `position` on, at most the last `limit`: (spans, next position, number of lost spans)."""
         with self._lock:
             end = self._next
             count = max(0, min(end - position, limit, len(self._spans)))
@@ -52,8 +52,8 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def told_as_one(*kinds: str) -> Iterator[None]:
-    """Within it what this thread does of these kinds is part of one span, and is not recorded by itself."""
+def suppress_spans(*kinds: str) -> Iterator[None]:
+    """Do not record this thread's spans of these kinds separately: an enclosing span covers them."""
     before, _thread.kinds = _thread.kinds, kinds
     try:
         yield
@@ -61,8 +61,8 @@ def told_as_one(*kinds: str) -> Iterator[None]:
         _thread.kinds = before
 
 
-def is_told(kind: str) -> bool:
-    """Whether this thread is within a span that tells what is of this kind."""
+def is_suppressed(kind: str) -> bool:
+    """Whether this thread currently suppresses spans of this kind."""
     return kind in _thread.kinds
 
 

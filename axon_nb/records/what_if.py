@@ -1,4 +1,4 @@
-"""What a panel shows of a question about memory: what was asked, how far its answer is, and the answer."""
+"""State of a what-if question about memory: the question, the progress and the prediction."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from dataclasses import dataclass, field
 
 from axon_nb.records.memory_setup import MemorySetup
 
-__all__ = ["MemoryEstimate", "WhatIfState"]
+__all__ = ["MemoryPrediction", "WhatIfState"]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Predicted memory of ranks, in bytes."""
+class MemoryPrediction:
+    """Predicted memory of ranks in bytes."""
 
     setup: MemorySetup
     method: str
-    """How it was found, such as ``simulated`` or ``model states only``."""
+    """How it was obtained, such as ``simulated`` or ``model states only``."""
     worst: int
-    """The rank with the highest peak."""
+    """Rank with the highest peak."""
     persistent: Mapping[int, Mapping[str, int]]
-    """By rank: after a step of the optimizer, gradients still there, by role."""
+    """By rank and role: memory after an optimizer step, before gradients are freed."""
     peak: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """By rank: at the highest moment of a step, by role; empty where only model states are known."""
+    """By rank and role: memory at the peak of a step; empty if only model states are known."""
     when: str = ""
-    """The phase and the module of the worst rank's peak."""
+    """Phase and module of the worst rank's peak."""
     host: int = 0
-    """What the worst rank keeps in the host's memory."""
+    """Host memory that the worst rank uses."""
     notes: tuple[str, ...] = ()
-    """What the numbers rest on."""
+    """Assumptions behind the numbers."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether activations and buffers are in it."""
+        """Whether activations and buffers are included."""
         return bool(self.peak)
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfState:
-    """One moment of a question."""
+    """Snapshot of a what-if question."""
 
     as_is: MemorySetup | None = None
-    """How the model is trained now; None: not known yet."""
+    """The current training setup; None while unknown."""
     is_trained_so: bool = False
-    """Whether that is known; False: it is a proposal."""
+    """Whether `as_is` is known to be in use; False if it is only assumed."""
     setup: MemorySetup | None = None
-    """What was asked last."""
-    estimate: MemoryEstimate | None = None
-    """The answer to it, as far as there is one."""
-    reference: MemoryEstimate | None = None
-    """The answer for `as_is`, to compare with."""
+    """The setup of the last question."""
+    estimate: MemoryPrediction | None = None
+    """The prediction for it, possibly partial."""
+    reference: MemoryPrediction | None = None
+    """The prediction for `as_is`, for comparison."""
     doing: str = ""
-    """What is done now, such as ``simulating: a step of rank 0``; empty: nothing."""
+    """Current activity, such as ``simulating: a step of rank 0``; empty when idle."""
     share: float | None = None
-    """How much of that is done, 0 to 1."""
+    """Fraction of it that is done, 0 to 1."""
     error: str = ""
-    """A sentence: why there is no answer."""
+    """Why there is no prediction, as a sentence."""
     notes: tuple[str, ...] = ()
-    """What is not known of the model."""
+    """What is unknown about the model."""

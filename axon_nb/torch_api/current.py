@@ -1,4 +1,4 @@
-"""torch 2.15 and newer: the private interfaces of torch that differ between versions, as the newest torch has them."""
+"""torch 2.15 and newer: torch's private interfaces that differ between versions, as in the newest torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["TorchApi"]
 
 
 class TorchApi:
-    """The adapter for torch 2.15; older generations override what was different.
+    """The adapter for torch 2.15; older generations override what differs.
 
-    torch is imported when a method needs it: planning and the notebook side load no torch at import.
+    Methods import torch when needed: planning and the notebook side must not load torch at import.
     """
 
     last: tuple[int, int] = (2, 15)
-    """The newest torch that this adapter was written for, as (major, minor)."""
+    """The newest torch version that this adapter was written for, as (major, minor)."""
     gather_method = "all_gather_single"
-    """The method of a ProcessGroup that gathers into one tensor."""
+    """Name of the ProcessGroup method that gathers into one tensor."""
     scatter_method = "reduce_scatter_single"
-    """The method of a ProcessGroup that reduces one tensor and scatters it."""
+    """Name of the ProcessGroup method that reduces one tensor and scatters it."""
     world_fields: Mapping[str, type[Any]] = MappingProxyType({"pg_flight_recorder_hooks": dict})
-    """What `distributed_c10d._World` holds besides the fields that every supported torch has: name and type."""
+    """Fields of `distributed_c10d._World` that not every supported torch has: name and type."""
 
     @property
     def all_gather_single(self) -> Callable[..., Any]:
@@ -41,12 +41,12 @@ class TorchApi:
         return dist.reduce_scatter_single
 
     def begin_sequence(self, backend: Any) -> None:
-        """Prepare the sequence numbers of a new backend; torch counts by itself since 2.14 (pytorch#188611)."""
+        """Initialise the sequence numbers of a new backend; not needed since 2.14 (pytorch#188611)."""
 
     def register_group_class(self, name: str) -> None:
-        """Have torch build groups of backend `name`, whose creator returns a whole ProcessGroup.
+        """Let torch create groups of backend `name`, whose creator returns a complete ProcessGroup.
 
-        Such a group records its own operations. torch would attach its flight recorder to it and fail, because no
+        Such a group records its own operations. torch would try to attach its flight recorder and fail, because no
         backend is registered on it (pytorch: `_maybe_attach_flight_recorder`).
         """
         from torch.distributed import distributed_c10d as c10d
@@ -54,12 +54,12 @@ class TorchApi:
         c10d._FR_SELF_RECORDING_BACKENDS.add(name)  # type: ignore[attr-defined]
 
     def prepare_threads(self) -> None:
-        """Make tensors without data fit for use in several threads; call it in a thread that outlives them."""
+        """Prepare tensors without data for use in several threads; call it in a thread that outlives them."""
 
     def nccl_classes(self) -> tuple[type[Any], ...]:
         """The backend classes behind "nccl"; neither is a subclass of the other. Empty in a build without NCCL.
 
-        Since 2.15 it is the second, unless ``TORCH_DIST_USE_NCCL2=0`` is set (pytorch#192281).
+        Since 2.15 it is the second one, unless ``TORCH_DIST_USE_NCCL2=0`` is set (pytorch#192281).
         """
         import torch.distributed as dist
 
@@ -67,21 +67,21 @@ class TorchApi:
         return tuple(vars(dist)[name] for name in names if name in vars(dist))
 
     def fsdp_parameter_groups(self, state: Any) -> list[Any]:
-        """The parameter groups of one FSDP2 state."""
+        """Return the parameter groups of an FSDP2 state."""
         return list(state._fsdp_param_groups)
 
     def drop_accumulated_gradient(self, parameter: Any) -> None:
-        """Forget the gradient that an FSDPParam has accumulated unsharded; since 2.15 it is `_unsharded_param.grad`."""
+        """Drop an FSDPParam's accumulated unsharded gradient; since 2.15 that is `_unsharded_param.grad`."""
 
     def reset_fsdp(self, root: Any) -> None:
-        """Put an FSDP2 root module, and all below it, back to the state before a step.
+        """Reset an FSDP2 root module and its submodules to the state before a step.
 
         Raises:
             RuntimeError: `root` is not a root.
         """
-        # A reduction that an aborted backward left open belongs to a root that is reset as well.
+        # A reduction left open by an aborted backward belongs to a root that is being reset.
         root._get_fsdp_state()._comm_ctx.active_gradient_reduction = None
-        # torch drops the sharded gradients of earlier backwards, too, which an abort elsewhere has not touched.
+        # torch also drops sharded gradients of earlier backwards, which the abort did not affect: restore them.
         states = root._get_fsdp_state()._state_ctx.all_states
         groups = [group for state in states for group in self.fsdp_parameter_groups(state)]
         parameters = [item.sharded_param for group in groups for item in group.fsdp_params]
@@ -91,20 +91,20 @@ class TorchApi:
             parameter.grad = gradient
 
     def reset_stage(self, stage: Any) -> None:
-        """Forget what a pipeline stage held when its step was aborted."""
-        if stage._gradient_reduction_handle is not None:  # `clear_runtime_states` would wait for it, in vain
+        """Clear the state of a pipeline stage whose step was aborted."""
+        if stage._gradient_reduction_handle is not None:  # `clear_runtime_states` would wait for it forever
             stage._gradient_reduction_handle = None
             stage.submod.set_manual_backward_finalization(False)
         stage.clear_runtime_states()
-        # Their connections are closed, so that nothing writes to these buffers; torch would refuse another step.
+        # The connections are closed, so nothing writes to these buffers; torch would reject another step with them.
         for received in (stage.args_recv_info, stage.grad_recv_info):
             for infos in received.values():
                 for info in infos:
                     info.buffer = None
 
     def static_stages(self) -> AbstractContextManager[None]:
-        """Within it a pipeline in a fake world takes the shapes that its stages were given.
+        """Make a pipeline in a fake world use the shapes that its stages were given.
 
-        Since 2.14 torch does so by itself.
+        torch does so by itself since 2.14.
         """
         return contextlib.nullcontext()

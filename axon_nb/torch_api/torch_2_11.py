@@ -1,4 +1,4 @@
-"""torch 2.11: what was different before 2.12."""
+"""torch 2.11: differences from 2.12."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Torch211"]
 
 
 class Torch211(Torch212):
-    """The adapter for torch 2.11, the oldest that is supported."""
+    """The adapter for torch 2.11, the oldest supported version."""
 
     last = (2, 11)
 
     def prepare_threads(self) -> None:
-        """A CUDA build without a GPU crashes in a second thread when another has set the device guard and ended."""
+        """Set the device guard in this thread: a CUDA build without a GPU crashes if a thread that set it has ended."""
         import torch
 
         if not torch.cuda.is_available():
             torch._C._ensureCUDADeviceGuardSet()
 
     def fsdp_parameter_groups(self, state: Any) -> list[Any]:
-        """A module has at most one group."""
+        """The state's only group, if any."""
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
     def _drop_reductions(self, communication: Any) -> None:
@@ -32,5 +32,5 @@ class Torch211(Torch212):
 
     @contextlib.contextmanager
     def static_stages(self) -> Iterator[None]:
-        """Stages take the shapes that they were given."""
+        """Do nothing: stages already use the given shapes."""
         yield

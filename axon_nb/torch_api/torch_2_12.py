@@ -1,4 +1,4 @@
-"""torch 2.12: what was different before 2.13."""
+"""torch 2.12: differences from 2.13."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from axon_nb.torch_api.torch_2_13 import Torch213
 
 __all__ = ["Torch212"]
 
-_TO_NONE = (
+_FIELDS_TO_CLEAR = (
     "_all_gather_result",
     "_all_reduce_state",
     "_partial_reduce_output",
@@ -27,20 +27,20 @@ class Torch212(Torch213):
 
     @property
     def all_gather_single(self) -> Callable[..., Any]:
-        """Under its older name."""
+        """The function under its older name."""
         import torch.distributed as dist
 
         return dist.all_gather_into_tensor
 
     @property
     def reduce_scatter_single(self) -> Callable[..., Any]:
-        """Under its older name."""
+        """The function under its older name."""
         import torch.distributed as dist
 
         return dist.reduce_scatter_tensor
 
     def reset_fsdp(self, root: Any) -> None:
-        """What `reset_iter_state` does since 2.13, by hand; gradients of the aborted step are lost."""
+        """Do by hand what `reset_iter_state` does since 2.13; gradients of the aborted step are lost."""
         state = root._get_fsdp_state()
         communication, context = state._comm_ctx, state._state_ctx
         idle = type(state._training_state).IDLE
@@ -51,7 +51,7 @@ class Torch212(Torch213):
             each._training_state = idle
             each._modules_to_run_forward.clear()
             for group in self.fsdp_parameter_groups(each):
-                for name in _TO_NONE:
+                for name in _FIELDS_TO_CLEAR:
                     setattr(group, name, None)
                 group._post_forward_indices.clear()
                 group._training_state = idle

@@ -1,4 +1,4 @@
-"""torch 2.13: what was different before 2.14."""
+"""torch 2.13: differences from 2.14."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Torch213(Torch214):
 
     @contextlib.contextmanager
     def static_stages(self) -> Iterator[None]:
-        """Stages ask each other whether all know their shapes, which a fake world cannot answer."""
+        """Skip the stages' vote on whether all know their shapes, which a fake world cannot answer."""
         from torch.distributed.pipelining import schedules
 
         base: Any = schedules._PipelineSchedule

@@ -1,4 +1,4 @@
-"""torch 2.14: what was different before 2.15."""
+"""torch 2.14: differences from 2.15."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Torch214(TorchApi):
     world_fields: Mapping[str, type[Any]] = MappingProxyType({})
 
     def register_group_class(self, name: str) -> None:
-        """Nothing to do: torch attaches no flight recorder from Python yet."""
+        """Do nothing: torch 2.14 attaches no flight recorder from Python."""
 
     def drop_accumulated_gradient(self, parameter: Any) -> None:
-        """Half-reduced gradients would be added to those of the next step."""
+        """Drop the gradient: a half-reduced one would be added to that of the next step."""
         parameter.unsharded_accumulated_grad = None
 
     def reset_fsdp(self, root: Any) -> None:
-        """As in 2.15; a backward leaves no reduction open yet."""
+        """Reset as in 2.15; here a backward leaves no reduction open."""
         root.reset_iter_state()
 
     def reset_stage(self, stage: Any) -> None:
-        """Forget what a pipeline stage held; its next step allocates the buffers for receiving again."""
+        """Clear a pipeline stage's state; its next step allocates receive buffers again."""
         stage.clear_runtime_states()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from axon_nb.records.progress import Bar
 from axon_nb.records.quantity import format_seconds
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import name_ranks
 
 __all__ = ["MergedBar", "merge_bars"]
 
@@ -52,9 +52,9 @@ def _merge(bars: Mapping[int, Bar]) -> MergedBar:
     words = _count(slow)
     if _count(fast) != words:
         same = [rank for rank, bar in bars.items() if _count(bar) == words]
-        words = f"{words} on {named(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
+        words = f"{words} on {name_ranks(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
     elif len(bars) > 1:
-        words = f"{words} on {named(bars)}"
+        words = f"{words} on {name_ranks(bars)}"
     return MergedBar(slow.desc, parts[slowest], parts[fastest], f"{words}{_pace(slow, is_over=is_over)}", is_over)
 
 

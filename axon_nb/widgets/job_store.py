@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from axon_nb.cluster.job import JobAnswers
 from axon_nb.records.job import JobReport, MetricRow
-from axon_nb.records.ranks import format_ranks
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.widgets.job_bars import MergedBar, merge_bars
 from axon_nb.widgets.series import Series
 
@@ -143,7 +142,7 @@ class JobStore:
         for series in self.metrics.values():
             if series.not_finite:
                 first = min(series.not_finite.values())
-                found.append(f"{series.name} is not finite on {named(series.not_finite)}, since step {first:.0f}.")
+                found.append(f"{series.name} is not finite on {name_ranks(series.not_finite)}, since step {first:.0f}.")
         if more := list(self.metrics)[MAX_CURVES:]:
             rest = f" and {len(more) - _MAX_TOLD} more" if len(more) > _MAX_TOLD else ""
             found.append(f"Without a curve, as {MAX_CURVES} names have one: {', '.join(more[:_MAX_TOLD])}{rest}.")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from axon_nb.cluster.memory import MemoryAnswers
 from axon_nb.records.memory import ROLES, MemoryUse
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.waits import named
-from axon_nb.records.what_if import MemoryEstimate
+from axon_nb.records.ranks import name_ranks
+from axon_nb.records.what_if import MemoryPrediction
 
 __all__ = ["NEAR", "Bar", "MemoryRow", "MemoryRows", "roles_in_words", "segments"]
 
@@ -69,7 +69,7 @@ class MemoryRows:
         for rank, use in answers.measured.items():
             self._highest[rank] = max(self._highest.get(rank, 0), use.total)
 
-    def expect(self, estimate: MemoryEstimate | None) -> bool:
+    def expect(self, estimate: MemoryPrediction | None) -> bool:
         """Show what a simulation says beside what is measured, of the ranks that it knows; None: formulas alone.
 
         Returns:
@@ -160,8 +160,8 @@ class MemoryRows:
         without = [rank for rank, use in uses.items() if "activations" not in use.by_role]
         if without:
             found.append(
-                f"Of {named(without)} activations are not known: on CPUs no allocator counts them; resident memory has "
-                "them, with the interpreter and the libraries."
+                f"Activations of {name_ranks(without)} are unknown: on CPUs no allocator counts them. Resident memory "
+                "includes them, along with the interpreter and libraries."
             )
         return [*found, *self._answers.notes]
 
@@ -172,7 +172,7 @@ def _process_words(use: MemoryUse, *, on_device: bool) -> str:
     return words if on_device or not use.capacity else f"{words}, of {format_bytes(use.capacity)} it could have"
 
 
-def _expected(estimate: MemoryEstimate) -> Iterator[tuple[int, MemoryUse]]:
+def _expected(estimate: MemoryPrediction) -> Iterator[tuple[int, MemoryUse]]:
     for rank, held in estimate.persistent.items():
         peak = sum(estimate.peak[rank].values()) if rank in estimate.peak else None
         yield rank, MemoryUse(rank, 0, "plan", held, peak)

@@ -10,7 +10,7 @@ from typing import Any
 from axon_nb.records.memory import ROLES
 from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.what_if import MemoryEstimate, WhatIfState
+from axon_nb.records.what_if import MemoryPrediction, WhatIfState
 from axon_nb.widgets.memory_rows import NEAR, Bar, roles_in_words, segments
 
 __all__ = ["AnswerBar", "answer_bars", "setup_in_words", "state_in_words", "what_if_content", "what_if_html"]
@@ -103,7 +103,7 @@ def answer_bars(state: WhatIfState, capacity: int | None) -> list[AnswerBar]:
     return [AnswerBar(label, Bar(segments(held, scale), None, limit, roles_in_words(held))) for label, held in moments]
 
 
-def _moments(estimate: MemoryEstimate) -> list[tuple[str, Mapping[str, int]]]:
+def _moments(estimate: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]]:
     held = [("after a step", estimate.persistent[estimate.worst])]
     return [*held, ("at the peak", estimate.peak[estimate.worst])] if estimate.is_whole else held
 
@@ -134,7 +134,7 @@ def _heading(state: WhatIfState) -> str:
     return f"{words}: peak {format_bytes(_total(estimate.peak, estimate))} {estimate.when}, {ranks}; {estimate.method}"
 
 
-def _total(by_rank: Mapping[int, Mapping[str, int]], estimate: MemoryEstimate) -> int:
+def _total(by_rank: Mapping[int, Mapping[str, int]], estimate: MemoryPrediction) -> int:
     return sum(by_rank[estimate.worst].values())
 
 

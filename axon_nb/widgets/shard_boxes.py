@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.ranks import format_ranks
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.widgets.palette import OKABE_ITO, contrast
 from axon_nb.widgets.shard_tensors import Part, PlacedTensor
 
@@ -81,7 +80,7 @@ def draw(tensor: PlacedTensor) -> Drawing:
             x, wide = width * number / len(parts), width / len(parts)
         boxes.append(_box(tensor, part, (x, y, wide, tall)))
     nothing = [rank for part in tensor.parts if part.is_empty for rank in part.ranks]
-    empty = f"{named(nothing)}: nothing" if nothing else ""
+    empty = f"{name_ranks(nothing)}: nothing" if nothing else ""
     return Drawing(width, height, tuple(boxes), empty)
 
 
@@ -122,7 +121,7 @@ def _box(tensor: PlacedTensor, part: Part, area: tuple[float, float, float, floa
 
 
 def _words(tensor: PlacedTensor, part: Part) -> str:
-    ranks = named(part.ranks)
+    ranks = name_ranks(part.ranks)
     where = ", ".join(
         f"{start}:{start + size}" if size != whole else ":"
         for start, size, whole in zip(part.offset, part.shape, tensor.shape, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from axon_nb.records.quantity import format_bytes
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, note_lines, svg_uri, table_style
 from axon_nb.widgets.shard_boxes import boxes_in_words, draw, drawing_svg
 from axon_nb.widgets.shard_tensors import PlacedTensor, bytes_by_rank, in_words
@@ -64,7 +64,7 @@ def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> 
     titles = ("tensor", "", "shape", "where", "on a rank", "parts by rank")
     rows = "".join(map(_row, tensors[:_MAX_ROWS]))
     ranks = bytes_by_rank(tensors)
-    total = ", ".join(f"{named(same)}: {format_bytes(size)}" for size, same in _same(ranks))
+    total = ", ".join(f"{name_ranks(same)}: {format_bytes(size)}" for size, same in _same(ranks))
     body = (
         f'<table style="{table_style()}"><thead><tr style="background:none">{head_cells(titles, _CELL)}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{note_lines([total, *notes])}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from axon_nb.records.quantity import format_bytes
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.shard import Shard
-from axon_nb.records.waits import named
 
 __all__ = ["Kind", "Part", "PlacedTensor", "bytes_by_rank", "in_words", "put_together"]
 
@@ -112,7 +112,7 @@ def bytes_by_rank(tensors: Iterable[PlacedTensor]) -> dict[int, int]:
 
 def in_words(tensor: PlacedTensor) -> str:
     """How a tensor lies, such as ``rows over dp (4)``, ``a copy on each rank``."""
-    ranks = named(tensor.ranks)
+    ranks = name_ranks(tensor.ranks)
     if tensor.kind == "own":
         return f"{ranks}: each its own" if len(tensor.ranks) > 1 else f"{ranks} alone"
     pieces = []

@@ -13,8 +13,8 @@ from typing import Any
 import traitlets
 
 from axon_nb.records.quantity import format_bytes
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.shard import Shard
-from axon_nb.records.waits import named
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.shard_boxes import draw, text_color
 from axon_nb.widgets.shard_page import heading, shards_bundle, shown_shape
@@ -135,7 +135,7 @@ def _totals(tensors: Sequence[PlacedTensor]) -> list[dict[str, Any]]:
         groups.setdefault(size, []).append(rank)
     return [
         {
-            "ranks": named(ranks),
+            "ranks": name_ranks(ranks),
             "size": f"{format_bytes(size)}{' each' if len(ranks) > 1 else ''}",
             "part": size / most,
         }

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.quantity import format_seconds
-from axon_nb.records.waits import named
 
 __all__ = ["RankFacts", "TimelineFacts", "timeline_facts"]
 
@@ -151,6 +150,6 @@ def _straggler(ranks: tuple[RankFacts, ...], seconds: float, count: int) -> str:
     if share < max(_MOST, min(2 / len(ranks), 0.75)):
         return ""
     return (
-        f"Straggler: {named([worst.rank])} came last to {worst.last_to} of {count} collectives; other ranks waited "
+        f"Straggler: rank {worst.rank} came last to {worst.last_to} of {count} collectives; other ranks waited "
         f"{format_seconds(worst.waited_for)} for it, {share:.0%} of all waiting for late ranks."
     )

@@ -16,7 +16,7 @@ import traitlets
 
 from axon_nb.cluster.span_feed import SpanFeed
 from axon_nb.cluster.span_table import SpanTable
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
@@ -240,7 +240,9 @@ class TimelineView(View):
         return {
             "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]],
             "labelsFrom": labels_from,
-            "groups": {name: named(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks},
+            "groups": {
+                name: name_ranks(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks
+            },
             "oldest": max(store.first, self._begin),
             "dropped": max(0, store.first - self._begin),
             "lost": store.lost,

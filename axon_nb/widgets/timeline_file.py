@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from axon_nb.cluster.span_table import SpanTable
-from axon_nb.records.waits import named
+from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.span_wire import pack
@@ -41,7 +41,7 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     header = {
         "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels],
         "labelsFrom": 0,
-        "groups": {name: named(members) for name, members in table.groups.items()},
+        "groups": {name: name_ranks(members) for name, members in table.groups.items()},
         "oldest": table.first,
         "dropped": table.dropped,
         "lost": table.lost,

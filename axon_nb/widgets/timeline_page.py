@@ -12,9 +12,8 @@ import numpy as np
 from axon_nb.cluster.span_table import SpanTable
 from axon_nb.records.pipeline import PipelineStep
 from axon_nb.records.quantity import format_bytes, format_seconds
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.span import Span
-from axon_nb.records.waits import named
 from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, legend, note_lines, svg_uri, table_style
 from axon_nb.widgets.span_facts import RankFacts, TimelineFacts, timeline_facts
 from axon_nb.widgets.span_paints import OTHER, SPAN_CODES, SPAN_PAINTS
@@ -136,7 +135,7 @@ def _step_words(step: PipelineStep) -> str:
     ranks, stages = {span.rank for span in spans}, {span.stage for span in spans}
     microbatches = {span.microbatch for span in spans}
     return (
-        f"pipeline of {named(ranks)}, {len(stages)} stages, {len(microbatches)} microbatches: the last step took "
+        f"pipeline of {name_ranks(ranks)}, {len(stages)} stages, {len(microbatches)} microbatches: the last step took "
         f"{_short(_seconds(spans))} with a bubble of {step.bubble:.0%}; ideal: {_short(_seconds(step.ideal))}, "
         f"{step.ideal_bubble:.0%}"
     )

@@ -60,7 +60,7 @@ with axon_nb.start(2) as cluster:
 cluster.stop()
 try:
     cluster.run("1")
-except axon_nb.ClusterGone as error:
+except axon_nb.ClusterLostError as error:
     print("gone:", error)
 """,
     )

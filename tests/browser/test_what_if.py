@@ -65,7 +65,7 @@ def _ask(page: LabPage) -> None:
     page.page.locator(f"{PART} label[data-name=shard]").wait_for(state="hidden")
     batch.fill("0")
     batch.press("Tab")
-    page.page.locator(".axon-memory-error", has_text="is no whole number from 1").wait_for()
+    page.page.locator(".axon-memory-error", has_text="must be an integer from 1").wait_for()
     _picture(page, "what-if-error", ".axon-memory")
     page.page.get_by_role("button", name="as it is").click()
     _wait_answer(page, "full_shard on 2 ranks", "simulated")

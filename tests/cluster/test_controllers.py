@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_twice_is_told_and_once_is_no_failure(tmp_path: Pat
         )
         answer = script.run("axon_nb.start(2, devices='cpu')")
         assert answer.kinds[0] == "StartError"
-        assert answer.message == f"The ipyparallel controller ended with exit status 1: OSError: {TAKEN}"
+        assert answer.message == f"The ipyparallel controller exited with code 1: OSError: {TAKEN}"
         assert until(lambda: not script.others()), command_lines(script.others())
         script.ok("c = axon_nb.start(2, devices='cpu')")
         assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}

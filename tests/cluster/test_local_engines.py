@@ -64,7 +64,7 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
     assert answer.kinds[0] == "CellError"
     assert answer.message.startswith("rank 1 is gone")
     later = script.run("c.run('1')")
-    assert later.kinds[0] == "ClusterGone"
+    assert later.kinds[0] == "ClusterLostError"
     assert "rank 1 is gone" in later.message
     assert script.value("dict(c.run('rank', ranks='0').values)") == {0: 0}
     script.ok("c.stop()")

@@ -45,7 +45,7 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_accelerate_without_our_hooks_is_told() -> None:
     other = ModuleType("accelerate.state")
-    with pytest.warns(UserWarning, match="this one has no PartialState.*look at `accelerator.num_processes`"):
+    with pytest.warns(UserWarning, match="this version lacks PartialState.*Check `accelerator.num_processes`"):
         accelerate_state.synchronise_on_cpus(other, world_size=2)
 
 

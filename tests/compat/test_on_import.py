@@ -60,7 +60,7 @@ def test_a_hook_that_fails_leaves_the_import_alone(package: str) -> None:
         raise KeyError("odd")
 
     after_import(f"{package}.inner", hook)
-    with pytest.warns(UserWarning, match=r"could not prepare prepared_after_import.inner 1.2 .*: KeyError: 'odd'"):
+    with pytest.warns(UserWarning, match=r"could not patch prepared_after_import.inner 1.2 .*: KeyError: 'odd'"):
         assert importlib.import_module(f"{package}.inner").value == 1
 
 

@@ -11,18 +11,17 @@ from axon_nb.cli import main
 from tests.doctor.command import axon_nb
 
 USAGE = {
-    "": "axon-nb takes a command: it is one of doctor, export, list, stop.",
+    "": "axon-nb needs a command: one of doctor, export, list, stop.",
     "lsit": "axon-nb has no command 'lsit': did you mean `axon-nb list`?",
-    "frobnicate": "axon-nb has no command 'frobnicate': it is one of doctor, export, list, stop.",
+    "frobnicate": "axon-nb has no command 'frobnicate': use one of doctor, export, list, stop.",
     "--versoin": "axon-nb has no '--versoin'; did you mean --version?",
     "doctor --jsn": "axon-nb doctor has no '--jsn'; did you mean --json?",
-    "doctor now": "axon-nb doctor takes no 'now'; `axon-nb doctor --help` shows what it takes.",
-    "list --all": "axon-nb list has no '--all'; it has -h, --help, --json.",
-    "list mine": "axon-nb list takes no 'mine'; `axon-nb list --help` shows what it takes.",
+    "doctor now": "axon-nb doctor does not accept 'now'; see `axon-nb doctor --help`.",
+    "list --all": "axon-nb list has no '--all'; options are -h, --help, --json.",
+    "list mine": "axon-nb list does not accept 'mine'; see `axon-nb list --help`.",
     "stop --frce": "axon-nb stop has no '--frce'; did you mean --force?",
-    "stop one two": "axon-nb stop takes no 'two'; `axon-nb stop --help` shows what it takes.",
-    "export": "axon-nb export: the following arguments are required: NOTEBOOK, SCRIPT; `axon-nb export --help` "
-    "shows what it takes.",
+    "stop one two": "axon-nb stop does not accept 'two'; see `axon-nb stop --help`.",
+    "export": "axon-nb export: the following arguments are required: NOTEBOOK, SCRIPT; see `axon-nb export --help`.",
     "export a.ipynb b.py --forc": "axon-nb export has no '--forc'; did you mean --force?",
 }
 
@@ -34,13 +33,13 @@ def test_bad_usage_is_one_sentence(typed: str, sentence: str, capsys: pytest.Cap
 
 
 FAILS = {
-    "stop nobody": "axon-nb stop: you have no cluster 'nobody' on this host: there is none.",
-    "stop nobody --all": "axon-nb stop: NAME or --all, not both.",
+    "stop nobody": "axon-nb stop: no cluster named 'nobody' on this host.",
+    "stop nobody --all": "axon-nb stop: give NAME or --all, not both.",
 }
 
 
 @pytest.mark.parametrize(("typed", "sentence"), FAILS.items())
-def test_what_cannot_be_done_is_one_sentence(
+def test_an_impossible_request_is_one_sentence(
     typed: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AXON_NB_RUNTIME_DIR", str(tmp_path))
@@ -48,7 +47,7 @@ def test_what_cannot_be_done_is_one_sentence(
     assert capsys.readouterr() == ("", f"{sentence}\n")
 
 
-def test_a_notebook_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_notebook_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "no.ipynb"), str(tmp_path / "no.py")]) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""Examinations in processes of their own: answered, missing, crashed, hung, or talking nonsense; all real processes."""
+"""Checks in child processes: successful, missing, crashed, hung, or with invalid output; all real processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def told(*capabilities: dict[str, object]) -> Answer:
     return answer(f"import json; print('a library says hello'); print(json.dumps({content!r}))")
 
 
-def test_what_works_is_listed() -> None:
+def test_working_capabilities_are_listed() -> None:
     section = self_test(told(CAPABILITY))
     assert section.name == "self-test of torch 2.15.0+cu132 (0.90 s)"
     (finding,) = section.findings
     assert (finding.label, finding.value, finding.severity) == (CAPABILITY["label"], "works", "ok")
 
 
-def test_what_is_lost_is_a_problem_with_its_consequence_and_its_fix() -> None:
+def test_a_missing_capability_is_a_problem_with_consequence_and_fix() -> None:
     section = self_test(told(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
     finding = section.findings[1]
     assert finding.severity == "problem"
@@ -47,12 +47,12 @@ def test_what_is_lost_is_a_problem_with_its_consequence_and_its_fix() -> None:
 
 
 FAILURES = {
-    "import sys; sys.exit('boom')": "boom (exit status 1)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "ended by SIGSEGV",
-    "raise ValueError('odd torch')": "ValueError: odd torch (exit status 1)",
-    "print('not { json')": "its output is no JSON",
-    "print('[1, 2]')": "its output is no JSON",
-    "": "its output is no JSON",
+    "import sys; sys.exit('boom')": "boom (exit code 1)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "killed by SIGSEGV",
+    "raise ValueError('odd torch')": "ValueError: odd torch (exit code 1)",
+    "print('not { json')": "its output is not JSON",
+    "print('[1, 2]')": "its output is not JSON",
+    "": "its output is not JSON",
 }
 
 
@@ -66,21 +66,21 @@ def test_a_child_that_fails_is_a_finding_of_its_own(code: str, failure: str) -> 
 
 def test_an_answer_without_capabilities_is_a_failure() -> None:
     (finding,) = self_test(answer('print(\'{"torch": "2.15"}\')')).findings
-    assert finding.value == "did not run: its answer lists no capabilities"
+    assert finding.value == "did not run: its reply lists no capabilities"
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_a_missing_module_is_named() -> None:
     missing = Child(["-m", "axon_nb.engine.no_such_thing"], timeout_s=60.0).answer()
-    assert missing.failure == "No module named axon_nb.engine.no_such_thing (exit status 1)"
+    assert missing.failure == "No module named axon_nb.engine.no_such_thing (exit code 1)"
 
 
-def test_an_installation_without_the_self_test_is_to_be_reinstalled() -> None:
+def test_an_installation_without_the_self_test_asks_for_a_reinstall() -> None:
     code = "import sys; sys.exit('No module named axon_nb.engine.self_test')"
     (finding,) = self_test(answer(code)).findings
     assert finding.fix == "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
 
 
-def test_a_child_that_hangs_is_ended_with_what_it_started() -> None:
+def test_a_hanging_child_is_killed_with_everything_it_started() -> None:
     code = (
         "import subprocess, sys, time\n"
         "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -88,12 +88,12 @@ def test_a_child_that_hangs_is_ended_with_what_it_started() -> None:
         "time.sleep(600)\n"
     )
     given = answer(code, timeout_s=3.0)
-    assert given.failure.endswith("(not over after 3 s)")
+    assert given.failure.endswith("(timed out after 3 s)")
     pid = int(given.stderr.split()[-1])
     assert until(lambda: not psutil.pid_exists(pid) or ended(psutil.Process(pid)))
 
 
-def test_a_child_that_nobody_asks_is_ended_by_close() -> None:
+def test_close_kills_a_child_whose_answer_nobody_wanted() -> None:
     child = Child(["-c", "import time; time.sleep(600)"], timeout_s=600.0)
     process = psutil.Process(child._process.pid)
     assert process.ppid() == os.getpid()

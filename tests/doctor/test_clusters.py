@@ -1,4 +1,4 @@
-"""`axon-nb list` and `axon-nb stop`: real clusters whose notebook is gone, still there, or whose agent was killed."""
+"""`axon-nb list` and `axon-nb stop` on real clusters: detached, attached, or with a killed agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Desk:
     def leave(self, name: str, **options: Any) -> None:
         """A cluster whose program is killed."""
         self.start(name, **options).process.kill()
-        assert until(lambda: self.entry(name)["state"] == "left")
+        assert until(lambda: self.entry(name)["state"] == "detached")
 
     def run(self, *arguments: str) -> Done:
         """`axon-nb` with these arguments."""
@@ -76,38 +76,38 @@ def desk() -> Iterator[Desk]:
     shutil.rmtree(folder)
 
 
-def test_without_clusters_all_is_well(desk: Desk) -> None:
-    nothing = "No cluster of yours is running on this host.\n"
+def test_without_clusters_there_is_nothing_to_do(desk: Desk) -> None:
+    nothing = "You have no clusters on this host.\n"
     assert desk.run("list") == Done(0, nothing, "")
     assert desk.entries() == []
     assert desk.run("stop") == Done(0, nothing, "")
     assert desk.run("stop", "--all") == Done(0, nothing, "")
 
 
-def test_a_cluster_that_was_left_is_listed_and_stopped_without_a_trace(desk: Desk) -> None:
+def test_a_detached_cluster_is_listed_and_stopped_without_a_trace(desk: Desk) -> None:
     desk.leave("train")
     one = desk.entry("train")
-    assert (one["ranks"], one["backend"], one["engines"]) == (2, "gloo", "axon")
+    assert (one["num_ranks"], one["backend"], one["engines"]) == (2, "gloo", "axon")
     assert 0 < one["keep_alive_left_s"] <= 300
     assert psutil.Process(one["agent_pid"]).create_time() <= one["since"]
     processes = [psutil.Process(pid) for pid in (one["agent_pid"], *one["rank_pids"].values())]
     shown = desk.run("list").out
     assert shown.splitlines()[0].split() == ["NAME", "RANKS", "BACKEND", "SINCE", "AGENT", "STATE"]
-    assert "left, ends in " in shown
+    assert "detached, stops in " in shown
     assert "`axon-nb stop NAME`" in shown
-    assert desk.run("stop") == Done(0, "Stopped the cluster 'train': 2 ranks ended.\n", "")
+    assert desk.run("stop") == Done(0, "Stopped cluster 'train' (2 ranks).\n", "")
     assert all(map(ended, processes))
     assert desk.left() == []
     assert not Path(one["folder"]).exists()
     assert desk.entries() == []
 
 
-def test_doctor_tells_a_cluster_that_was_left_and_how_to_end_it(desk: Desk) -> None:
+def test_doctor_reports_a_detached_cluster_and_how_to_stop_it(desk: Desk) -> None:
     desk.leave("night run")
     content = desk.run("doctor", "--json").json()["sections"]["clusters"]
     (finding,) = content["findings"]
     assert finding["severity"] == "note"
-    assert finding["fix"].startswith("Run `axon-nb stop 'night run'` to end it; `%distributed attach")
+    assert finding["fix"].startswith("Run `axon-nb stop 'night run'` to stop it, or `%distributed attach")
     assert content["data"]["clusters"][0]["name"] == "night run"
     assert desk.run("stop", "night run").code == 0
     assert desk.left() == []
@@ -125,14 +125,14 @@ def test_a_cluster_in_use_is_kept_unless_forced(desk: Desk) -> None:
         assert done.err.count("\n") == 1
     kept = desk.run("stop", "--all")
     assert kept.code == 0
-    assert "'mine' is in use by a notebook and is kept: --force stops it too." in kept.out
+    assert "'mine' is in use by a notebook; use --force to stop it too." in kept.out
     assert script.value("c.run('rank', quiet=True).values") is not None, "it was not touched"
-    assert desk.run("stop", "mine", "--force") == Done(0, "Stopped the cluster 'mine': 2 ranks ended.\n", "")
+    assert desk.run("stop", "mine", "--force") == Done(0, "Stopped cluster 'mine' (2 ranks).\n", "")
     assert until(lambda: not script.others())
     assert desk.entries() == []
 
 
-def test_several_want_a_name_or_all(desk: Desk) -> None:
+def test_with_several_clusters_a_name_or_all_is_required(desk: Desk) -> None:
     desk.leave("one")
     desk.leave("two")
     done = desk.run("stop")
@@ -142,9 +142,9 @@ def test_several_want_a_name_or_all(desk: Desk) -> None:
     )
     assert "`axon-nb stop --all`" in done.err
     assert "did you mean 'two'?" in desk.run("stop", "twoo").err
-    assert desk.run("stop", "two").out == "Stopped the cluster 'two': 2 ranks ended.\n"
+    assert desk.run("stop", "two").out == "Stopped cluster 'two' (2 ranks).\n"
     assert [entry["name"] for entry in desk.entries()] == ["one"]
-    assert desk.run("stop", "--all").out == "Stopped the cluster 'one': 2 ranks ended.\n"
+    assert desk.run("stop", "--all").out == "Stopped cluster 'one' (2 ranks).\n"
     assert desk.left() == []
 
 
@@ -158,20 +158,20 @@ def test_the_files_of_a_dead_agent_are_shown_and_removed(desk: Desk) -> None:
     finding = desk.run("doctor", "--json").json()["sections"]["clusters"]["findings"][0]
     assert finding["fix"] == "Run `axon-nb stop dead` to remove its files."
     done = desk.run("stop", "dead")
-    assert (done.code, done.out) == (0, f"Removed what the dead cluster 'dead' left in {one['folder']}.\n")
+    assert (done.code, done.out) == (0, f"Removed the files of dead cluster 'dead' in {one['folder']}.\n")
     assert not Path(one["folder"]).exists()
 
 
-def test_an_agent_that_does_not_answer_is_named_within_a_limit(desk: Desk) -> None:
+def test_an_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
     desk.leave("stuck")
     pid = desk.entry("stuck")["agent_pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
         one = desk.entry("stuck")
-        assert (one["state"], one["agent_pid"]) == ("silent", pid)
+        assert (one["state"], one["agent_pid"]) == ("unresponsive", pid)
         done = desk.run("stop", "stuck")
         assert done.code == 1
-        assert done.err.startswith("axon-nb: The host agent of 'stuck' has not answered within 5 s: ")
+        assert done.err.startswith("axon-nb: The host agent of 'stuck' did not reply within 5 s. ")
         assert f"with all its ranks with `kill -9 {pid}`" in done.err
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -186,11 +186,11 @@ def test_engines_of_other_launchers_end_too(desk: Desk, engines: str) -> None:
     assert one["engines"] == engines
     processes = [psutil.Process(pid) for pid in one["rank_pids"].values()]
     assert len(processes) == 2
-    assert desk.run("stop", "others") == Done(0, "Stopped the cluster 'others': 2 ranks ended.\n", "")
+    assert desk.run("stop", "others") == Done(0, "Stopped cluster 'others' (2 ranks).\n", "")
     assert all(map(ended, processes))
 
 
-def test_looking_neither_keeps_a_cluster_nor_removes_anything(desk: Desk) -> None:
+def test_listing_neither_keeps_a_cluster_alive_nor_removes_anything(desk: Desk) -> None:
     desk.leave("train")
     before = desk.entry("train")
     stranger = desk.folder / f"axon_nb-{os.getuid()}" / "0123456789"
@@ -202,6 +202,6 @@ def test_looking_neither_keeps_a_cluster_nor_removes_anything(desk: Desk) -> Non
     assert desk.entry("0123456789")["state"] == "dead"
     assert stranger.exists()
     done = desk.run("stop")
-    assert "Removed what the dead cluster '0123456789' left" in done.out
+    assert "Removed the files of dead cluster '0123456789'" in done.out
     assert not stranger.exists()
     assert desk.left() == []

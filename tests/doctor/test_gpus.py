@@ -1,4 +1,4 @@
-"""GPUs as NVML tells them: NVIDIA's own Python package on a library of ours, which stands in for the driver's."""
+"""GPUs as NVML reports them: NVIDIA's own Python package on our stand-in for the driver's library."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_cards_without_nvidia_smi_are_a_problem(library: Path, tmp_path: Path, m
 @needs_nvml
 @needs_compiler
 @no_driver
-def test_a_driver_that_was_updated_while_it_ran_wants_a_restart(
+def test_a_driver_updated_while_in_use_needs_a_restart(
     library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nvml = ask(monkeypatch, library, FAKE_NVML_INIT="18")
@@ -140,27 +140,27 @@ def test_a_driver_that_was_updated_while_it_ran_wants_a_restart(
 @needs_nvml
 @needs_compiler
 @no_driver
-def test_a_driver_that_hangs_is_given_up(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_driver_times_out(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = ask(monkeypatch, library, limit_s=3.0, FAKE_NVML_INIT="hang")
     (one,) = gpus(nvml, CPU, {}).findings
-    assert "not over after 3 s" in one.value
+    assert "timed out after 3 s" in one.value
 
 
-def test_without_nvml_cards_are_those_of_nvidia_smi(smi: Driver) -> None:
+def test_without_nvml_gpus_come_from_nvidia_smi(smi: Driver) -> None:
     found = by_label(gpus(Answer({"package": False, "gpus": []}), CUDA, {}).findings)
     assert found["GPU 2"].value == "NVIDIA A100-SXM4-80GB, 4.00 MiB of 80.0 GiB used"
     assert found["nvidia-ml-py"].severity == "note"
     assert found["nvidia-ml-py"].fix.endswith(" -m pip install nvidia-ml-py`.")
 
 
-def test_cards_that_the_user_has_hidden_are_named(smi: Driver) -> None:
+def test_gpus_hidden_by_the_user_are_reported(smi: Driver) -> None:
     smi.shows("")
     card = {"index": 0, "name": "NVIDIA H100", "uuid": "GPU-0", "total_bytes": 80 << 30, "used_bytes": 0}
     card |= {"exclusive": False, "mig": False, "instances": [], "processes": []}
     nvml = Answer({"package": True, "driver": "580", "cuda": "13.0", "gpus": [card]})
     found = by_label(gpus(nvml, Answer(CUDA.content | {"gpus": 0}), {}).findings)
     assert found["visible"].severity == "note"
-    assert found["visible"].fix == "Unset CUDA_VISIBLE_DEVICES where Jupyter is started."
+    assert found["visible"].fix == "Unset CUDA_VISIBLE_DEVICES before you start Jupyter."
 
 
 @no_driver

@@ -1,4 +1,4 @@
-"""Doctor on this machine, and on machines that lack things: made with real limits and mounts."""
+"""Doctor on this machine, and under real limits and mounts that make it lack something."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def finding(done: Done, section: str, label: str) -> dict[str, str]:
     return dict(one)
 
 
-def test_every_part_could_be_examined(report: Done) -> None:
+def test_every_check_ran(report: Done) -> None:
     content = report.json()
     assert [name for name in SECTIONS if name not in content["sections"]] == []
-    assert not [f for s in content["sections"].values() for f in s["findings"] if "examination failed" in f["message"]]
+    assert not [f for s in content["sections"].values() for f in s["findings"] if "check failed" in f["message"]]
     assert report.err == ""
 
 
@@ -83,7 +83,7 @@ def test_each_capability_has_its_verdict(report: Done) -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
-def test_without_a_gpu_ranks_are_said_to_use_cpus(report: Done) -> None:
+def test_without_a_gpu_ranks_are_reported_to_use_cpus(report: Done) -> None:
     one = finding(report, "GPUs", "NVIDIA")
     assert "none" in one["value"]
     assert "CPUs" in one["value"] + one["message"]
@@ -151,7 +151,7 @@ def test_a_full_shared_memory_is_a_problem() -> None:
         pytest.skip("a mount namespace of its own is not permitted here, or there is too little memory")
     one = finding(axon_nb("doctor", "--json", before=("unshare", "-m", "bash", "-c", full, "-")), "host", "/dev/shm")
     assert one["severity"] == "problem"
-    assert one["fix"] == "Delete what nobody uses: `ls -lS /dev/shm` lists it."
+    assert one["fix"] == "Delete unused files; `ls -lS /dev/shm` lists them."
 
 
 def test_a_torch_that_does_not_import_is_a_problem(tmp_path: Path) -> None:
@@ -160,18 +160,18 @@ def test_a_torch_that_does_not_import_is_a_problem(tmp_path: Path) -> None:
     done = axon_nb("doctor", "--json", PYTHONPATH=str(tmp_path))
     one = finding(done, "software", "torch")
     assert one["severity"] == "problem"
-    assert "does not import: ImportError: libcudart.so.13: cannot open it" in one["value"]
+    assert "cannot be imported: ImportError: libcudart.so.13: cannot open it" in one["value"]
     assert done.code == 1
 
 
-def test_settings_of_the_environment_are_told() -> None:
+def test_environment_settings_are_listed() -> None:
     done = axon_nb("doctor", "--json", NCCL_DEBUG="INFO", OMP_NUM_THREADS="3", AWS_SECRET_ACCESS_KEY="hidden")
     assert finding(done, "environment", "NCCL_DEBUG")["value"] == "INFO"
     assert finding(done, "environment", "OMP_NUM_THREADS")["value"] == "3"
     assert "hidden" not in done.out
 
 
-def test_the_cores_are_those_that_the_process_may_use() -> None:
+def test_only_usable_cores_count() -> None:
     first = min(os.sched_getaffinity(0))
     done = axon_nb("doctor", "--json", before=("taskset", "-c", str(first)))
     one = finding(done, "host", "cores")

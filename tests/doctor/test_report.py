@@ -20,7 +20,7 @@ def report(*findings: Finding) -> Report:
     return Report("axon_nb 0.1.0 doctor", (Section("host", findings),))
 
 
-def test_nothing_to_mend() -> None:
+def test_nothing_to_fix() -> None:
     assert report(FINE).text() == "axon_nb 0.1.0 doctor: no problems\n\nhost\n  cores  8 usable"
     assert report(FINE).status == 0
 
@@ -34,30 +34,30 @@ def test_problems_come_first_then_notes_then_the_facts() -> None:
     assert report(LEFT).status == 0
 
 
-def test_one_fix_for_several_problems_is_told_once() -> None:
+def test_a_fix_for_several_problems_is_shown_once() -> None:
     text = report(*LOST).text()
     assert text.count("fix: ") == 1
     assert "\nPROBLEM  capability a: lost. Without it a.\n         capability b: lost. Without it b.\n" in text
 
 
-def test_no_line_is_long_and_commands_stay_whole() -> None:
+def test_lines_are_short_and_commands_unbroken() -> None:
     long = Finding("x", "word " * 60, "problem", "more " * 60, f"Run `{'a' * 150}`.")
     lines = report(long).text().splitlines()
     assert all(len(line) <= 110 or "a" * 150 in line for line in lines)
 
 
-def test_what_is_not_fine_has_a_fix() -> None:
+def test_every_problem_has_a_fix() -> None:
     with pytest.raises(ValueError, match="without a fix"):
         Finding("x", "broken", "problem")
 
 
-def test_json_has_all_of_it() -> None:
+def test_json_is_complete() -> None:
     content = json.loads(report(FINE, SMALL).json())
     assert (content["problems"], content["notes"]) == (1, 0)
     assert content["sections"]["host"]["findings"][1]["fix"] == SMALL.fix
 
 
-def test_the_lowest_limit_above_a_process_counts(tmp_path: Path) -> None:
+def test_the_tightest_limit_above_a_process_counts(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/user.slice/job\n")
     job = tmp_path / "user.slice" / "job"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import flight
 from axon_nb.engine.groups.native_waits import native_waits, synchronizes
-from axon_nb.records.waits import PendingCall, RankWaits, explain
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 from tests.engine.swap_ranks import groups_on, run_on_ranks
 
 
@@ -65,7 +65,7 @@ def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
         0: RankWaits(0, True, 4, "torch.cuda.synchronize() behind allreduce", (call,), results[0]["answer"]["counts"]),
         1: RankWaits(1, False, None, "", (), results[1]["answer"]["counts"]),
     }
-    assert explain(reports, [0, 1], 0.0) == (
+    assert explain_deadlock(reports, [0, 1], 0.0) == (
         "rank 0 waits in torch.cuda.synchronize() behind allreduce at line 4 for rank 1, which has finished the cell."
     )
 

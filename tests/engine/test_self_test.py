@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from axon_nb.engine.self_test.catalog import CHECKS, is_out_of_time
 from axon_nb.engine.self_test.locking import held
-from axon_nb.records.tested_versions import TESTED, install_line
+from axon_nb.records.tested_versions import TESTED, install_command
 
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
 
@@ -87,7 +87,7 @@ def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what:
     for capability in lost:
         assert capability["reason"]
         assert capability["lost"]
-        assert capability["fix"] == install_line("torch")
+        assert capability["fix"] == install_command("torch")
     (saved,) = _saved(tmp_path)
     os.utime(saved, (0, 0))  # an old failure may have passed: it is tried again
     assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []

@@ -120,7 +120,7 @@ del os.environ["ACCELERATE_USE_FSDP"]
 fresh()
 """
     )
-    told = "axon_nb: Accelerate has no FSDP on CPUs, and trains this model as DistributedDataParallel: "
+    told = "axon_nb: Accelerate does not support FSDP on CPUs; it trains this model with DistributedDataParallel, "
     assert told in reply.stdout
     assert all(told in line for line in reply.lines())
 

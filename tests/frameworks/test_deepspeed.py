@@ -141,7 +141,10 @@ def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
         "del odd.micro_steps\n"
         "reset_wrappers()\nodd(x[mine])"
     )
-    assert "could not be put back (AttributeError: this DeepSpeed has no micro_steps): make it again" in reply.evalue
+    assert (
+        "could not be reset after a cell was aborted (AttributeError: this DeepSpeed lacks micro_steps): create"
+        in reply.evalue
+    )
 
 
 @pytest.mark.slow

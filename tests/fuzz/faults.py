@@ -156,7 +156,11 @@ def _deadlock(rng: random.Random, message: str) -> Fault:
             ("skipped", f"for i in range(4):\n    if not (rank == {odd} and i == 2): dist.barrier()", r"waits? in"),
             ("finished", f"if rank != {odd}: dist.all_reduce(torch.ones(9))", rf"for rank {odd}, which has finished"),
             ("not sent", f"if rank == {odd}: dist.recv(torch.ones(9), {(odd + 1) % 4})", r"waits in recv"),
-            ("mismatch", f"dist.barrier() if rank == {odd} else dist.all_reduce(torch.ones(1))", r"do not meet"),
+            (
+                "mismatch",
+                f"dist.barrier() if rank == {odd} else dist.all_reduce(torch.ones(1))",
+                r"Collective mismatch",
+            ),
             ("ring of recv", "dist.recv(torch.ones(1), (rank + 1) % 4)", r"waits in recv"),
             (
                 "opposite order",

@@ -1,4 +1,4 @@
-"""An agent process as tests use it: started, spoken to over raw sockets, ended."""
+"""Agent processes for tests: start them, talk to them over raw sockets, stop them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ranks = itertools.count(1)
 
 
 def dead(process: psutil.Process) -> bool:
-    """Whether a process has ended, even if nobody has asked for its exit code yet."""
+    """Whether a process has exited, reaped or not."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -45,10 +45,10 @@ class Served:
     events: queue.SimpleQueue[dict[str, Any]]
 
     def event(self, **expected: Any) -> dict[str, Any]:
-        """The next event that has these items; earlier ones are dropped.
+        """Return the next event with these items; drop earlier ones.
 
         Raises:
-            queue.Empty: none came in 60 seconds.
+            queue.Empty: none arrived within 60 seconds.
         """
         while True:
             event = self.events.get(timeout=60.0)
@@ -65,7 +65,7 @@ class Served:
         return not self.run_dir.path.exists() and dead(self.process)
 
     def end(self) -> None:
-        """Stop it; it must leave nothing, unless a test killed it."""
+        """Stop it and check that nothing is left, unless a test killed it."""
         if not dead(self.process):
             self.client.stop(60.0)
             assert until(self.gone), "the agent is still there"
@@ -85,13 +85,13 @@ def serve(*, entry: str, controller: list[str], owner: str) -> Served:
 
 
 class Shared:
-    """One agent for each entry, started when first asked for, and again when a test has broken it."""
+    """One agent per entry point, started on first use and again after a test broke it."""
 
     def __init__(self) -> None:
         self._agents: dict[str, Served] = {}
 
     def get(self, entry: str) -> Served:
-        """A living agent that forks ranks which run `entry`; empty: one that forks none."""
+        """Return a live agent whose ranks run `entry`; with an empty `entry` it forks none."""
         served = self._agents.get(entry)
         if served is None or served.client.closed.is_set():
             if served is not None:
@@ -100,13 +100,13 @@ class Shared:
         return served
 
     def end(self) -> None:
-        """End all that live."""
+        """Stop all live agents."""
         for served in self._agents.values():
             served.end()
 
 
 def fork_request(run_dir: RunDir, *argv: str, **changes: Any) -> dict[str, Any]:
-    """A complete `fork` command for the next free rank number."""
+    """Build a complete `fork` command for the next free rank number."""
     rank = next(_ranks)
     return {
         "rank": rank,
@@ -121,7 +121,7 @@ def fork_request(run_dir: RunDir, *argv: str, **changes: Any) -> dict[str, Any]:
 
 
 class RawPeer:
-    """A connection that can send what no client of ours would."""
+    """A connection that can send what our own clients never would."""
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""Agents for the tests: real processes, each with a folder of its own, ended afterwards."""
+"""Agents for the tests: real processes, each with its own folder, stopped afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from axon_nb.errors import ClusterGone
+from axon_nb.errors import ClusterLostError
 from axon_nb.host.rundir import RunDir
 from tests.host.agents import ENTRY, Served, Shared, serve
 
@@ -16,7 +16,7 @@ MakeAgent = Callable[..., Served]
 
 @pytest.fixture
 def make_agent() -> Iterator[MakeAgent]:
-    """Starts agents of the test's own; what is left of them is ended afterwards."""
+    """Factory of agents for one test, stopped afterwards."""
     made: list[Served] = []
 
     def make(*, entry: str = "", controller: list[str] | None = None, owner: str = "the tests") -> Served:
@@ -26,7 +26,7 @@ def make_agent() -> Iterator[MakeAgent]:
 
     yield make
     for served in made:
-        with contextlib.suppress(ClusterGone):
+        with contextlib.suppress(ClusterLostError):
             served.end()
 
 
@@ -40,19 +40,19 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def agent(shared: Shared) -> Served:
-    """An agent that forks nothing and starts at once, for tests that leave it as it was."""
+    """A shared agent that forks nothing, for tests that leave it unchanged."""
     return shared.get("")
 
 
 @pytest.fixture
 def forking_agent(shared: Shared) -> Served:
-    """An agent that has imported torch and forks ranks; tests use rank numbers of their own."""
+    """A shared agent that has imported torch and forks ranks; each test uses its own rank numbers."""
     return shared.get(ENTRY)
 
 
 @pytest.fixture
 def run_dir() -> Iterator[RunDir]:
-    """The folder of a cluster that does not run yet."""
+    """The folder of a cluster that is not running yet."""
     run_dir = RunDir.create()
     yield run_dir
     run_dir.remove()

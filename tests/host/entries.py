@@ -1,4 +1,4 @@
-"""What forked ranks run in the tests of the agent."""
+"""Entry points for ranks that the agent's tests fork."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 
 def run(argv: list[str]) -> None:
-    """Do what the first word says."""
+    """Run the function that the first argument names."""
     word, *rest = argv
     globals()[f"_{word}"](*rest)
 
@@ -27,7 +27,7 @@ def _publish(path: str, content: Any) -> None:
 
 
 def _report(path: str) -> None:
-    """Say everything about this process, then wait for a signal."""
+    """Publish facts about this process, then wait for a signal."""
     numpy: Any = sys.modules.get("numpy")
     os.umask(mask := os.umask(0))
     content = {
@@ -82,7 +82,7 @@ def _child(path: str) -> None:
         signal.pause()
 
 
-def _deaf(path: str) -> None:
+def _stubborn(path: str) -> None:
     """Ignore SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _publish(path, os.getpid())

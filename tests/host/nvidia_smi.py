@@ -1,4 +1,4 @@
-"""A program called `nvidia-smi` that prints what the real one printed on some machine."""
+"""A stand-in for `nvidia-smi` that prints recorded output of the real one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GPU 0: A100-SXM4-80GB (UUID: GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10)
 
 
 class Driver:
-    """Puts the program on the PATH."""
+    """Installs the program on the PATH."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""GPUs as the driver's own program tells them, in the order in which CUDA would show them."""
+"""GPUs as reported by the driver's own program, in the order in which CUDA would list them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_users_choice_is_followed_in_its_order(driver: Driver, visible: str,
 
 
 @pytest.mark.parametrize("visible", ["1,1", "2,0,2", "GPU-8d2b,GPU-5c,GPU-8d2b6a44", "GPU-8d", "GPU-"])
-def test_a_card_named_twice_or_two_by_one_name_show_none_as_in_cuda(driver: Driver, visible: str) -> None:
+def test_a_duplicate_or_ambiguous_entry_hides_all_gpus_as_in_cuda(driver: Driver, visible: str) -> None:
     driver.shows(visible)
     assert list_gpus() == []
 
@@ -131,16 +131,16 @@ def test_odd_lines_are_read_or_left_out(driver: Driver) -> None:
     ],
     ids=["nothing", "no devices", "no driver", "failed in the middle"],
 )
-def test_a_driver_that_does_not_answer_means_no_card(driver: Driver, text: str, code: int) -> None:
+def test_an_unresponsive_driver_means_no_gpu(driver: Driver, text: str, code: int) -> None:
     driver.prints(text, code=code)
     assert list_gpus() == []
 
 
-def test_without_the_program_there_is_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_program_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list_gpus() == []
 
 
-def test_a_program_that_cannot_be_run_means_no_card(driver: Driver, tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_run_means_no_gpu(driver: Driver, tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/nowhere/at/all\n")
     assert list_gpus() == []

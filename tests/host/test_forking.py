@@ -1,4 +1,4 @@
-"""Ranks as the agent forks them: processes of their own, reported when they end, never left behind."""
+"""Forked ranks: separate processes, reported when they exit, never left behind."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.kernel.processes import until
 
 
 def published(path: Path, served: Served, pid: int) -> Any:
-    """What a forked rank wrote, waited for."""
+    """Wait for what a forked rank wrote."""
     rank = psutil.Process(pid)
-    assert until(lambda: path.exists() or dead(rank), timeout=90), "the rank has not come up"
+    assert until(lambda: path.exists() or dead(rank), timeout=90), "the rank did not start"
     assert path.exists(), "\n".join(log.read_text() for log in (served.run_dir.path / "log").glob("rank*.log"))
     return json.loads(path.read_text())
 
@@ -36,7 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def report(forking_agent: Served, reports: dict[str, Path]) -> dict[str, Any]:
-    """What a rank says of itself."""
+    """A rank's report about itself."""
     path = reports["folder"] / "report.json"
     if not path.exists():
         rank, pid = forking_agent.fork(
@@ -70,7 +70,7 @@ def test_it_is_a_process_of_its_own_with_torch_at_hand(report: dict[str, Any], f
     assert report["default_signals"] == [True, True, True]
 
 
-def test_memory_pressure_takes_it_before_the_kernel(report: dict[str, Any]) -> None:
+def test_the_oom_killer_prefers_it_to_the_kernel(report: dict[str, Any]) -> None:
     assert int(report["oom"]) >= 300
 
 
@@ -96,7 +96,7 @@ def test_ranks_draw_different_random_numbers(forking_agent: Served, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["exit", "0"], 0), (["exit", "3"], 3), (["fail"], 1), (["no such"], 1)])
-def test_its_end_is_told_with_its_code(forking_agent: Served, argv: list[str], code: int) -> None:
+def test_its_exit_code_is_reported(forking_agent: Served, argv: list[str], code: int) -> None:
     rank, pid = forking_agent.fork(*argv)
     event = forking_agent.event(event="exit", rank=rank)
     assert (event["pid"], event["code"]) == (pid, code)
@@ -110,7 +110,7 @@ def test_what_made_it_fail_is_in_its_log(forking_agent: Served) -> None:
     assert "LookupError: this entry fails" in forking_agent.run_dir.rank_log(rank).read_text()
 
 
-def test_a_folder_that_is_gone_is_said_in_its_log(forking_agent: Served, tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_in_its_log(forking_agent: Served, tmp_path: Path) -> None:
     rank, _ = forking_agent.fork("wait", cwd=str(tmp_path / "gone"))
     assert forking_agent.event(event="exit", rank=rank)["code"] == 1
     assert "FileNotFoundError" in forking_agent.run_dir.rank_log(rank).read_text()
@@ -159,15 +159,15 @@ def test_an_incomplete_request_forks_nothing(forking_agent: Served, missing: str
     assert forking_agent.client.call("get_info")["ranks"] == before
 
 
-def test_owners_are_told_of_an_end_and_lookers_are_not(forking_agent: Served) -> None:
+def test_owners_get_exit_events_and_observers_do_not(forking_agent: Served) -> None:
     events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    looker = AgentClient(forking_agent.run_dir, owner="")
-    looker.on_event(events.put)
+    observer = AgentClient(forking_agent.run_dir, owner="")
+    observer.on_event(events.put)
     rank, _ = forking_agent.fork("exit", "0")
     forking_agent.event(event="exit", rank=rank)
-    looker.call("get_info")
+    observer.call("get_info")
     assert events.empty()
-    looker.close()
+    observer.close()
 
 
 def test_an_agent_without_an_entry_forks_nothing(agent: Served) -> None:
@@ -175,13 +175,13 @@ def test_an_agent_without_an_entry_forks_nothing(agent: Served) -> None:
         agent.fork("wait")
 
 
-def test_stop_and_kill_leave_no_rank_not_even_a_deaf_one(make_agent: MakeAgent, tmp_path: Path) -> None:
+def test_stop_leaves_no_rank_even_one_that_ignores_sigterm(make_agent: MakeAgent, tmp_path: Path) -> None:
     served = make_agent(entry=ENTRY)
     _, waiting = served.fork("wait", str(tmp_path / "wait.json"))
-    _, deaf = served.fork("deaf", str(tmp_path / "deaf.json"))
-    ranks = [psutil.Process(pid) for pid in (waiting, deaf)]
+    _, stubborn = served.fork("stubborn", str(tmp_path / "stubborn.json"))
+    ranks = [psutil.Process(pid) for pid in (waiting, stubborn)]
     assert published(tmp_path / "wait.json", served, waiting) == waiting
-    assert published(tmp_path / "deaf.json", served, deaf) == deaf
+    assert published(tmp_path / "stubborn.json", served, stubborn) == stubborn
     assert served.client.stop(60.0)
     assert all(map(dead, ranks))
     assert until(served.gone)
@@ -189,8 +189,8 @@ def test_stop_and_kill_leave_no_rank_not_even_a_deaf_one(make_agent: MakeAgent, 
 
 def test_a_killed_agent_takes_its_ranks_along(make_agent: MakeAgent, tmp_path: Path) -> None:
     served = make_agent(entry=ENTRY)
-    ranks = [psutil.Process(served.fork(word, str(tmp_path / word))[1]) for word in ("wait", "deaf")]
-    for rank, word in zip(ranks, ("wait", "deaf"), strict=True):
+    ranks = [psutil.Process(served.fork(word, str(tmp_path / word))[1]) for word in ("wait", "stubborn")]
+    for rank, word in zip(ranks, ("wait", "stubborn"), strict=True):
         assert published(tmp_path / word, served, rank.pid) == rank.pid
     served.process.kill()
     assert until(lambda: all(map(dead, ranks)))
@@ -198,7 +198,7 @@ def test_a_killed_agent_takes_its_ranks_along(make_agent: MakeAgent, tmp_path: P
     assert served.event(event="closed")
 
 
-def test_an_entry_that_does_not_exist_ends_the_rank_with_the_reason(make_agent: MakeAgent) -> None:
+def test_a_missing_entry_point_is_reported_in_the_log(make_agent: MakeAgent) -> None:
     served = make_agent(entry="axon_nb.host.nowhere:run")
     rank, _ = served.fork()
     assert served.event(event="exit", rank=rank)["code"] == 1

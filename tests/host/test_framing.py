@@ -1,4 +1,4 @@
-"""The store's messages on the wire: nothing is lost or made up, however the bytes arrive."""
+"""The store's wire format: nothing is lost or invented, however the bytes arrive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_messages_survive_any_cut(messages: list[list[bytes]], sizes: list[int])
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
-def test_garbage_is_a_value_error_or_not_complete_yet(data: bytes) -> None:
+def test_garbage_is_a_value_error_or_incomplete(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         Decoder().feed(data)
 
@@ -44,7 +44,7 @@ def test_garbage_is_a_value_error_or_not_complete_yet(data: bytes) -> None:
         pytest.param(struct.pack("<II", MAX_MESSAGE + 1, 1), id="above the limit"),
     ],
 )
-def test_what_no_client_sends_is_a_value_error(data: bytes) -> None:
+def test_an_invalid_message_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="store message"):
         Decoder().feed(data)
 
@@ -60,7 +60,7 @@ def test_receive_reads_one_message_and_leaves_the_next() -> None:
         sender.join()
 
 
-def test_receive_says_when_the_other_end_is_gone() -> None:
+def test_receive_reports_a_closed_connection() -> None:
     one, two = socket.socketpair()
     with two:
         one.sendall(encode([b"whole"]) + encode([b"cut short"])[:-2])

@@ -1,4 +1,4 @@
-"""What is told of a rank's end is what belongs to it, however long the end took."""
+"""The last output reported for a dead rank belongs to its death, however long dying took."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.last_words import LastWords
+from axon_nb.host.last_words import LastOutput
 
 
 def _write(path: Path, text: str, *, at: float) -> None:
@@ -17,22 +17,22 @@ def _write(path: Path, text: str, *, at: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("crashed", "written", "told"),
+    ("crashed", "written", "expected"),
     [
-        (None, -600.0, {"words": "said", "crash": ""}),  # in the future: recent, however long this test takes
-        (None, 60.0, {"words": "", "crash": ""}),
-        (20.0, 20.5, {"words": "said", "crash": "Fatal"}),
-        (20.0, 60.0, {"words": "", "crash": "Fatal"}),
+        (None, -600.0, {"last_output": "said", "crash": ""}),  # in the future: recent, however long this test takes
+        (None, 60.0, {"last_output": "", "crash": ""}),
+        (20.0, 20.5, {"last_output": "said", "crash": "Fatal"}),
+        (20.0, 60.0, {"last_output": "", "crash": "Fatal"}),
     ],
 )
-def test_words_belong_to_an_end_that_they_were_written_before(
-    tmp_path: Path, crashed: float | None, written: float, told: dict[str, str]
+def test_only_recent_output_is_reported(
+    tmp_path: Path, crashed: float | None, written: float, expected: dict[str, str]
 ) -> None:
-    log, words, now = tmp_path / "rank0.log", LastWords(), time.time()
-    _write(log.with_suffix(".err"), "of the rank before", at=now)
-    words.begin(0, log)
+    log, last, now = tmp_path / "rank0.log", LastOutput(), time.time()
+    _write(log.with_suffix(".err"), "of the previous rank", at=now)
+    last.rank_starting(0, log)
     _write(log.with_suffix(".err"), "said", at=now - written)
     if crashed is not None:
         _write(log.with_suffix(".crash"), "Fatal", at=now - crashed)
-    assert words.of(0) == told
-    assert words.of(1) == {}
+    assert last.of(0) == expected
+    assert last.of(1) == {}

@@ -1,4 +1,4 @@
-"""When an agent ends, with everything that belongs to it: never while it is needed, never much later."""
+"""When an agent stops, together with everything that it started: not while it is needed, and not much later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from axon_nb.errors import ClusterGone, StartError
+from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.rundir import RunDir
 from tests.host.agents import ROOT, RawPeer, Served, dead
@@ -51,10 +51,10 @@ def _runs(run_dir: RunDir, pid: int) -> bool:
 
 def stays(served: Served, seconds: float) -> bool:
     """Whether the agent still answers `seconds` later."""
-    with RawPeer(served.run_dir.agent_socket) as looker:
-        looker.sock.settimeout(seconds)
+    with RawPeer(served.run_dir.agent_socket) as observer:
+        observer.sock.settimeout(seconds)
         try:
-            looker.sock.recv(1)  # ends early when the agent does
+            observer.sock.recv(1)  # ends early when the agent does
         except TimeoutError:
             return True
         except ConnectionError:
@@ -62,7 +62,7 @@ def stays(served: Served, seconds: float) -> bool:
         return False
 
 
-def test_an_agent_ends_when_its_starter_does_before_anyone_came() -> None:
+def test_an_agent_stops_if_its_starter_exits_before_anyone_connects() -> None:
     assert ended(*start_and_leave())
 
 
@@ -70,19 +70,19 @@ def test_a_killed_starter_counts_the_same() -> None:
     assert ended(*start_and_leave("import os; os.kill(os.getpid(), 9)"))
 
 
-def test_who_only_looks_does_not_keep_it() -> None:
+def test_an_observer_does_not_keep_it_alive() -> None:
     run_dir, pid = start_and_leave()
     try:
-        looker = AgentClient(run_dir, owner="")
-    except (StartError, ClusterGone):  # it was quicker
-        looker = None
+        observer = AgentClient(run_dir, owner="")
+    except (StartError, ClusterLostError):  # it was quicker
+        observer = None
     assert ended(run_dir, pid)
-    if looker is not None:
-        assert looker.closed.wait(60)
-        looker.close()
+    if observer is not None:
+        assert observer.closed.wait(60)
+        observer.close()
 
 
-def test_an_owner_keeps_it_though_its_starter_is_gone() -> None:
+def test_an_owner_keeps_it_alive_after_its_starter_exited() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", STARTER + "sys.stdin.read()"],
@@ -111,7 +111,7 @@ def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAge
     assert time.monotonic() - left > 0.75
 
 
-def test_who_takes_it_up_in_time_keeps_it(make_agent: MakeAgent) -> None:
+def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
     later, keep_alive = None, 0.5
     while later is None:
         served = make_agent()
@@ -119,11 +119,11 @@ def test_who_takes_it_up_in_time_keeps_it(make_agent: MakeAgent) -> None:
         served.client.close()
         try:
             later = AgentClient(served.run_dir, owner="the same notebook")
-        except (StartError, ClusterGone):  # on a busy machine that was too late
+        except (StartError, ClusterLostError):  # on a busy machine that was too late
             assert keep_alive < 30
             keep_alive *= 4
-    assert later.greeting["info"]["world_size"] == 1
-    assert later.greeting["info"]["owner"] == "the same notebook"
+    assert later.hello_reply["info"]["world_size"] == 1
+    assert later.hello_reply["info"]["owner"] == "the same notebook"
     assert later.closed.wait(2 * keep_alive) is False
     assert later.stop(60.0)
 
@@ -137,7 +137,7 @@ def test_it_stays_as_long_as_one_of_its_owners(make_agent: MakeAgent) -> None:
     assert until(served.gone)
 
 
-def test_a_looker_that_leaves_changes_nothing(make_agent: MakeAgent) -> None:
+def test_a_disconnecting_observer_changes_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
     AgentClient(served.run_dir, owner="").close()
     assert stays(served, 0.5)
@@ -157,19 +157,19 @@ def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
     assert served.client.stop(60.0)
     assert until(served.gone)
-    with pytest.raises(ClusterGone):
+    with pytest.raises(ClusterLostError):
         served.client.call("get_info")
-    with pytest.raises(StartError, match="did not come up"):
+    with pytest.raises(StartError, match="failed to start"):
         AgentClient(served.run_dir, owner="the tests")
 
 
-def test_a_polite_kill_leaves_nothing(make_agent: MakeAgent) -> None:
+def test_sigterm_leaves_nothing(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.process.terminate()
     assert until(served.gone)
 
 
-def test_signals_of_a_terminal_are_none_of_its_business(make_agent: MakeAgent) -> None:
+def test_it_ignores_signals_of_a_terminal(make_agent: MakeAgent) -> None:
     served = make_agent()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         served.process.send_signal(number)
@@ -181,7 +181,7 @@ def test_it_has_a_session_of_its_own(agent: Served) -> None:
 
 
 CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
-"""Any process does: the agent only starts it, watches it and ends it."""
+"""Any process will do: the agent only starts it, watches it and stops it."""
 
 
 def test_the_controller_ends_with_a_stopped_agent(make_agent: MakeAgent) -> None:
@@ -199,50 +199,50 @@ def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
     assert until(lambda: dead(controller))
 
 
-def test_without_its_controller_a_cluster_is_no_use_and_ends(make_agent: MakeAgent) -> None:
+def test_a_cluster_stops_when_its_controller_dies(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     psutil.Process(served.client.call("get_info")["controller"]).kill()
     assert served.event(event="controller_exit")["code"] == -signal.SIGKILL
-    assert served.client.ending == "The ipyparallel controller was ended by signal 9, and wrote nothing."
+    assert served.client.end_reason == "The ipyparallel controller was killed by signal 9 without any output."
     assert until(served.gone)
 
 
 BROKEN = "raise SystemExit(print('\\nno such port\\n') or 4)"
-TOLD = "The ipyparallel controller ended with exit status 4: no such port"
+EXIT_REASON = "The ipyparallel controller exited with code 4: no such port"
 
 
-def test_a_controller_that_has_ended_before_the_notebook_comes_is_told(run_dir: RunDir) -> None:
+def test_a_controller_exit_before_the_notebook_connects_is_reported(run_dir: RunDir) -> None:
     pid = spawn_agent(run_dir, controller=[sys.executable, "-c", BROKEN], entry="")
     log = run_dir.path / "log" / "controller.log"
     assert until(lambda: log.exists() and log.stat().st_size and not psutil.Process(pid).children())
     with pytest.raises(StartError) as caught:
         AgentClient(run_dir, owner="the tests", agent_pid=pid)
-    assert str(caught.value) == TOLD
+    assert str(caught.value) == EXIT_REASON
     assert ended(run_dir, pid)
 
 
-def test_a_controller_that_ends_while_the_notebook_waits_for_it_is_told(make_agent: MakeAgent, tmp_path: Path) -> None:
+def test_a_controller_exit_while_the_notebook_waits_is_reported(make_agent: MakeAgent, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     code = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n{BROKEN}"
     served = make_agent(controller=[sys.executable, "-c", code])
-    assert served.client.ending == ""
+    assert served.client.end_reason == ""
     go_on.touch()
     assert served.client.closed.wait(60)
-    assert served.client.ending == TOLD
+    assert served.client.end_reason == EXIT_REASON
     assert until(served.gone)
 
 
-def test_a_controller_that_is_ended_by_a_stop_is_no_reason(make_agent: MakeAgent) -> None:
+def test_a_controller_that_stop_ends_is_not_reported(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     assert served.client.stop(60.0)
-    assert served.client.ending == ""
+    assert served.client.end_reason == ""
 
 
-def test_an_agent_with_a_broken_controller_ends_when_nobody_comes() -> None:
+def test_an_agent_with_a_broken_controller_stops_if_nobody_connects() -> None:
     assert ended(*start_and_leave(controller=[sys.executable, "-c", BROKEN]))
 
 
-def test_an_agent_that_does_not_come_up_says_why(run_dir: RunDir) -> None:
+def test_an_agent_that_fails_to_start_says_why(run_dir: RunDir) -> None:
     (run_dir.path / "log" / "agent.log").write_text("the disk\nis full\n")
-    with pytest.raises(StartError, match=r"did not come up: the disk \| is full"):
+    with pytest.raises(StartError, match=r"failed to start: the disk \| is full"):
         AgentClient(run_dir, owner="the tests")

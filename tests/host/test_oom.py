@@ -1,4 +1,4 @@
-"""Whether a process was ended for want of memory, read from Linux's counters."""
+"""Out-of-memory kills, detected from Linux's counters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_version_1_counts_where_version_2_has_no_memory(tmp_path: Path) -> None:
     assert counter_file(groups, mounts) == one
 
 
-def test_nothing_is_found_where_there_is_nothing(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_has_no_counter(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     assert counter_file(tmp_path / "absent", tmp_path / "absent") is None
     assert counter_file(tmp_path / "empty", tmp_path / "empty") is None
@@ -64,25 +64,25 @@ def test_counts(tmp_path: Path, text: str, count: int | None) -> None:
     assert read_count(tmp_path / "absent") is None
 
 
-def test_a_count_that_has_moved_is_out_of_memory_and_one_that_has_not_is_not(tmp_path: Path) -> None:
+def test_an_increased_count_means_out_of_memory(tmp_path: Path) -> None:
     own = made(tmp_path, "own", EVENTS.format(1))
     machine = made(tmp_path, "vmstat", "pgfault 5\noom_kill 9\n")
     counter = OomCounter(own, machine)
-    assert counter.look() is False
+    assert counter.poll() is False
     own.write_text(EVENTS.format(2))
-    assert counter.look() is True
+    assert counter.poll() is True
     machine.write_text("oom_kill 10\n")
-    assert counter.look() is False, "another cgroup's process"
+    assert counter.poll() is False, "another cgroup's process"
 
 
-def test_without_a_count_of_its_own_the_machines_can_only_say_no(tmp_path: Path) -> None:
+def test_the_machine_wide_count_can_only_rule_it_out(tmp_path: Path) -> None:
     machine = made(tmp_path, "vmstat", "oom_kill 9\n")
     counter = OomCounter(tmp_path / "absent", machine)
-    assert counter.look() is False
+    assert counter.poll() is False
     machine.write_text("oom_kill 10\n")
-    assert counter.look() is None
+    assert counter.poll() is None
     machine.unlink()
-    assert counter.look() is None
+    assert counter.poll() is None
 
 
 def test_this_machines_own_files_are_read() -> None:
@@ -90,4 +90,4 @@ def test_this_machines_own_files_are_read() -> None:
     if file is None:
         pytest.skip("this machine has no cgroup with a counter of memory kills")
     assert read_count(file) is not None
-    assert OomCounter().look() is False
+    assert OomCounter().poll() is False

@@ -1,4 +1,4 @@
-"""Parcels: anonymous files in memory that another process of the same user opens."""
+"""Shared-memory blocks: anonymous memory files that another process of the same user opens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from axon_nb.host import parcel_filling, parcels
-from axon_nb.host.parcels import Parcel, ParcelUnreachable, join_parts, read_parcel, split_parts, write_parcel
+from axon_nb.host.parcels import (
+    SharedBlock,
+    SharedBlockUnavailableError,
+    join_parts,
+    read_block,
+    split_parts,
+    write_block,
+)
 
-pytestmark = pytest.mark.skipif(not parcels.supported(), reason="needs memfd_create")
+pytestmark = pytest.mark.skipif(not parcels.memfd_supported(), reason="needs memfd_create")
 
 SMALL = [b"head", b"", bytes(range(256)) * 3]
 LARGE = [b"head", os.urandom(3 << 20), b"tail"]
@@ -23,65 +30,65 @@ HUGE = [b"head", bytes(40 << 20) + b"end", b"tail"]
 
 @pytest.mark.parametrize("parts", [SMALL, LARGE, HUGE, []], ids=["small", "large", "huge", "none"])
 def test_parts_come_back_as_they_were(parts: list[bytes]) -> None:
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         assert parcel.empty
         parcel.write(parts)
-        assert [bytes(part) for part in read_parcel(parcel.address)] == parts
+        assert [bytes(part) for part in read_block(parcel.address)] == parts
     assert [bytes(part) for part in split_parts(join_parts(parts))] == parts
 
 
 def test_each_reader_has_a_copy_of_its_own() -> None:
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write(LARGE)
-        first, second = read_parcel(parcel.address)[1], parcel.read()[1]
+        first, second = read_block(parcel.address)[1], parcel.read()[1]
     first[:4] = b"mine"
     assert bytes(first[:4]) == b"mine"
     assert bytes(second) == LARGE[1]
 
 
 def test_large_parts_are_mapped_at_multiples_of_64() -> None:
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write(LARGE)
         parts = parcel.read()
     assert isinstance(parts[1].obj, mmap.mmap)
-    assert parcels._places([len(part) for part in LARGE])[0][1] % 64 == 0
+    assert parcels._offsets([len(part) for part in LARGE])[0][1] % 64 == 0
 
 
 def test_another_process_fills_and_seals_it() -> None:
     code = (
-        "import ast, sys; from axon_nb.host.parcels import write_parcel\n"
-        "write_parcel(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
+        "import ast, sys; from axon_nb.host.parcels import write_block\n"
+        "write_block(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
     )
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         subprocess.run([sys.executable, "-c", code, repr(parcel.address)], check=True)
         assert bytes(parcel.read()[0]) == b"from the child"
         with pytest.raises(PermissionError):
             parcel.write([b"again"])
 
 
-def test_what_is_not_complete_is_refused() -> None:
-    with Parcel() as parcel, pytest.raises(ValueError, match="not complete"):
+def test_reading_an_incomplete_block_fails() -> None:
+    with SharedBlock() as parcel, pytest.raises(ValueError, match="incomplete"):
         parcel.read()
 
 
 @pytest.mark.parametrize("file", [0, 1])
-def test_a_parcel_that_is_gone_or_another_is_told(file: int) -> None:
+def test_a_closed_or_replaced_block_is_reported(file: int) -> None:
     opened = len(os.listdir("/proc/self/fd"))
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         address = list(parcel.address)
         address[file] = address[file][0], address[file][1] + 1
-        with pytest.raises(ParcelUnreachable, match="another file"):
-            read_parcel((address[0], address[1]))
+        with pytest.raises(SharedBlockUnavailableError, match="different file"):
+            read_block((address[0], address[1]))
         gone = parcel.address
-    with pytest.raises(ParcelUnreachable):
-        write_parcel(gone, [b"late"])
+    with pytest.raises(SharedBlockUnavailableError):
+        write_block(gone, [b"late"])
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_other_users_cannot_open_it() -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write(SMALL)
         code = "import os, sys; os.setuid(65534); open(sys.argv[1], 'rb')"
         for path, _ in parcel.address:
@@ -90,13 +97,13 @@ def test_other_users_cannot_open_it() -> None:
 
 
 def test_nothing_has_a_name_in_dev_shm() -> None:
-    """Only this process is looked at: others have files there that come and go."""
+    """Checks this process only: others create and delete files there."""
 
     def mapped() -> set[str]:
         return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
 
     before = mapped()
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write(LARGE)
         parts = parcel.read()
         assert all(os.readlink(path).startswith("/memfd:") for path, _ in parcel.address)
@@ -104,38 +111,38 @@ def test_nothing_has_a_name_in_dev_shm() -> None:
         assert mapped() <= before
 
 
-BORDER = 8192
+SPLIT = 8192
 PIECES = {
-    "all in the first": [(0, 100), (192, BORDER - 192)],
-    "over the border": [(0, 100), (192, 3 * BORDER), (192 + 3 * BORDER, 7)],
-    "all but the head in the second": [(0, 8), (BORDER, 5000)],
-    "at the border and none": [(64, BORDER - 64), (BORDER, 0)],
+    "all in the first": [(0, 100), (192, SPLIT - 192)],
+    "across the split": [(0, 100), (192, 3 * SPLIT), (192 + 3 * SPLIT, 7)],
+    "all but the header in the second": [(0, 8), (SPLIT, 5000)],
+    "at the split and empty": [(64, SPLIT - 64), (SPLIT, 0)],
 }
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces_are_written_to_the_file_that_they_belong_to(name: str) -> None:
+def test_pieces_are_written_to_the_right_file(name: str) -> None:
     pieces = [(place, memoryview(os.urandom(size))) for place, size in PIECES[name]]
-    wanted = bytearray(max(BORDER, *(place + len(view) for place, view in pieces)))
+    wanted = bytearray(max(SPLIT, *(place + len(view) for place, view in pieces)))
     for place, view in pieces:
         wanted[place : place + len(view)] = view
     files = os.memfd_create("first"), os.memfd_create("second")
     try:
-        for fd, size in zip(files, (BORDER, len(wanted) - BORDER), strict=True):
+        for fd, size in zip(files, (SPLIT, len(wanted) - SPLIT), strict=True):
             os.ftruncate(fd, size)
-        parcel_filling.fill(files, pieces, BORDER)
-        assert os.pread(files[0], BORDER, 0) + os.pread(files[1], len(wanted), 0) == wanted
+        parcel_filling.copy_into(files, pieces, SPLIT)
+        assert os.pread(files[0], SPLIT, 0) + os.pread(files[1], len(wanted), 0) == wanted
     finally:
         for fd in files:
             os.close(fd)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_what_is_large_is_two_files_where_there_are_two_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_data_is_split_over_two_files_on_two_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcels, "usable_cores", lambda: cores)
     content = os.urandom(1 << 20) * 33 + b"the end"
     opened = len(os.listdir("/proc/self/fd"))
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write([b"head", content, b"tail"])
         sizes = [os.stat(path).st_size for path, _ in parcel.address]
         parts = parcel.read()
@@ -152,12 +159,12 @@ def test_what_is_large_is_two_files_where_there_are_two_cores(cores: int, monkey
     assert "/memfd:axon_nb" not in maps.read_text()
 
 
-def test_what_the_second_thread_cannot_do_is_told() -> None:
+def test_an_error_of_the_second_thread_is_raised() -> None:
     files = os.memfd_create("first"), os.memfd_create("second", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(files[1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
     try:
         with pytest.raises(PermissionError):
-            parcel_filling.fill(files, [(0, memoryview(bytes(10_000)))], 4096)
+            parcel_filling.copy_into(files, [(0, memoryview(bytes(10_000)))], 4096)
     finally:
         for fd in files:
             os.close(fd)
@@ -166,16 +173,16 @@ def test_what_the_second_thread_cannot_do_is_told() -> None:
 INTERRUPTED = """
 import gc, os, random, signal, threading, time
 from axon_nb.host import parcels
-from axon_nb.host.parcels import Parcel, read_parcel, write_parcel
+from axon_nb.host.parcels import SharedBlock, read_block, write_block
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
 def transfer():
-    with Parcel() as parcel, Parcel() as other:
-        write_parcel(parcel.address, [b"a", content])
+    with SharedBlock() as parcel, SharedBlock() as other:
+        write_block(parcel.address, [b"a", content])
         other.write(parcel.read())
-        assert bytes(read_parcel(other.address)[0]) == b"a"
+        assert bytes(read_block(other.address)[0]) == b"a"
 
 content = bytes(100)
 transfer()
@@ -191,7 +198,7 @@ for number in range(3000):
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         hit += 1
-for thread in threading.enumerate()[1:]:  # interrupted while it was started: it does nothing
+for thread in threading.enumerate()[1:]:  # interrupted while it was starting: does nothing
     while thread.is_alive():
         time.sleep(0.01)
 gc.collect()
@@ -206,13 +213,13 @@ def test_an_interrupt_at_any_moment_leaves_no_file_open() -> None:
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
 
 
-def test_without_address_space_a_parcel_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_address_space_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(files: object) -> mmap.mmap:
         raise OSError("no room")
 
     monkeypatch.setattr(parcels, "map_files", none)
     monkeypatch.setattr(parcels, "usable_cores", lambda: 2)
-    with Parcel() as parcel:
+    with SharedBlock() as parcel:
         parcel.write(HUGE)
         assert os.stat(parcel.address[1][0]).st_size
         assert [bytes(part) for part in parcel.read()] == HUGE

@@ -1,4 +1,4 @@
-"""Whatever comes in over its sockets, the agent stays: at worst the connection that sent it is closed."""
+"""The agent survives any input on its sockets: at worst it closes the connection that sent it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.host.conftest import MakeAgent
 from tests.kernel.processes import until
 
 REFUSED = [
-    ({"cmd": "dance"}, "no command 'dance'"),
-    ({}, "no command"),
-    ({"cmd": None}, "no command None"),
-    ({"cmd": []}, "no command []"),
-    ({"cmd": {"a": 1}}, "no command"),
+    ({"cmd": "dance"}, "unknown command 'dance'"),
+    ({}, "unknown command"),
+    ({"cmd": None}, "unknown command None"),
+    ({"cmd": []}, "unknown command []"),
+    ({"cmd": {"a": 1}}, "unknown command"),
     ({"cmd": "hello"}, "KeyError"),
     ({"cmd": "fork"}, "does not fork ranks"),
     ({"cmd": "signal", "rank": "x", "signal": 9}, "ValueError"),
@@ -35,7 +35,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("message", "reason"), REFUSED, ids=[json.dumps(message) for message, _ in REFUSED])
-def test_a_command_that_makes_no_sense_gets_an_error(agent: Served, message: dict[str, object], reason: str) -> None:
+def test_an_unusable_command_gets_an_error(agent: Served, message: dict[str, object], reason: str) -> None:
     with RawPeer(agent.run_dir.agent_socket) as peer:
         reply = peer.command(id=7, **message)
         assert reply["id"] == 7
@@ -43,7 +43,7 @@ def test_a_command_that_makes_no_sense_gets_an_error(agent: Served, message: dic
         assert peer.command(id=8, cmd="get_info")["pid"] == agent.process.pid
 
 
-def test_a_signal_to_nobody_is_told_as_not_sent(agent: Served) -> None:
+def test_a_signal_to_an_unknown_rank_is_reported_as_not_sent(agent: Served) -> None:
     assert agent.client.call("signal", rank=10**6, signal=9)["sent"] is False
 
 
@@ -62,7 +62,7 @@ NO_COMMANDS = [
 
 
 @pytest.mark.parametrize("data", NO_COMMANDS)
-def test_what_is_no_command_ends_its_connection_alone(agent: Served, data: bytes) -> None:
+def test_an_invalid_command_closes_only_its_connection(agent: Served, data: bytes) -> None:
     with RawPeer(agent.run_dir.agent_socket) as peer:
         with contextlib.suppress(ConnectionError):  # closed before all of it was sent
             peer.send(data)
@@ -86,7 +86,7 @@ NO_MESSAGES = [
 
 
 @pytest.mark.parametrize("data", NO_MESSAGES)
-def test_what_no_store_client_sends_ends_its_connection_alone(agent: Served, data: bytes) -> None:
+def test_an_invalid_store_message_closes_only_its_connection(agent: Served, data: bytes) -> None:
     with RawPeer(agent.run_dir.store_socket) as good, RawPeer(agent.run_dir.store_socket) as bad:
         assert good.ask_store(b"set", b"t-good", b"1") == [b""]
         bad.send(data)

@@ -1,4 +1,4 @@
-"""Where a cluster keeps its files: private, short, on a folder that is ours, and empty again afterwards."""
+"""A cluster's folder: private, with a short path, owned by the user, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_folder_is_private_and_made_once(root: Path) -> None:
     assert stat.S_IMODE((root / OWN).stat().st_mode) == 0o700
 
 
-def test_a_folder_that_others_could_enter_is_closed_to_them(root: Path) -> None:
+def test_a_folder_with_open_permissions_is_made_private(root: Path) -> None:
     (root / OWN).mkdir(mode=0o755)
     (root / OWN).chmod(0o777)
     assert base_dir() == root / OWN
@@ -58,7 +58,7 @@ UNFIT: list[tuple[str, Callable[[Path], str]]] = []
 
 
 def unfit(make: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Collects ways in which a folder cannot hold a cluster; each returns what to put into the environment."""
+    """Register a way to make a folder unusable; each returns the value for the environment variable."""
     UNFIT.append((make.__name__.strip("_").replace("_", " "), make))
     return make
 
@@ -114,7 +114,7 @@ def test_an_unfit_folder_is_passed_over(
 
 @as_root
 def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root: Path) -> None:
-    """A user for whom no folder fits: one is not writable, one too long, one belongs to someone else."""
+    """No folder is usable: one is not writable, one too long, one owned by someone else."""
     closed, long = root / "closed", root / ("long" * 20)
     closed.mkdir(mode=0o755)
     long.mkdir()
@@ -136,13 +136,13 @@ def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root:
             folder.rmdir()
     message = done.stdout.strip()
     assert f"{closed}/axon_nb-{OTHER_UID}: Permission denied" in message
-    assert f"{long}/axon_nb-{OTHER_UID}: longer than a Unix socket's path may be" in message
-    assert f"/tmp/axon_nb-{OTHER_UID}: belongs to someone else" in message
-    assert message.endswith("set AXON_NB_RUNTIME_DIR to a short path on a local disk.")
+    assert f"{long}/axon_nb-{OTHER_UID}: too long for a Unix socket path" in message
+    assert f"/tmp/axon_nb-{OTHER_UID}: not owned by you" in message
+    assert message.endswith("Set AXON_NB_RUNTIME_DIR to a short path on a local disk.")
 
 
 @as_root
-def test_a_folder_of_someone_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / OWN).mkdir()
     os.chown(root / OWN, OTHER_UID, OTHER_UID)
     (root / "next").mkdir()
@@ -159,7 +159,7 @@ def test_everything_in_a_new_folder_is_for_its_owner_alone(root: Path) -> None:
         assert mode == (0o700 if (path / name).is_dir() else 0o600), name
 
 
-def test_a_living_agents_folder_stays_and_a_dead_ones_goes(root: Path, make_agent: MakeAgent) -> None:
+def test_folders_of_live_agents_stay_and_those_of_dead_agents_are_removed(root: Path, make_agent: MakeAgent) -> None:
     served, doomed = make_agent(), make_agent()
     doomed.process.kill()
     assert until(lambda: dead(doomed.process))
@@ -174,7 +174,7 @@ def test_a_folder_whose_agent_is_being_started_stays(root: Path) -> None:
     assert [entry.path for entry in list_run_dirs()] == [run_dir.path]
 
 
-def test_a_folder_whose_starter_died_before_its_agent_came_goes(root: Path) -> None:
+def test_a_folder_is_removed_if_its_starter_died_before_the_agent_came(root: Path) -> None:
     script = "from axon_nb.host.rundir import RunDir; print(RunDir.create().path)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
@@ -184,7 +184,7 @@ def test_a_folder_whose_starter_died_before_its_agent_came_goes(root: Path) -> N
     assert not path.exists()
 
 
-def test_what_is_no_cluster_does_not_stop_the_search(root: Path, make_agent: MakeAgent) -> None:
+def test_other_files_do_not_stop_the_search(root: Path, make_agent: MakeAgent) -> None:
     served = make_agent()
     (base_dir() / "a file").touch()
     (base_dir() / "empty").mkdir()
@@ -202,7 +202,7 @@ def test_a_broken_description_reads_as_none(run_dir: RunDir, text: str) -> None:
     assert run_dir.name == ""
 
 
-def test_the_description_is_replaced_in_one_step(run_dir: RunDir) -> None:
+def test_the_description_is_replaced_atomically(run_dir: RunDir) -> None:
     run_dir.write_info({"name": "one"})
     with open(run_dir.path / "agent.json") as before:
         run_dir.write_info({"name": "two"})
@@ -212,7 +212,7 @@ def test_the_description_is_replaced_in_one_step(run_dir: RunDir) -> None:
 
 
 def test_the_socket_path_fits_where_the_base_folder_fits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest base folder that is taken still lets an agent listen."""
+    """With the longest accepted base folder an agent can still listen."""
     room = 107 - 40 - len(os.fsencode(root)) - len("/") * 2 - len(OWN)
     longest = root / ("x" * room)
     longest.mkdir()

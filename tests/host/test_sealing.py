@@ -1,4 +1,4 @@
-"""The store over TCP: only who knows the key is heard, and no message can be changed or sent again."""
+"""The store over TCP: only clients with the key get in, and no message can be changed or replayed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 
 from axon_nb.engine.store import AgentStore
 from axon_nb.host.framing import encode
-from axon_nb.host.sealing import NONCE_SIZE, PROOF_SIZE, Handshake, Seal, greet, store_key
+from axon_nb.host.sealing import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
 from tests.host.agents import Served, serve
 
 KEY = store_key(b"the cluster's key")
 MESSAGES = st.lists(st.lists(st.binary(max_size=30), max_size=4), min_size=1, max_size=4)
 
 
-def _ends() -> tuple[Seal, Seal]:
-    """Both ends of one greeted connection: the rank's and the store's."""
+def _ends() -> tuple[MessageSigner, MessageSigner]:
+    """Signers of both ends of one authenticated connection: the rank's and the store's."""
     near, far = socket.socketpair()
     with near, far:
         near.settimeout(60)
         far.settimeout(60)
         handshake = Handshake(KEY)
         far.sendall(handshake.challenge)
-        rank: list[Seal] = []
-        thread = threading.Thread(target=lambda: rank.append(greet(near, KEY)))
+        rank: list[MessageSigner] = []
+        thread = threading.Thread(target=lambda: rank.append(authenticate(near, KEY)))
         thread.start()
         proof, store = handshake.check(far.recv(NONCE_SIZE + PROOF_SIZE))
         far.sendall(proof)
@@ -39,40 +39,40 @@ def _ends() -> tuple[Seal, Seal]:
 
 
 @given(messages=MESSAGES)
-def test_messages_come_as_they_were_sent(messages: list[list[bytes]]) -> None:
+def test_messages_arrive_unchanged(messages: list[list[bytes]]) -> None:
     rank, store = _ends()
-    assert [store.open(rank.close(parts)) for parts in messages] == messages
-    assert [rank.open(store.close(parts)) for parts in messages] == messages
+    assert [store.verify(rank.sign(parts)) for parts in messages] == messages
+    assert [rank.verify(store.sign(parts)) for parts in messages] == messages
 
 
 def test_a_changed_message_is_refused() -> None:
     rank, store = _ends()
-    *parts, proof = rank.close([b"set", b"key", b"1"])
-    with pytest.raises(ValueError, match="signature is wrong"):
-        store.open([b"set", b"key", b"2", proof])
+    *parts, proof = rank.sign([b"set", b"key", b"1"])
+    with pytest.raises(ValueError, match="wrong signature"):
+        store.verify([b"set", b"key", b"2", proof])
     assert parts == [b"set", b"key", b"1"]
 
 
-def test_a_message_cannot_be_sent_again_nor_back() -> None:
+def test_a_message_cannot_be_replayed_or_reflected() -> None:
     rank, store = _ends()
-    sent = rank.close([b"add", b"count", b"1"])
-    assert store.open(sent) == [b"add", b"count", b"1"]
-    with pytest.raises(ValueError, match="signature is wrong"):
-        store.open(sent)
-    with pytest.raises(ValueError, match="signature is wrong"):
-        rank.open(sent)
-    with pytest.raises(ValueError, match="signature is wrong"):
-        rank.open([])
+    sent = rank.sign([b"add", b"count", b"1"])
+    assert store.verify(sent) == [b"add", b"count", b"1"]
+    with pytest.raises(ValueError, match="wrong signature"):
+        store.verify(sent)
+    with pytest.raises(ValueError, match="wrong signature"):
+        rank.verify(sent)
+    with pytest.raises(ValueError, match="wrong signature"):
+        rank.verify([])
 
 
-def test_a_greeting_with_another_key_is_refused_by_both() -> None:
+def test_both_ends_reject_a_handshake_with_another_key() -> None:
     with pytest.raises(ValueError, match="does not know the key"):
         Handshake(KEY).check(bytes(NONCE_SIZE + PROOF_SIZE))
     near, far = socket.socketpair()
     with near, far:
         far.sendall(bytes(NONCE_SIZE + PROOF_SIZE))
         with pytest.raises(ConnectionError, match="does not know the cluster's key"):
-            greet(near, KEY)
+            authenticate(near, KEY)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_store_over_tcp_is_the_same_store(agent: tuple[Served, str]) -> None:
         client._sock.close()
 
 
-def test_who_has_another_key_gets_no_store(agent: tuple[Served, str]) -> None:
+def test_a_client_with_another_key_is_rejected(agent: tuple[Served, str]) -> None:
     with pytest.raises(ConnectionError):
         AgentStore(agent[1], key=store_key(b"another"))
 

@@ -1,4 +1,4 @@
-"""The store's table against a plain dictionary."""
+"""The store server compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_nb.host.store import StoreTable
+from axon_nb.host.store import StoreServer
 
 KEYS = st.sampled_from([b"a", b"b", b"ab", b"abc", b"c/1", b""])
 VALUES = st.one_of(st.binary(max_size=4), st.integers(-5, 5).map(lambda n: b"%d" % n))
@@ -29,7 +29,7 @@ OPERATIONS = st.one_of(
 
 
 def message(operation: tuple[Any, ...]) -> list[bytes]:
-    """The operation as a client sends it."""
+    """Encode the operation as a client would."""
     match operation:
         case (b"set", pairs):
             return [b"set", *(item for pair in pairs for item in pair)]
@@ -43,7 +43,7 @@ def message(operation: tuple[Any, ...]) -> list[bytes]:
 
 
 def apply(table: dict[bytes, bytes], operation: tuple[Any, ...]) -> list[bytes] | None:
-    """What the operation does to a plain dictionary, and what it answers; None: it waits."""
+    """Apply the operation to a plain dictionary and return its reply; None if it waits."""
     match operation:
         case (b"set", pairs):
             table.update(pairs)
@@ -77,7 +77,7 @@ def apply(table: dict[bytes, bytes], operation: tuple[Any, ...]) -> list[bytes] 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
 def test_it_does_what_a_dictionary_does_and_every_wait_ends_once(operations: list[tuple[Any, ...]]) -> None:
-    store, table = StoreTable(), dict[bytes, bytes]()
+    store, table = StoreServer(), dict[bytes, bytes]()
     answers: dict[int, list[bytes]] = {}
     waiting: dict[int, list[bytes]] = {}
 
@@ -91,7 +91,7 @@ def test_it_does_what_a_dictionary_does_and_every_wait_ends_once(operations: lis
     for number, operation in enumerate(operations):
         try:
             expected = apply(table, operation)
-        except ValueError:  # add to what is no number
+        except ValueError:  # add to a non-number
             with pytest.raises(ValueError, match="invalid literal"):
                 store.handle(message(operation), reply_to(number))
             continue
@@ -109,8 +109,8 @@ def test_it_does_what_a_dictionary_does_and_every_wait_ends_once(operations: lis
     assert all(answers[number] == [] for number in waiting)
 
 
-def test_a_wait_ends_empty_when_its_time_is_over() -> None:
-    store, answers = StoreTable(), list[list[bytes]]()
+def test_an_expired_wait_gets_an_empty_reply() -> None:
+    store, answers = StoreServer(), list[list[bytes]]()
     before = time.monotonic()
     store.handle([b"wait", b"50", b"never"], answers.append)
     after = time.monotonic()
@@ -122,8 +122,8 @@ def test_a_wait_ends_empty_when_its_time_is_over() -> None:
     assert answers == [[]]
 
 
-def test_the_earliest_wait_decides_when_to_look_again() -> None:
-    store, before = StoreTable(), time.monotonic()
+def test_the_earliest_wait_determines_the_next_deadline() -> None:
+    store, before = StoreServer(), time.monotonic()
     for limit in (b"90000", b"1000", b"5000"):
         store.handle([b"wait", limit, b"never"], lambda parts: None)
     after = time.monotonic()
@@ -133,7 +133,7 @@ def test_the_earliest_wait_decides_when_to_look_again() -> None:
 
 
 def test_an_unknown_request_gets_an_empty_answer_and_changes_nothing() -> None:
-    store, answers = StoreTable(), list[list[bytes]]()
+    store, answers = StoreServer(), list[list[bytes]]()
     store.handle([b"format", b"everything"], answers.append)
     store.handle([b"count"], answers.append)
     assert answers == [[], [b"0"]]

@@ -9,16 +9,16 @@ from tests.kernel.driver import Kernel
 CASES = [
     ("%%distributed --rank 0\n1", "did you mean --ranks?"),
     ("%%distributed --frobnicate\n1", "has no '--frobnicate'"),
-    ("%%distributed --ranks 7\n1", "rank 7 of 4 does not exist: ranks are 0 to 3."),
+    ("%%distributed --ranks 7\n1", "rank 7 does not exist: ranks are 0 to 3."),
     ("%%distributed --ranks x\n1", "ranks"),
     ("%%rank\n1", "RANKS"),
-    ("%%rank 9\n1", "rank 9 of 4 does not exist: ranks are 0 to 3."),
+    ("%%rank 9\n1", "rank 9 does not exist: ranks are 0 to 3."),
     ("%%distributed --timeout 0\n1", "no number of seconds above 0"),
     ("%%distributed --timeout soon\n1", "--timeout"),
     ("%%distributed --out 3x\n1", "it is no variable name"),
     ("%%distributed --out 'a\n1", "No closing quotation"),
-    ("%distributed", "takes a command"),
-    ("%distributed begin", "has no command 'begin': it is one of start"),
+    ("%distributed", "needs a command"),
+    ("%distributed begin", "has no command 'begin': use one of start"),
     ("%distributed start", "is running: `%distributed stop` ends it"),
     ("%distributed status now", "has no 'now'"),
     ("%distributed config colour=red", "has no setting 'colour': it is one of keep_alive, warm_up"),
@@ -56,9 +56,9 @@ START_CASES = [
     ("%distributed start --interface lo", "`-n` is needed with `--interface`"),
     ("%distributed start -n 2 --interface lo", "the launcher 'axon' starts ranks on this host alone"),
     ("%distributed start -n 2 --engines ssh --interface none0", "this host has no such interface or address"),
-    ("%distributed status", "`%distributed status` needs a cluster and none is running here"),
-    ("%distributed stop", "needs a cluster and none is running here"),
-    ("%distributed restart", "needs a cluster and none is running here"),
+    ("%distributed status", "`%distributed status` needs a cluster, but none is running"),
+    ("%distributed stop", "needs a cluster, but none is running"),
+    ("%distributed restart", "needs a cluster, but none is running"),
     ("%distributed attach nobody", "No cluster 'nobody' is running"),
     ("%push x", "%push"),
 ]
@@ -83,4 +83,4 @@ def test_one_sentence_without_a_cluster(bare_kernel: Kernel, code: str, sentence
 def test_code_that_does_not_parse_starts_no_ranks(bare_kernel: Kernel) -> None:
     reply = bare_kernel.run("%%distributed\nx = (1")
     assert "No rank has run the cell." in reply.traceback
-    assert "needs a cluster and none is running here" in bare_kernel.run("%distributed status").traceback
+    assert "needs a cluster, but none is running" in bare_kernel.run("%distributed status").traceback

@@ -123,7 +123,7 @@ def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
 
 def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
     reply = horovod.run("%%distributed\nhvd.allreduce(torch.ones(3 + (rank == 2)), name='total')")
-    assert "hvd.allreduce 'total': rank 0 brings Average of torch.float32 of shape (3,), rank 2" in reply.traceback
+    assert "hvd.allreduce 'total': rank 0 passed Average of torch.float32 of shape (3,), rank 2" in reply.traceback
     assert horovod.ok(AFTER).ok
 
 
@@ -131,7 +131,7 @@ def test_a_handle_of_a_cell_that_was_ended_says_so(horovod: Kernel) -> None:
     cell = "%%distributed\nearly = hvd.allreduce_async(torch.ones(1), name='early') if rank else None\n"
     horovod.run(cell + "hvd.barrier()\nif rank == 0: raise ValueError('bug')\nhvd.barrier()")
     reply = horovod.run("%%distributed\nif rank: hvd.synchronize(early)")
-    assert "the cell in which this call was begun was ended" in reply.traceback
+    assert "this call was aborted together with its cell" in reply.traceback
     assert horovod.ok(AFTER).ok
 
 

@@ -82,7 +82,7 @@ def test_what_is_logged_is_read_once_and_in_order(ready: Kernel) -> None:
 
 def test_bad_numbers_raise_in_the_cell_and_lose_nothing(ready: Kernel) -> None:
     reply = ready.run("%%distributed\nkept = 5\naxon_nb.log(loss=torch.ones(2))")
-    assert "loss is a Tensor of shape (2,): log one number of it, such as loss.mean()." in reply.traceback
+    assert "loss is a Tensor of shape (2,): log a single number, such as loss.mean()." in reply.traceback
     assert ready.ok("%%rank 0\nkept").lines() == ["[rank 0] 5"]
 
 

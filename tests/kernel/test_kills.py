@@ -178,7 +178,7 @@ def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kerne
     kill(getattr(cluster, who))
     assert until(cluster.all_ended, timeout=LIMIT_S + KEEP_ALIVE_S)
     # The notebook may hear of it a little later.
-    assert until(lambda: kernel.run("%distributed status").ename in ("NoCluster", "ClusterGone"))
+    assert until(lambda: kernel.run("%distributed status").ename in ("NoClusterError", "ClusterLostError"))
     assert "`%distributed start`" in kernel.run("%distributed status").traceback
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]

@@ -127,7 +127,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_start_works_again(new_kernel: 
     kernel.wait_for_output(request, "go")
     os.kill(before.agent, signal.SIGKILL)
     reply = kernel.collect(request)
-    assert reply.ename == "ClusterGone"
+    assert reply.ename == "ClusterLostError"
     assert "lost its host agent" in reply.traceback
     assert until(before.all_ended)
     kernel.ok("%distributed start -n 2")
@@ -143,7 +143,7 @@ def test_a_killed_controller_is_said_and_leaves_nothing(new_kernel: MakeKernel) 
     kernel.wait_for_output(request, "go")
     os.kill(before.controller, signal.SIGKILL)
     reply = kernel.collect(request)
-    assert reply.ename == "ClusterGone"
+    assert reply.ename == "ClusterLostError"
     assert "controller" in reply.traceback
     assert until(before.gone)
     kernel.ok("%distributed start -n 2")

@@ -174,7 +174,7 @@ def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) ->
 def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Path) -> None:
     for line, words in {
         "%timeline --cell 99999": "ranks have no spans of In [99999]",
-        "%timeline --ranks 9": "rank 9 of 4 does not exist",
+        "%timeline --ranks 9": "rank 9 does not exist",
         f"%timeline --save {tmp_path}/spans.png": "a timeline is saved as .json, .html or .csv",
         "%timeline model": "%timeline has no 'model'",
     }.items():

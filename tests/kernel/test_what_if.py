@@ -181,7 +181,7 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     ready.ok(f"t_until(lambda: {shown})", timeout=LIMIT_S)
     # An error is a sentence of the panel; the panel goes on.
     ready.ok("t_say({'batch': '-1'})")
-    assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples on a rank: '-1' is no")
+    assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples per rank: '-1': must be")
     assert ready.ok("%%distributed\nrank").ok
 
 
@@ -218,4 +218,4 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
     ready.ok("t_say({'world': '5'})")
     ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
-    assert "they are a multiple of 2" in told(ready, "t_told")["error"]
+    assert "must be a multiple of 2" in told(ready, "t_told")["error"]

@@ -87,6 +87,6 @@ def test_names_cannot_call_anything(name: str) -> None:
 
 
 def test_a_name_needs_ranks() -> None:
-    with pytest.raises(Exception, match="needs a cluster and none is running here") as raised:
+    with pytest.raises(Exception, match="needs a cluster, but none is running") as raised:
         plan.memory("model", 2)
-    assert type(raised.value).__name__ == "NoCluster"
+    assert type(raised.value).__name__ == "NoClusterError"

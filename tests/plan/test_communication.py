@@ -13,7 +13,7 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.comm import World
-from axon_nb.errors import NoCluster, UsageError
+from axon_nb.errors import NoClusterError, UsageError
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.communication_data import fill_buckets
 from axon_nb.plan.communication_recorded import count_calls
@@ -206,5 +206,5 @@ def test_models_that_cannot_be_planned() -> None:
         plan.communication(lambda: 3, 2)
     with pytest.raises(UsageError, match="a function without arguments"):
         plan.communication(3, 2)
-    with pytest.raises(NoCluster):
+    with pytest.raises(NoClusterError):
         plan.communication("gpt", 2)

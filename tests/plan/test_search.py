@@ -274,7 +274,7 @@ def _unbuildable() -> torch.nn.Module:
         ({"schedule": "sundial"}, "it is one of 'GPipe'"),
         ({"model": _unbuildable}, r"The model cannot be built \(FileNotFoundError"),
         ({"model": 3}, "a function without arguments"),
-        ({"model": "gpt"}, "needs a cluster and none is running"),
+        ({"model": "gpt"}, "needs a cluster, but none is running"),
     ],
 )
 def test_bad_arguments_get_one_sentence(options: dict[str, Any], message: str) -> None:

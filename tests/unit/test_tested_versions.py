@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.records.tested_versions import TESTED, are_tested, install_line
+from axon_nb.records.tested_versions import TESTED, are_tested, install_command
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_versions_from_the_lowest_to_below_the_first_unknown_one_are_tested(
 
 def test_the_command_installs_what_was_tested() -> None:
     lowest, above = TESTED["torch"]
-    assert install_line("torch") == f'pip install "torch>={lowest},<{above}"'
+    assert install_command("torch") == f'pip install "torch>={lowest},<{above}"'

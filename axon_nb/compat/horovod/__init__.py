@@ -1,7 +1,7 @@
 """Horovod's API for PyTorch on axon_nb's groups: ``from axon_nb.compat import horovod as hvd``.
 
-In a `%%distributed` cell, under torchrun, mpirun or srun, and in a plain process, which then is alone. Written from
-Horovod's documentation of version 0.28; `docs/horovod.md` tells what is the same and what differs.
+Works in a `%%distributed` cell, under torchrun, mpirun or srun, and in a single plain process. Based on Horovod's
+documentation of version 0.28; `docs/horovod.md` lists what is the same and what differs.
 """
 
 from __future__ import annotations

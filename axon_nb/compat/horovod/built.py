@@ -1,11 +1,11 @@
-"""What carries the messages, by Horovod's questions."""
+"""Horovod's queries about available backends, such as `nccl_built`."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 
 __all__ = [
     "ccl_built",
@@ -32,16 +32,16 @@ def mpi_built() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Not to be answered without MPI.
+    """Raise: this cannot be answered without MPI.
 
     Raises:
-        NotSupported: always; a ValueError, as in Horovod without MPI.
+        NotSupportedError: always; a ValueError, as in Horovod without MPI.
     """
-    raise NotSupported("Horovod MPI is not enabled here: hvd.gloo_enabled() and hvd.nccl_built() say what is.")
+    raise NotSupportedError("Horovod MPI is not enabled here; see hvd.gloo_enabled() and hvd.nccl_built().")
 
 
 def gloo_enabled() -> bool:
-    """Whether torch has Gloo, which carries what is on CPUs."""
+    """Whether torch has Gloo, which is used for CPU tensors."""
     return dist.is_gloo_available()
 
 
@@ -51,7 +51,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version as a number, such as 22703 for 2.27.3; 0: torch has none."""
+    """NCCL's version as a number, such as 22703 for 2.27.3; 0 if torch lacks NCCL."""
     if not dist.is_nccl_available():
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
@@ -59,12 +59,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: there is no DDL."""
+    """False: DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: there is no oneCCL."""
+    """False: oneCCL is not supported."""
     return False
 
 

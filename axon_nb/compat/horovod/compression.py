@@ -1,4 +1,4 @@
-"""What is done to gradients before they travel, and undone afterwards."""
+"""Compression of gradients for communication."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:
-    """Base of compressors: two static methods. A class of one's own is given as ``compression=MyCompressor``."""
+    """Base class of compressors with two static methods; pass a subclass as ``compression=MyCompressor``."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels, of the same shape on all ranks, and what `decompress` needs besides."""
-        raise NotImplementedError("a Compressor has a static method compress(tensor) -> (tensor, context).")
+        """Return the compressed tensor, of the same shape on all ranks, and a context for `decompress`."""
+        raise NotImplementedError("a Compressor must define a static method compress(tensor) -> (tensor, context).")
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in its first dtype and shape."""
-        raise NotImplementedError("a Compressor has a static method decompress(tensor, context) -> tensor.")
+        """Return the tensor in its original dtype and shape."""
+        raise NotImplementedError("a Compressor must define a static method decompress(tensor, context) -> tensor.")
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel in 16 bits, half of float32's bytes."""
+    """Compresses floating-point tensors to float16."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """In float16; whole numbers as they are."""
+        """Convert to float16; integers stay unchanged."""
         return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """In the dtype that it had."""
+        """Convert back to the original dtype."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """The compressors that are there."""
+    """The available compressors."""
 
     none = NoneCompressor
-    """Tensors travel as they are; the default."""
+    """No compression (default)."""
     fp16 = FP16Compressor
-    """Floating-point tensors travel in 16 bits."""
+    """Send floating-point tensors as float16."""

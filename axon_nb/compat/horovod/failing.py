@@ -1,4 +1,4 @@
-"""Communication that fails because a rank is gone, and what ranks tell each other about a failure."""
+"""Conversion of communication errors to Horovod's, and exchange of error details between ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["carried", "told"]
 
 @contextlib.contextmanager
 def carried(kind: str, name: str = "") -> Iterator[None]:
-    """What torch raises within it when a connection breaks becomes Horovod's error.
+    """Convert torch's errors from broken connections to Horovod's error.
 
-    Types of their own, such as those that end a cell, are left alone.
+    Other exception types, such as those that abort a cell, pass through.
 
     Raises:
         HorovodInternalError: the communication failed.
@@ -31,12 +31,12 @@ def carried(kind: str, name: str = "") -> Iterator[None]:
         what = f"hvd.{kind} {name!r}" if name else f"Horovod's {kind}"
         first = str(error).strip().splitlines()[-1][-200:]
         raise HorovodInternalError(
-            f"{what} failed, as a rank has ended or is out of reach ({first}); its own error says why."
+            f"{what} failed because a rank died or is unreachable ({first}); see that rank's own error."
         ) from error
 
 
 def told(group: ProcessGroup, value: Any) -> list[Any]:
-    """What every rank of the group has to say, in the order of ranks; collective."""
+    """Gather an object from every rank of the group, in rank order; collective."""
     said: list[Any] = [None] * group.size()
     dist.all_gather_object(said, value, group=group.torch_group)
     return said

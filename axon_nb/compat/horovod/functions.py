@@ -1,4 +1,4 @@
-"""Giving all ranks one rank's parameters, optimizer state and objects."""
+"""Broadcast and gathering of parameters, optimizer state and objects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give all ranks the tensors of one, in place.
+    """Broadcast tensors from one rank to all ranks, in place.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
-        root_rank: Whose tensors; counted among all ranks.
-        process_set: The ranks that take part.
+        root_rank: Global rank of the source.
+        process_set: The participating ranks.
 
     Raises:
-        UsageError: these are no tensors.
-        HorovodInternalError: a tensor differs in shape or dtype between ranks; names it.
+        UsageError: an entry is not a tensor.
+        HorovodInternalError: a tensor differs in shape or dtype between ranks; the message names it.
     """
     if isinstance(params, Mapping):
         items: list[tuple[str | None, Any]] = sorted(params.items())
@@ -42,8 +42,8 @@ def broadcast_parameters(
     for name, tensor in items:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(
-                f"broadcast_parameters: {name or 'an entry'} is a {type(tensor).__name__}, and tensors are broadcast; "
-                "hvd.broadcast_object takes anything."
+                f"broadcast_parameters: {name or 'an entry'} is a {type(tensor).__name__}, not a tensor; "
+                "use hvd.broadcast_object for other objects."
             )
     # In the order of the ranks' own lists: by name where they have one.
     handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in items]
@@ -57,13 +57,13 @@ def broadcast_optimizer_state(
     model: nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give all ranks the optimizer state and the options (learning rate and so on) of one.
+    """Broadcast optimizer state and options, such as the learning rate, from one rank to all ranks.
 
     Args:
-        optimizer: One of torch's, distributed or not, over the same parameters on all ranks.
-        root_rank: Whose state; counted among all ranks.
-        model: Not needed; Horovod's parameter.
-        process_set: The ranks that take part.
+        optimizer: A torch optimizer, distributed or not, over the same parameters on all ranks.
+        root_rank: Global rank of the source.
+        model: Ignored; for compatibility with Horovod.
+        process_set: The participating ranks.
     """
     tensors: list[torch.Tensor] = []
 
@@ -102,7 +102,7 @@ class _Outline:
 
 
 def _with_each(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """A state dict with each object of a kind replaced, in its order."""
+    """Copy a state dict, replacing each object of a given type, in order."""
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, dict):
@@ -115,16 +115,16 @@ def _with_each(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Give every rank an object of one.
+    """Broadcast an object from one rank to all ranks.
 
     Args:
-        obj: Anything that can be pickled; on other ranks than the root it is not looked at.
-        root_rank: Whose object; counted among all ranks.
-        name: The collective's name; None: a running number.
-        process_set: The ranks that take part.
+        obj: Any picklable object; ignored on ranks other than the root.
+        root_rank: Global rank of the source.
+        name: Name of the collective; None for an automatic one.
+        process_set: The participating ranks.
 
     Returns:
-        The root's own object on the root, a copy of it on the others.
+        The object itself on the root, a copy elsewhere.
     """
     here = current().rank == root_rank
     content = _bytes_of(obj) if here else torch.empty(0, dtype=torch.uint8)
@@ -137,12 +137,12 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in the order of ranks.
+    """Gather objects from all ranks, in rank order.
 
     Args:
-        obj: Anything that can be pickled.
-        name: The collective's name; None: a running number.
-        process_set: The ranks that take part.
+        obj: Any picklable object.
+        name: Name of the collective; None for an automatic one.
+        process_set: The participating ranks.
     """
     content = _bytes_of(obj)
     names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")

@@ -21,16 +21,16 @@ __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 def _operation(kind: str, tensor: torch.Tensor, name: str) -> Operation:
     value = checked(tensor, kind)
     if not value.ndim:
-        raise UsageError(f"hvd.{kind} of a rank-zero tensor: rows are joined, so use tensor.reshape(1).")
+        raise UsageError(f"hvd.{kind} of a rank-zero tensor: rows are concatenated, so use tensor.reshape(1).")
     brings = described([value], any_rows=True)
     return Operation(kind, name, brings, gathered(value), rows=int(value.shape[0]))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to join the tensors of all ranks along dim 0. See `allgather`.
+    """Start concatenating the tensors of all ranks along dim 0. See `allgather`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     channel = channel_of(process_set)
     operation = _operation("allgather", tensor, channel.next_name("allgather") if name is None else name)
@@ -40,28 +40,28 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to join several tensors of all ranks along dim 0. See `allgather`.
+    """Start concatenating several tensors of all ranks along dim 0. See `allgather`.
 
     Returns:
-        A number for `poll` and `synchronize`, which returns a list.
+        A handle for `poll` and `synchronize`, which returns a list.
     """
     kind, channel = "grouped_allgather", channel_of(process_set)
     base = channel.next_name(kind) if name is None else name
     operations = [_operation(kind, tensor, f"{base}.{number}") for number, tensor in enumerate(tensors)]
     if not operations:
-        raise UsageError(f"hvd.{kind} of no tensors: give it at least one.")
+        raise UsageError(f"hvd.{kind} needs at least one tensor.")
     return begin(channel, operations, list)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Join the tensors of all ranks along dim 0, in the order of ranks; every rank gets the result.
+    """Concatenate the tensors of all ranks along dim 0, in rank order, on every rank.
 
     Args:
-        tensor: The same dtype and shape on all ranks, but for the size of dim 0.
-        name: The collective's name; None: a running number.
-        process_set: The ranks that take part.
+        tensor: Same dtype and shape on all ranks, except for the size of dim 0.
+        name: Name of the collective; None for an automatic one.
+        process_set: The participating ranks.
 
     Returns:
         A new tensor. Its gradient is the mean over ranks of the gradients of this rank's rows, as in Horovod.
@@ -73,12 +73,12 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Join several tensors of all ranks along dim 0. See `allgather`."""
+    """Concatenate several tensors of all ranks along dim 0. See `allgather`."""
     return list(_Allgather.apply("grouped_allgather", name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Allgather(torch.autograd.Function):
-    """Rows of all ranks; their gradients are averaged, and each rank takes those of its own rows."""
+    """Gathers rows of all ranks; backward averages gradients and returns those of this rank's rows."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Average, and take the own rows."""
+        """Average, and return this rank's rows."""
         averages = grouped_allreduce(gradients, op=Op.AVERAGE, process_set=ctx.process_set)
         rows = synchronize(allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set))
         starts = rows[: ctx.process_set.rank()].sum(0).tolist()
@@ -105,23 +105,25 @@ class _Allgather(torch.autograd.Function):
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begin to add up sparse tensors of all ranks: indices and values are gathered.
+    """Start reducing sparse tensors over ranks by gathering indices and values.
 
     Args:
-        tensor: A sparse COO tensor, of the same shape on all ranks.
-        name: The collective's name; None: a running number.
+        tensor: A sparse COO tensor of the same shape on all ranks.
+        name: Name of the collective; None for an automatic one.
         op: Average or Sum.
-        process_set: The ranks that take part.
+        process_set: The participating ranks.
 
     Returns:
-        A function that waits, and returns the sum or the average as a sparse tensor.
+        A function that waits and returns the sum or average as a sparse tensor.
 
     Raises:
         UsageError: another operation.
     """
     chosen = chosen_op(op)
     if chosen not in (Op.AVERAGE, Op.SUM):
-        raise UsageError(f"hvd.sparse_allreduce_async with op=hvd.{chosen.name.title()}: it takes Average and Sum.")
+        raise UsageError(
+            f"hvd.sparse_allreduce_async supports op=hvd.Average and hvd.Sum; got hvd.{chosen.name.title()}."
+        )
     shape, given = tensor.shape, tensor.detach()
     names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
     indices_handle = allgather_async(given._indices().t().contiguous(), names[0], process_set)

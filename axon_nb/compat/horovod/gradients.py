@@ -1,4 +1,4 @@
-"""Reducing the gradients of an optimizer's parameters while backward makes them."""
+"""Reduction of an optimizer's gradients during backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from axon_nb.comm import CommError
 from axon_nb.compat.horovod.compression import Compressor
-from axon_nb.compat.horovod.errors import HorovodInternalError, StepOrder
+from axon_nb.compat.horovod.errors import HorovodInternalError, StepOrderError
 from axon_nb.compat.horovod.gathering import sparse_allreduce_async
 from axon_nb.compat.horovod.handles import synchronize
 from axon_nb.compat.horovod.process_sets import ProcessSet, channel_of
@@ -23,7 +23,7 @@ from axon_nb.compat.horovod.state import current
 __all__ = ["GradientReduction", "How", "Unit"]
 
 _AHEAD = 2
-"""Rounds that a hook may leave unread: reductions then begin during backward, however few parameters come after."""
+"""Rounds that a hook may leave unread, so that reductions start during backward even with few parameters left."""
 
 # The hook of each parameter: that of the last optimizer that was made distributed with it.
 _hooks: Any = WeakIdKeyDictionary()
@@ -31,38 +31,38 @@ _hooks: Any = WeakIdKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What is the same for all gradients."""
+    """Reduction options common to all gradients."""
 
     compression: type[Compressor]
     op: Op
     predivide: float
-    """Gradients are divided by it before the sum, and multiplied with it afterwards."""
+    """Gradients are divided by it before the sum and multiplied by it afterwards."""
     sparse_as_dense: bool
     process_set: ProcessSet
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are reduced together."""
 
     name: str
     parameters: list[torch.Tensor]
     grouped: bool = False
     arrived: int = 0
-    """Of how many of them the gradient is complete."""
+    """How many of them have a complete gradient."""
     wait: Callable[[], None] | None = None
-    """Waits for the reduction and puts its result in place; None: it has not begun."""
+    """Waits for the reduction and stores its result; None before it starts."""
     counts: list[int] = field(default_factory=list)
-    """Of each parameter, how often backward has added to its gradient."""
+    """How often backward has added to each parameter's gradient."""
 
 
 class GradientReduction:
-    """The gradients of one optimizer.
+    """Reduces the gradients of one optimizer.
 
     Args:
-        units: Parameters that travel together.
+        units: Parameters that are reduced together.
         how: How they are reduced.
-        passes: How often backward adds to a gradient before it is reduced.
+        passes: Number of backward passes per reduction.
     """
 
     def __init__(self, units: Sequence[Unit], how: How, passes: int) -> None:
@@ -75,7 +75,7 @@ class GradientReduction:
             self._follow(unit)
 
     def add(self, unit: Unit) -> None:
-        """Follow more parameters."""
+        """Add parameters."""
         self._units.append(unit)
         self._follow(unit)
 
@@ -96,12 +96,12 @@ class GradientReduction:
 
     @property
     def begun(self) -> bool:
-        """Whether backward has made gradients that were not waited for."""
+        """Whether there are reductions that were not waited for."""
         self._freshen()
         return any(unit.wait is not None or any(unit.counts) for unit in self._units)
 
     def forget(self) -> None:
-        """Nothing is under way: the next backward is the first."""
+        """Reset: the next backward counts as the first."""
         for unit in self._units:
             unit.wait, unit.arrived, unit.counts = None, 0, [0] * len(unit.parameters)
 
@@ -115,7 +115,7 @@ class GradientReduction:
         self._freshen()
         unit, place = self._places[parameter]
         if unit.counts[place] >= self.passes:
-            raise StepOrder(
+            raise StepOrderError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 f"backward_passes_per_step, which is {self.passes}, to accumulate gradients locally."
             )
@@ -127,7 +127,7 @@ class GradientReduction:
                 channel_of(self._how.process_set).progress(ahead=_AHEAD)
 
     def finish(self) -> None:
-        """Reduce what is not on its way, and wait for all; ranks may have made different gradients: none is zeros."""
+        """Reduce the remaining gradients and wait for all; a gradient missing on some ranks counts as zero."""
         self._freshen()
         for unit in self._units:
             if unit.wait is None:
@@ -175,7 +175,7 @@ class GradientReduction:
 
 @torch.no_grad()
 def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """`value` as the gradient, in the tensor that is there where that is possible."""
+    """Set `value` as the gradient, in the existing tensor if possible."""
     gradient = parameter.grad
     if gradient is value:
         return

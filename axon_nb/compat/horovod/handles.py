@@ -1,4 +1,4 @@
-"""Calls that were begun and not waited for, by number; polling and waiting for them; joining."""
+"""Handles of asynchronous calls: poll, synchronize, barrier and join."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["barrier", "begin", "checked", "join", "poll", "synchronize"]
 
 
 def checked(tensor: Any, what: str) -> torch.Tensor:
-    """`tensor`, detached from the graph.
+    """Check `tensor` and detach it from the graph.
 
     Raises:
-        UsageError: it is no tensor, or a sparse one.
+        UsageError: it is not a tensor, or a sparse one.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"hvd.{what} of {type(tensor).__name__}: it takes a torch.Tensor; torch.tensor(value) is one.")
+        raise UsageError(f"hvd.{what} needs a torch.Tensor, such as torch.tensor(value); got {type(tensor).__name__}.")
     if tensor.layout is not torch.strided:
         raise UsageError(
-            f"hvd.{what} of a tensor of layout {tensor.layout}: use hvd.sparse_allreduce_async, or tensor.to_dense()."
+            f"hvd.{what} does not support layout {tensor.layout}: use hvd.sparse_allreduce_async or tensor.to_dense()."
         )
     return tensor.detach()
 
 
 def begin(channel: Channel, operations: Sequence[Operation], collect: Callable[[list[Any]], Any]) -> int:
-    """Call operations; the number by which they are polled and waited for.
+    """Call operations; return a handle for `poll` and `synchronize`.
 
     Args:
-        channel: Of the process set.
-        operations: What is called, in the same order on all ranks.
-        collect: Makes what `synchronize` returns of what the operations give.
+        channel: Channel of the process set.
+        operations: Operations in the same order on all ranks.
+        collect: Combines the operations' results to what `synchronize` returns.
     """
     state = current()
     for operation in operations:
@@ -51,10 +51,10 @@ def begin(channel: Channel, operations: Sequence[Operation], collect: Callable[[
 
 
 def poll(handle: int) -> bool:
-    """Whether a call is over, so that `synchronize` returns at once.
+    """Whether a call has finished, so that `synchronize` returns at once.
 
     Args:
-        handle: What an asynchronous call returned.
+        handle: The handle of an asynchronous call.
     """
     entry = current().handles.get(handle)
     if entry is None:
@@ -65,20 +65,18 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait until a call is over; what the collective returns. None when it was waited for already.
+    """Wait for a call and return its result; None if it was waited for before.
 
     Args:
-        handle: What an asynchronous call returned.
+        handle: The handle of an asynchronous call.
 
     Raises:
-        HorovodInternalError: ranks brought what does not fit together, or one is gone, or the cell was ended meanwhile.
+        HorovodInternalError: the ranks' calls do not match, a rank is gone, or the cell was aborted.
     """
     state = current()
     if handle in state.lost:
         state.lost.discard(handle)
-        raise HorovodInternalError(
-            f"handle {handle}: the cell in which this call was begun was ended, and the call with it; call it again."
-        )
+        raise HorovodInternalError(f"handle {handle}: this call was aborted together with its cell; call it again.")
     entry = state.handles.get(handle)
     if entry is None:
         return None
@@ -96,7 +94,7 @@ def synchronize(handle: int) -> Any:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set is here."""
+    """Wait until every rank of the set has called this."""
     channel = channel_of(process_set)
     operation = Operation("barrier", channel.next_name("barrier"), "barrier", nothing())
     channel.call(operation)
@@ -104,10 +102,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: take part in the allreduces of the others with zeros until all ranks have joined.
+    """Signal that this rank has no more data; it joins the other ranks' allreduces with zeros until all have joined.
 
     Args:
-        device: Ignored: zeros are made where the others have their tensors.
+        device: Ignored: zeros are created on the device of the others' tensors.
 
     Returns:
         The rank that joined last.

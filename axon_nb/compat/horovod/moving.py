@@ -24,8 +24,8 @@ def _begin_broadcast(output: torch.Tensor, root_rank: int, name: str | None, pro
     channel = channel_of(process_set)
     if root_rank not in channel.ranks:
         raise UsageError(
-            f"hvd.broadcast from root_rank={root_rank}: the process set has ranks {list(channel.ranks)}, counted among "
-            "all ranks."
+            f"hvd.broadcast: root_rank={root_rank} is not in the process set; its global ranks are "
+            f"{list(channel.ranks)}."
         )
     value = checked(output, "broadcast")
     operation = Operation(
@@ -40,10 +40,10 @@ def _begin_broadcast(output: torch.Tensor, root_rank: int, name: str | None, pro
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to give every rank the tensor of one; `tensor` is not changed. See `broadcast`.
+    """Start broadcasting a tensor from one rank; `tensor` is not changed. See `broadcast`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     output = checked(tensor, "broadcast").clone(memory_format=torch.contiguous_format)
     return _begin_broadcast(output, root_rank, name, process_set)
@@ -52,10 +52,10 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to give every rank the tensor of one, in place. See `broadcast`.
+    """Start broadcasting a tensor from one rank, in place. See `broadcast`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     return _begin_broadcast(tensor, root_rank, name, process_set)
 
@@ -63,7 +63,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give every rank the tensor of one, in place; returns it. See `broadcast`."""
+    """Broadcast a tensor from one rank, in place, and return it. See `broadcast`."""
     result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -71,23 +71,23 @@ def broadcast_(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give every rank the tensor of one.
+    """Broadcast a tensor from one rank to all ranks.
 
     Args:
-        tensor: The same dtype and shape on all ranks; it is not changed.
-        root_rank: Whose tensor; counted among all ranks, in process sets, too.
-        name: The collective's name; None: a running number.
-        process_set: The ranks that take part.
+        tensor: Same dtype and shape on all ranks; not changed.
+        root_rank: Global rank of the source, also within process sets.
+        name: Name of the collective; None for an automatic one.
+        process_set: The participating ranks.
 
     Returns:
-        A new tensor. The root's gets the mean over ranks of the gradients, the others' get zeros, as in Horovod.
+        A new tensor. In backward the root gets the mean of all gradients, the others get zeros, as in Horovod.
     """
     result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Broadcast(torch.autograd.Function):
-    """One rank's tensor, which gets the mean of all gradients."""
+    """Broadcast whose backward averages the gradients for the root."""
 
     @staticmethod
     def forward(
@@ -112,10 +112,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to give each rank its rows. See `alltoall`.
+    """Start exchanging rows. See `alltoall`.
 
     Returns:
-        A number for `poll` and `synchronize`, which returns what came, and how many rows from each rank.
+        A handle for `poll` and `synchronize`, which returns the received rows and how many came from each rank.
     """
     channel = channel_of(process_set)
     value = checked(tensor, "alltoall")
@@ -132,22 +132,24 @@ def alltoall_async(
 def _splits(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, channel: Channel) -> torch.Tensor:
     size = len(channel.ranks)
     if not tensor.ndim:
-        raise UsageError("hvd.alltoall of a rank-zero tensor: rows are exchanged, so it has at least one dimension.")
+        raise UsageError(
+            "hvd.alltoall of a rank-zero tensor: it exchanges rows, so the tensor needs at least one dimension."
+        )
     rows = int(tensor.shape[0])
     if splits is None:
         if rows % size:
             raise UsageError(
-                f"hvd.alltoall of {rows} rows without splits: they are cut into equal parts for {size} ranks; give "
-                "`splits`, or a multiple of that."
+                f"hvd.alltoall of {rows} rows without splits: the number must be a multiple of {size} ranks; pass "
+                "`splits` for unequal parts."
             )
         return torch.full((size,), rows // size, dtype=torch.int32)
     counts = splits if isinstance(splits, torch.Tensor) else torch.tensor(list(splits), dtype=torch.int32)
     if counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
-        raise UsageError(f"hvd.alltoall with splits of {counts.dtype}: they are whole numbers, such as torch.int32.")
+        raise UsageError(f"hvd.alltoall with splits of {counts.dtype}: splits must be integers, such as torch.int32.")
     if counts.shape != (size,) or bool((counts < 0).any()) or int(counts.sum()) > rows:
         raise UsageError(
-            f"hvd.alltoall with splits={counts.tolist()} of {rows} rows: there is one number for each of {size} ranks, "
-            "none below 0, and they add up to the rows at most."
+            f"hvd.alltoall with splits={counts.tolist()} of {rows} rows: pass one number >= 0 for each of "
+            f"{size} ranks; their sum must not exceed the number of rows."
         )
     return counts
 
@@ -158,22 +160,22 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give each rank its rows of this rank's tensor, and get this rank's rows of theirs.
+    """Send rows of this rank's tensor to each rank, and receive rows from each rank.
 
     Args:
-        tensor: The same dtype and shape on all ranks, but for the size of dim 0; it is not changed.
-        splits: How many rows go to each rank, in the order of ranks; None: as many to each.
-        name: The collective's name; None: a running number.
-        process_set: The ranks that take part.
+        tensor: Same dtype and shape on all ranks, except for the size of dim 0; not changed.
+        splits: Number of rows for each rank, in rank order; None for equal parts.
+        name: Name of the collective; None for an automatic one.
+        process_set: The participating ranks.
 
     Returns:
-        What came, in the order of ranks; with `splits` also how many rows came from each rank.
+        The received rows in rank order; with `splits` also how many rows came from each rank.
     """
     return _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
 
 
 class _Alltoall(torch.autograd.Function):
-    """An exchange of rows, whose gradients go back to where they came from."""
+    """Exchange of rows; backward sends gradients back to the source ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:

@@ -1,11 +1,11 @@
-"""Agreeing with the other ranks on which collective comes next: by name, whatever order each rank calls in.
+"""Negotiation of the next collective: ranks match calls by name, whatever order each rank calls them in.
 
-Ranks send each other small rows over a group of their own, one row a rank in each round: "I call this", "I wait", "I
-have joined". Rounds are sent ahead without waiting for them, and every rank reads them in the same order, so that all
-come to the same decisions: a collective begins when the last rank has called it, and always in the same order. (The
-idea of names that are matched is Horovod's. Its background thread is not needed: rounds travel in Gloo's.)
+In each round every rank sends one small row over a separate group: "I call this", "I wait" or "I have joined". Rounds
+are sent ahead without waiting, and every rank reads them in the same order. So all ranks decide alike: a collective
+starts when the last rank has called it, in the same order everywhere. (Matching names is Horovod's idea. Its background
+thread is not needed, as Gloo's threads carry the rounds.)
 
-A round in which every rank waits proves that none can go on. All of them are told, instead of waiting for ever.
+A round in which every rank waits proves a deadlock, which is then reported on all ranks.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 from axon_nb.comm import Backend, CommError, Handle, ProcessGroup, direct
 from axon_nb.compat.horovod.errors import HorovodInternalError
 from axon_nb.compat.horovod.failing import carried, told
-from axon_nb.compat.horovod.mismatch import differing, nobody_goes_on, without_the_joined
+from axon_nb.compat.horovod.mismatch import deadlock_message, differing, join_mismatch
 from axon_nb.compat.horovod.operation import Blueprint, Operation
 from axon_nb.errors import UsageError
 
 __all__ = ["Channel"]
 
 _LOOKS, _WAITS, _CALLS, _JOINED = range(4)
-"""What a row says: another look at what the others do, a wait, a call, the end of this rank's data."""
+"""Kinds of rows: only reading what the others do, waiting, calling, end of this rank's data."""
 _WIDTH = 4
 
 Calls = dict[int, tuple[int, int]]
-"""Of one collective, by rank: its signature and rows."""
+"""Signature and number of rows of one collective, by member."""
 
 
 class Channel:
-    """What one rank knows of the collectives of one process set.
+    """One rank's view of the collectives of a process set.
 
     Args:
         control: Carries the rounds.
         data: Carries the data; like `control`, used by nobody else.
-        absent: Makes the part of a rank that has joined in an allreduce of the others.
+        absent: Creates the operation with which a joined rank takes part in an allreduce.
     """
 
     def __init__(self, control: ProcessGroup, data: ProcessGroup, *, absent: Callable[[Blueprint], Operation]) -> None:
@@ -52,7 +52,7 @@ class Channel:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the groups were formed anew, and nothing is under way on any rank."""
+        """Forget everything: the groups were rebuilt, and no rank has a call in progress."""
         self._rounds: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
         self._called: dict[int, Calls] = {}
         self._own: dict[int, Operation] = {}
@@ -70,30 +70,30 @@ class Channel:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way."""
+        """Whether a call is in progress."""
         return bool(self._rounds or self._own or any(not operation.over for operation in self._taken.values()))
 
     def next_name(self, kind: str) -> str:
-        """The name of a call that has been given none: ranks number such calls alike."""
+        """Generate the name of an unnamed call; all ranks number such calls alike."""
         number = self._numbers[kind]
         self._numbers[kind] += 1
         return f"noname.{self._meetings}.{number}"
 
     def _meet(self) -> None:
-        # All ranks are here, and may have made different numbers of calls: from now on they number them alike again.
+        # All ranks are here but may have made different numbers of calls: restart the numbering.
         self._meetings += 1
         self._numbers.clear()
 
     def call(self, operation: Operation) -> None:
-        """Tell the others that this rank calls `operation`.
+        """Announce to the other ranks that this rank calls `operation`.
 
         Raises:
-            UsageError: a call of that name is under way.
+            UsageError: a call with that name is in progress.
         """
         if operation.key in self._taken:
             raise UsageError(
-                f"hvd.{operation.kind} was called under the name {operation.name!r}, which an earlier call has that "
-                "is not synchronized yet: use a different name, or hvd.synchronize the earlier one first."
+                f"hvd.{operation.kind}: the name {operation.name!r} is used by an earlier call that is not "
+                "synchronized yet. Use a different name, or call hvd.synchronize on the earlier one first."
             )
         self._own[operation.key] = self._taken[operation.key] = operation
         try:
@@ -105,19 +105,19 @@ class Channel:
         self.progress()
 
     def progress(self, ahead: int | None = None) -> None:
-        """Read the rounds that have come.
+        """Read the rounds that have arrived.
 
         Args:
-            ahead: Wait until at most so many rounds are left unread; None: do not wait.
+            ahead: Wait until at most this many rounds are unread; None for no waiting.
         """
         while self._rounds and self._read(wait=ahead is not None and len(self._rounds) > ahead):
             pass
 
     def finish(self, operation: Operation) -> Any:
-        """Wait for one call; what the collective returns.
+        """Wait for one call and return its result.
 
         Raises:
-            HorovodInternalError: ranks brought what does not fit together, or no rank can go on, or one is gone.
+            HorovodInternalError: the ranks' calls do not match, all ranks wait, or a rank is gone.
         """
         self._decide(operation)
         try:
@@ -128,7 +128,7 @@ class Channel:
                 self._taken.pop(operation.key, None)
 
     def poll(self, operation: Operation) -> bool:
-        """Whether `finish` returns at once."""
+        """Whether `finish` would return at once."""
         self.progress()
         if not operation.decided:
             if self.data.backend is Backend.MOCK:
@@ -141,7 +141,7 @@ class Channel:
         return operation.over
 
     def join(self) -> int:
-        """Take part with zeros in what the others reduce until all have joined; the rank that joined last."""
+        """Take part in the others' reductions with zeros until all have joined; return the rank that joined last."""
         self._last_joined = -1
         while self._last_joined < 0:
             if not self._rounds:
@@ -166,7 +166,7 @@ class Channel:
         self._rounds.append((work, own, everyone))
 
     def _read(self, *, wait: bool) -> bool:
-        """Read the oldest round, if it has come or is to be waited for; whether it was read."""
+        """Read the oldest round if it has arrived, or wait for it; return whether it was read."""
         work, _, everyone = self._rounds[0]
         if work is not None:
             if not wait and not work.is_completed():
@@ -190,12 +190,12 @@ class Channel:
             self._last_joined, self._joined = self.ranks[self._joined[-1]], []
             self._meet()
         elif not complete and all(row[0] in (_WAITS, _JOINED) for row in rows):
-            self._give_up()
+            self._report_deadlock()
 
     def _begin(self, operation: Operation | None, calls: Calls) -> None:
-        """All ranks have called: begin, in the same order on all of them."""
+        """Start a collective that all ranks have called, in the same order on all of them."""
         if self._joined or len({signature for signature, _ in calls.values()}) > 1:
-            blueprint, problem = self._look_closer(operation)
+            blueprint, problem = self._compare_calls(operation)
             if operation is None and blueprint is not None and problem is None:
                 stand_in = self._absent(blueprint)
                 self._for_others.append(stand_in.begin(self.data, [0] * self._size))
@@ -208,25 +208,25 @@ class Channel:
         try:
             with carried(operation.kind, operation.name):
                 operation.transfer = operation.begin(self.data, rows)
-        except CommError as error:  # what fits together, and the groups cannot carry: so on all ranks
+        except CommError as error:  # matching calls that the groups do not support: so on all ranks
             operation.error = error
 
-    def _look_closer(self, operation: Operation | None) -> tuple[Blueprint | None, str | None]:
-        """What the ranks that have called need of those that have joined, and why they cannot go on; None: they can."""
+    def _compare_calls(self, operation: Operation | None) -> tuple[Blueprint | None, str | None]:
+        """Exchange details: the blueprint for joined ranks, and the problem if the calls do not match."""
         own = None if operation is None else (operation.kind, operation.name, operation.brings)
         all_told = told(self.data, (own, operation and operation.blueprint))
         calls = [call for call, _ in all_told]
         blueprint = next((blueprint for call, blueprint in all_told if call is not None), None)
         problem = differing(self.ranks, calls)
         if problem is None and None in calls and blueprint is None:
-            problem = without_the_joined(self.ranks, calls)
+            problem = join_mismatch(self.ranks, calls)
         return blueprint, problem
 
-    def _give_up(self) -> None:
-        """Every rank waits, and for what nobody else calls: all of them say so, and can then go on."""
+    def _report_deadlock(self) -> None:
+        """Report a deadlock on all ranks, which can then continue."""
         waiting = list(self._own.values())
         said = told(self.data, [(operation.kind, operation.name) for operation in waiting])
-        problem = nobody_goes_on(self.ranks, said)
+        problem = deadlock_message(self.ranks, said)
         for operation in waiting:
             operation.error = HorovodInternalError(problem)
             self._taken.pop(operation.key, None)

@@ -1,4 +1,4 @@
-"""One collective on one rank: what it brings, and what has become of it."""
+"""One collective call on one rank: its arguments and its progress."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from axon_nb.comm import Handle, ProcessGroup
 __all__ = ["Begin", "Blueprint", "Operation", "described", "number_of"]
 
 Begin = Callable[[ProcessGroup, Sequence[int]], Handle]
-"""Begins the data's way: the group that carries it, and the rows (size of dim 0) that each of its ranks brings."""
+"""Starts the transfer; takes the group and each rank's number of rows (size of dim 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What a rank that has joined needs to take part in an allreduce with zeros."""
+    """What a joined rank needs to take part in an allreduce with zeros."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -33,20 +33,20 @@ class Operation:
     """One call of one rank."""
 
     kind: str
-    """What was called, such as ``allreduce``."""
+    """The collective, such as ``allreduce``."""
     name: str
-    """Under which name; the same on all ranks."""
+    """The call's name, the same on all ranks."""
     brings: str
-    """What must be the same on all ranks, in words."""
+    """Description of what must match on all ranks."""
     begin: Begin
     rows: int = 0
-    """Size of dim 0, where ranks may differ in it."""
+    """Size of dim 0 if ranks may differ in it."""
     blueprint: Blueprint | None = None
-    """None: ranks that have joined cannot take part."""
+    """None if joined ranks cannot take part."""
     transfer: Handle | None = None
-    """The data on its way; None before all ranks have called."""
+    """The running transfer; None before all ranks have called."""
     error: Exception | None = None
-    """Why it will not be carried out."""
+    """Why it failed."""
     key: int = field(init=False)
     signature: int = field(init=False)
 
@@ -56,19 +56,19 @@ class Operation:
 
     @property
     def decided(self) -> bool:
-        """Whether it is known to all ranks: its data is on its way, or it has failed."""
+        """Whether its transfer has started, or it has failed."""
         return self.transfer is not None or self.error is not None
 
     @property
     def over(self) -> bool:
-        """Whether its result, or its error, is there."""
+        """Whether its result or error is available."""
         return self.error is not None or (self.transfer is not None and self.transfer.done())
 
     def result(self) -> Any:
-        """Wait for the data; what the collective returns.
+        """Wait for the transfer and return the collective's result.
 
         Raises:
-            Exception: it was not carried out.
+            Exception: the call failed.
         """
         if self.error is not None:
             raise self.error
@@ -77,12 +77,12 @@ class Operation:
 
 
 def number_of(text: str) -> int:
-    """A number that stands for a text on all ranks; 64 bits."""
+    """Hash a text to 64 bits, the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def described(tensors: Sequence[torch.Tensor], *, any_rows: bool = False) -> str:
-    """Dtype, shape and device of tensors in words; `any_rows`: the size of dim 0 may differ."""
+    """Describe dtype, shape and device of tensors; with `any_rows` the size of dim 0 may differ."""
     return ", ".join(
         f"{tensor.dtype} of shape {_shape(tensor, any_rows)}" + ("" if tensor.is_cpu else f" on {tensor.device.type}")
         for tensor in tensors

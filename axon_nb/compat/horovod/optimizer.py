@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any optimizer of torch's, stepping on gradients that all ranks have reduced."""
+"""DistributedOptimizer: a torch optimizer that steps with gradients reduced over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import StepOrder
+from axon_nb.compat.horovod.errors import StepOrderError
 from axon_nb.compat.horovod.gradients import GradientReduction, How, Unit
 from axon_nb.compat.horovod.process_sets import ProcessSet, global_process_set
 from axon_nb.compat.horovod.reduce_ops import Op, chosen_op
@@ -22,35 +22,35 @@ __all__ = ["DistributedOptimizer", "ReducingOptimizer"]
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to the class of the optimizer that it is given."""
+    """Mixin that `DistributedOptimizer` adds to the given optimizer's class."""
 
     _reduction: GradientReduction | None
-    """None: there is nobody to reduce gradients with."""
+    """None if there are no other ranks."""
     _plain: type[torch.optim.Optimizer]
-    """The class that was given."""
+    """The original class."""
     _synchronized: bool
     _should_synchronize: bool
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How often backward adds to a gradient before it is reduced."""
+        """Number of backward passes per reduction."""
         return 1 if self._reduction is None else self._reduction.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change it, between a step and the next backward."""
+        """Change the number of passes; only between a step and the next backward."""
         if self._reduction is not None:
             self._reduction.passes = _checked_passes(passes)
             self._reduction.forget()
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, as before clipping them; then `step` within `skip_synchronize`."""
+        """Wait until all gradients are reduced, for example to clip them; then `step` within `skip_synchronize`."""
         if self._reduction is not None:
             self._reduction.finish()
         self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step` does not reduce gradients: `synchronize` was called before."""
+        """Make `step` skip the reduction, because `synchronize` was already called."""
         self._should_synchronize = False
         try:
             yield
@@ -58,7 +58,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait until all gradients are reduced, then step; a closure's gradients are reduced each time it is called."""
+        """Wait until all gradients are reduced, then step; a closure's gradients are reduced on each call."""
         if closure is not None:
 
             def reduced() -> Any:
@@ -83,32 +83,32 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         return super().step()
 
-    # torch wraps the `step` of a class that lacks this mark, for hooks and the profiler: the inner one's is enough, and
-    # what is waited for here is then no part of a step.
+    # torch wraps a class's `step` without this mark, for hooks and the profiler. Wrapping the inner one is enough, and
+    # keeps the waiting here out of the step.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
 
         Raises:
-            StepOrder: gradients are being reduced.
+            StepOrderError: gradients are being reduced.
         """
         if self._reduction is not None and self._reduction.begun:
-            raise StepOrder(
+            raise StepOrderError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the next backward is the first."""
+        """Load the state; the next backward counts as the first."""
         if self._reduction is not None:
             self._reduction.forget()
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the gradients of the new parameters are reduced, too."""
+        """Add a parameter group, whose gradients are reduced too."""
         super().add_param_group(param_group)
         reduction = vars(self).get("_reduction")
         if reduction is not None:
@@ -136,34 +136,34 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optimizer like the one given, whose gradients are reduced over ranks while backward makes them.
+    """Wrap an optimizer so that its gradients are reduced over ranks during backward.
 
     Args:
-        optimizer: Any of torch's; its parameters, state and options are shared.
-        named_parameters: ``model.named_parameters()``: gradients are matched between ranks by these names.
-        compression: What is done to gradients before they travel.
-        backward_passes_per_step: How often backward adds to the gradients before they are reduced.
+        optimizer: Any torch optimizer; its parameters, state and options are shared.
+        named_parameters: ``model.named_parameters()``; gradients are matched between ranks by name.
+        compression: Compression of gradients for communication.
+        backward_passes_per_step: Number of backward passes per reduction.
         op: Average, Sum, Min, Max or Product.
-        gradient_predivide_factor: With Average: gradients are divided by it before the sum, and multiplied with it
+        gradient_predivide_factor: With Average: gradients are divided by it before the sum and multiplied by it
             afterwards.
         num_groups: The older form of `groups`.
-        groups: In how many groups gradients travel, or lists of parameters that travel together; None: each alone.
-        sparse_as_dense: Sparse gradients travel as dense ones.
-        process_set: The ranks that take part.
+        groups: Number of groups, or lists of parameters reduced together; None reduces each separately.
+        sparse_as_dense: Whether to send sparse gradients as dense ones.
+        process_set: The participating ranks.
 
     Returns:
-        An instance of a class derived from the optimizer's own, with `synchronize` and `skip_synchronize` besides.
+        An instance of a subclass of the optimizer's class, with `synchronize` and `skip_synchronize`.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
-        NotSupported: Adasum.
-        UsageError: names that are there twice or are missing, and values that cannot be.
+        NotInitializedError: `hvd.init()` was not called.
+        NotSupportedError: Adasum.
+        UsageError: duplicate or missing names, or invalid values.
     """
     chosen = chosen_op(op)
     if gradient_predivide_factor != 1.0 and chosen is not Op.AVERAGE:
         raise UsageError("gradient_predivide_factor not supported with op != Average: leave it out, or use Average.")
     if gradient_predivide_factor <= 0:
-        raise UsageError(f"gradient_predivide_factor={gradient_predivide_factor}: it is above 0.")
+        raise UsageError(f"gradient_predivide_factor must be > 0; got {gradient_predivide_factor}.")
     passes = _checked_passes(backward_passes_per_step)
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
@@ -177,7 +177,7 @@ def DistributedOptimizer(
         plain.__name__, (ReducingOptimizer, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
     )
     wrapped: Any = made.__new__(made)
-    # Not `step`: a scheduler's wrapper of the given optimizer's.
+    # Except `step`, which may be a scheduler's wrapper of the given optimizer's method.
     vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._plain, wrapped._synchronized, wrapped._should_synchronize = plain, False, True
     wrapped._reduction = None if alone else GradientReduction(units, how, passes)

@@ -1,10 +1,10 @@
-"""Some of the ranks, that run collectives of their own."""
+"""Process sets: subsets of ranks with their own collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.compat.horovod.negotiation import Channel
 from axon_nb.compat.horovod.operation import Operation
 from axon_nb.compat.horovod.state import Member, State, current, end_member, find, make_member
@@ -23,28 +23,26 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some ranks. Given to `hvd.init` or `hvd.add_process_set` it gets a number, and collectives take it.
+    """A subset of ranks for collectives; register it with `hvd.init` or `hvd.add_process_set`.
 
     Args:
-        ranks_or_comm: Ranks, counted among all.
+        ranks_or_comm: Global ranks.
 
     Raises:
-        NotSupported: an MPI communicator.
-        UsageError: one is no whole number, or there is none.
+        NotSupportedError: an MPI communicator.
+        UsageError: an entry is not an integer, or there is none.
     """
 
     process_set_id: int | None = None
-    """None: it was not added, or was removed."""
+    """None if it is not registered."""
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
-            raise NotSupported(
-                f"ProcessSet({ranks_or_comm!r}): there is no MPI here; a process set is made of a list of ranks."
-            )
+            raise NotSupportedError(f"ProcessSet({ranks_or_comm!r}): MPI is not supported; pass a list of ranks.")
         given = list(ranks_or_comm)
         if not given or any(type(rank) is not int for rank in given):
-            raise UsageError(f"ProcessSet({given!r}): it is made of ranks, which are whole numbers, at least one.")
+            raise UsageError(f"ProcessSet({given!r}): pass at least one rank, as integers.")
         self._ranks: list[int] | None = sorted(given)
 
     @property
@@ -57,12 +55,12 @@ class ProcessSet:
         return None if state is None or self.process_set_id is None else state.sets.get(self.process_set_id)
 
     def size(self) -> int | None:
-        """Number of ranks; None: it was not added."""
+        """Number of ranks; None if not registered."""
         member = self._member()
         return None if member is None else len(member.ranks)
 
     def rank(self) -> int | None:
-        """This rank's place in the set; None: it was not added.
+        """This rank's index in the set; None if not registered.
 
         Raises:
             UsageError: this rank is not in it.
@@ -71,7 +69,7 @@ class ProcessSet:
         return None if member is None else _channel(member, current()).data.rank()
 
     def included(self) -> bool | None:
-        """Whether this rank is in it; None: Horovod does not know the set's ranks yet."""
+        """Whether this rank is in it; None if the set's ranks are not known yet."""
         return None if self.ranks is None else current().rank in self.ranks
 
     def __str__(self) -> str:
@@ -81,7 +79,7 @@ class ProcessSet:
 
 
 class _Everyone(ProcessSet):
-    """All ranks: known as soon as Horovod is initialized."""
+    """The set of all ranks, available once Horovod is initialized."""
 
     process_set_id = 0
 
@@ -90,21 +88,21 @@ class _Everyone(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        """All ranks; none before `hvd.init()`."""
+        """All ranks; empty before `hvd.init()`."""
         member = self._member()
         return [] if member is None else list(member.ranks)
 
 
 global_process_set: ProcessSet = _Everyone()
-"""All ranks."""
+"""The process set of all ranks."""
 
 
 def channel_of(process_set: ProcessSet) -> Channel:
-    """What the collectives of a set go through on this rank.
+    """Return the channel of a set's collectives on this rank.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
-        UsageError: the set was not added, or this rank is not in it.
+        NotInitializedError: `hvd.init()` was not called.
+        UsageError: the set is not registered, or this rank is not in it.
     """
     state = current()
     number = getattr(process_set, "process_set_id", None)
@@ -112,7 +110,7 @@ def channel_of(process_set: ProcessSet) -> Channel:
     if member is None:
         raise UsageError(
             f"process_set={process_set}: the process set does not exist or has not been registered; "
-            "hvd.add_process_set(...) on every rank, or hvd.init(process_sets=[...])."
+            "call hvd.add_process_set(...) on every rank, or hvd.init(process_sets=[...])."
         )
     return _channel(member, state)
 
@@ -127,23 +125,23 @@ def _channel(member: Member, state: State) -> Channel:
 
 
 def register(state: State, process_set: ProcessSet) -> None:
-    """Make a set's groups and number it; collective over all ranks."""
+    """Create a set's groups and assign its id; collective over all ranks."""
     process_set.process_set_id = make_member(state, process_set.ranks or ()).number
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Add a process set; every rank does, members or not, with the same ranks.
+    """Register a process set; every rank must call this, members or not, with the same ranks.
 
     Raises:
-        UsageError: there is one of these ranks already, or a rank is not in the world.
-        HorovodInternalError: other ranks add another one.
+        UsageError: a set with these ranks exists, or a rank does not exist.
+        HorovodInternalError: other ranks add a different set.
     """
     state = current()
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     check_ranks(state, chosen)
     everyone = channel_of(global_process_set)
     ranks = chosen.ranks
-    # Under one name, so that ranks that add different sets learn of it rather than wait.
+    # Under one name, so that ranks that add different sets get an error instead of waiting.
     operation = Operation("add_process_set", everyone.next_name("process_set"), f"ranks {ranks}", nothing())
     everyone.call(operation)
     everyone.finish(operation)
@@ -152,24 +150,24 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def check_ranks(state: State, process_set: ProcessSet) -> None:
-    """Look at a set that is to be added.
+    """Validate a set before it is registered.
 
     Raises:
-        UsageError: there is one of these ranks already, or a rank is not in the world, or is there twice.
+        UsageError: a set with these ranks exists, or a rank does not exist or is duplicate.
     """
     ranks = tuple(process_set.ranks or ())
     world = len(state.hosts)
     if not all(0 <= rank < world for rank in ranks) or len(set(ranks)) < len(ranks):
-        raise UsageError(f"{process_set}: ranks are 0 to {world - 1}, each once.")
+        raise UsageError(f"{process_set}: ranks must be distinct and from 0 to {world - 1}.")
     if any(member.ranks == ranks for member in state.sets.values()):
-        raise UsageError(f"Attempted to add a duplicate process set: {process_set}; use the one that is there.")
+        raise UsageError(f"Attempted to add a duplicate process set: {process_set}; use the existing one.")
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; every rank does. Whether there was one that can be removed, which all ranks' cannot.
+    """Remove a process set; every rank must call this. Return whether it was removed; the global set never is.
 
     Raises:
-        HorovodInternalError: other ranks remove another one.
+        HorovodInternalError: other ranks remove a different set.
     """
     state = current()
     number = process_set.process_set_id

@@ -1,4 +1,4 @@
-"""Average, Sum and the other operations, by Horovod's names and numbers, and their arithmetic."""
+"""Reduce operations with Horovod's names and numbers, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from axon_nb.comm import ReduceOp
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.errors import UsageError
 
 __all__ = [
@@ -31,12 +31,12 @@ __all__ = [
 
 
 class Op(enum.IntEnum):
-    """How values of several ranks become one; the numbers are Horovod's."""
+    """Reduce operations; the numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
     ADASUM = 2
-    """Known by name, so that scripts can offer it; refused where it is used."""
+    """Defined so that scripts can name it; using it raises."""
     MIN = 3
     MAX = 4
     PRODUCT = 5
@@ -55,14 +55,14 @@ _COMM = {
 
 
 def chosen_op(op: int | None, average: bool | None = None) -> Op:
-    """The operation that a call means: Average unless it says otherwise.
+    """Resolve a call's operation; default is Average.
 
     Args:
         op: One of Average, Sum, Min, Max, Product.
         average: The older parameter; True is Average, False is Sum.
 
     Raises:
-        NotSupported: Adasum.
+        NotSupportedError: Adasum.
         UsageError: both were given, or `op` is none of them.
     """
     if op is None:
@@ -79,9 +79,9 @@ def chosen_op(op: int | None, average: bool | None = None) -> Op:
     try:
         found = Op(op)
     except ValueError:
-        raise UsageError(f"op={op!r}: it is one of hvd.Average, Sum, Min, Max and Product.") from None
+        raise UsageError(f"op must be hvd.Average, Sum, Min, Max or Product; got {op!r}.") from None
     if found is Op.ADASUM:
-        raise NotSupported(
+        raise NotSupportedError(
             "op=hvd.Adasum is not supported: use hvd.Average with the learning rate scaled by hvd.size(), or "
             "hvd.Sum with the rate as it is."
         )
@@ -89,12 +89,12 @@ def chosen_op(op: int | None, average: bool | None = None) -> Op:
 
 
 def comm_op(op: Op) -> ReduceOp:
-    """What the groups carry out for it; an average is a sum that `finish_average` divides."""
+    """The groups' operation for it; an average is a sum that `finish_average` divides."""
     return _COMM[op]
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; whole numbers in double precision, and what is behind the point is cut off, as in Horovod."""
+    """Multiply in place; integers in double precision and truncated, as in Horovod."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():
@@ -104,7 +104,7 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def finish_average(tensor: torch.Tensor, size: int) -> None:
-    """Divide a sum over `size` ranks in place; of whole numbers what is behind the point is cut off, as in Horovod."""
+    """Divide a sum over `size` ranks in place; integers are truncated, as in Horovod."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.div_(size)
     else:
@@ -112,32 +112,30 @@ def finish_average(tensor: torch.Tensor, size: int) -> None:
 
 
 def in_words(op: Op, factors: tuple[float, float]) -> str:
-    """The operation and its scaling, which must be the same on all ranks."""
+    """Describe the operation and its scaling, which must match on all ranks."""
     if factors == (1.0, 1.0):
         return op.name.title()
     return f"{op.name.title()} (prescale_factor={factors[0]:g}, postscale_factor={factors[1]:g})"
 
 
 def check_dtypes(op: Op, tensors: Iterable[torch.Tensor], what: str) -> None:
-    """Say when the operation makes no sense.
+    """Check that the operation supports the dtypes.
 
     Raises:
-        UsageError: an average of truths.
+        UsageError: an average of booleans.
     """
     if op is Op.AVERAGE and any(tensor.dtype is torch.bool for tensor in tensors):
-        raise UsageError(
-            f"hvd.{what} of torch.bool: truths have no average; use op=hvd.Sum, which is any, or .float()."
-        )
+        raise UsageError(f"hvd.{what} of torch.bool: cannot average booleans; use op=hvd.Sum (logical or) or .float().")
 
 
 def check_gradient(op: Op, what: str) -> None:
-    """Say when a gradient is asked for that is not defined.
+    """Check that the operation has a gradient.
 
     Raises:
-        NotSupported: the operation is neither Average nor Sum.
+        NotSupportedError: the operation is neither Average nor Sum.
     """
     if op not in (Op.AVERAGE, Op.SUM):
-        raise NotSupported(
-            f"the gradient of hvd.{what} with op=hvd.{op.name.title()}: it is defined for Average and Sum; detach the "
-            "tensor where none is needed."
+        raise NotSupportedError(
+            f"hvd.{what} with op=hvd.{op.name.title()} has no gradient; it is defined for Average and Sum. Detach the "
+            "tensor if you need none."
         )

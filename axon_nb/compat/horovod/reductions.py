@@ -37,7 +37,7 @@ def _begin(
 ) -> int:
     channel = channel_of(process_set)
     if not outputs:
-        raise UsageError(f"hvd.{kind} of no tensors: give it at least one.")
+        raise UsageError(f"hvd.{kind} needs at least one tensor.")
     values = [checked(output, kind) for output in outputs]
     check_dtypes(op, values, kind)
     operation = Operation(
@@ -64,10 +64,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine a tensor over ranks; `tensor` is not changed. See `allreduce`.
+    """Start reducing a tensor over ranks; `tensor` is not changed. See `allreduce`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     chosen = chosen_op(op, average)
     return _begin(
@@ -84,10 +84,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine a tensor over ranks, in place. See `allreduce`.
+    """Start reducing a tensor over ranks, in place. See `allreduce`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     chosen = chosen_op(op, average)
     return _begin("allreduce", [tensor], name, chosen, (prescale_factor, postscale_factor), process_set)
@@ -102,7 +102,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine a tensor over ranks, in place; returns it. See `allreduce`."""
+    """Reduce a tensor over ranks, in place, and return it. See `allreduce`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = synchronize(handle)
     return result
@@ -118,25 +118,25 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Combine a tensor over all ranks; every rank gets the result. Gradients flow back, for Average and Sum.
+    """Reduce a tensor over all ranks; every rank gets the result. Differentiable for Average and Sum.
 
     Args:
-        tensor: The same dtype and shape on all ranks; it is not changed.
+        tensor: Same dtype and shape on all ranks; not changed.
         average: The older form of `op`.
-        name: The collective's name: calls of one name belong together, whatever order ranks make them in. None: a
-            running number.
-        compression: What is done to the tensor before it travels.
-        op: Average (None, too), Sum, Min, Max or Product. The average of whole numbers is cut off behind the point.
-        prescale_factor: What the tensor is multiplied with before.
-        postscale_factor: What the result is multiplied with.
-        process_set: The ranks that take part.
+        name: Name of the collective: calls with the same name match, in whatever order ranks make them. None for an
+            automatic one.
+        compression: Compression of the tensor for communication.
+        op: Average (default), Sum, Min, Max or Product. The average of integers is truncated.
+        prescale_factor: Factor applied to the tensor before the reduction.
+        postscale_factor: Factor applied to the result.
+        process_set: The participating ranks.
 
     Returns:
         A new tensor of the same shape and dtype.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
-        HorovodInternalError: ranks bring different tensors or operations under the name, or no rank can go on.
+        NotInitializedError: `hvd.init()` was not called.
+        HorovodInternalError: ranks pass different tensors or operations under the name, or all ranks wait.
     """
     chosen = chosen_op(op, average)
     packed, context = compression.compress(tensor)
@@ -192,10 +192,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors over ranks as one; they are not changed. See `allreduce`.
+    """Start reducing several tensors over ranks as one; they are not changed. See `allreduce`.
 
     Returns:
-        A number for `poll` and `synchronize`, which returns a list.
+        A handle for `poll` and `synchronize`, which returns a list.
     """
     kind, chosen = "grouped_allreduce", chosen_op(op, average)
     return _begin(kind, _copies(tensors, kind), name, chosen, (prescale_factor, postscale_factor), process_set)
@@ -210,10 +210,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors over ranks as one, in place. See `allreduce`.
+    """Start reducing several tensors over ranks as one, in place. See `allreduce`.
 
     Returns:
-        A number for `poll` and `synchronize`, which returns a list.
+        A handle for `poll` and `synchronize`, which returns a list.
     """
     kind, chosen = "grouped_allreduce", chosen_op(op, average)
     return _begin(kind, list(tensors), name, chosen, (prescale_factor, postscale_factor), process_set)
@@ -228,7 +228,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors over ranks as one, in place; returns them. See `allreduce`."""
+    """Reduce several tensors over ranks as one, in place, and return them. See `allreduce`."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     result: list[torch.Tensor] = synchronize(handle)
     return result
@@ -244,7 +244,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Combine several tensors over ranks as one: in one message for each dtype. See `allreduce`."""
+    """Reduce several tensors over ranks as one, with one message per dtype. See `allreduce`."""
     chosen = chosen_op(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
     values = [value for value, _ in packed]

@@ -22,7 +22,9 @@ __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatte
 def _operation(kind: str, tensor: torch.Tensor, name: str, op: Op, factors: tuple[float, float]) -> Operation:
     value = checked(tensor, kind)
     if not value.ndim:
-        raise UsageError(f"hvd.{kind} of a rank-zero tensor: rows are dealt out, so it has at least one dimension.")
+        raise UsageError(
+            f"hvd.{kind} of a rank-zero tensor: it scatters rows, so the tensor needs at least one dimension."
+        )
     check_dtypes(op, [value], kind)
     brings = f"{in_words(op, factors)} of {described([value])}"
     copy = value.clone(memory_format=torch.contiguous_format)
@@ -37,10 +39,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to combine a tensor over ranks and to give each rank its rows. See `reducescatter`.
+    """Start reducing a tensor over ranks and scattering its rows. See `reducescatter`.
 
     Returns:
-        A number for `poll` and `synchronize`.
+        A handle for `poll` and `synchronize`.
     """
     kind, channel = "reducescatter", channel_of(process_set)
     named = channel.next_name(kind) if name is None else name
@@ -56,10 +58,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to combine several tensors over ranks and to give each rank its rows. See `reducescatter`.
+    """Start reducing several tensors over ranks and scattering their rows. See `reducescatter`.
 
     Returns:
-        A number for `poll` and `synchronize`, which returns a list.
+        A handle for `poll` and `synchronize`, which returns a list.
     """
     kind, channel = "grouped_reducescatter", channel_of(process_set)
     base, chosen = channel.next_name(kind) if name is None else name, chosen_op(op)
@@ -68,7 +70,7 @@ def grouped_reducescatter_async(
         _operation(kind, tensor, f"{base}.{number}", chosen, factors) for number, tensor in enumerate(tensors)
     ]
     if not operations:
-        raise UsageError(f"hvd.{kind} of no tensors: give it at least one.")
+        raise UsageError(f"hvd.{kind} needs at least one tensor.")
     return begin(channel, operations, list)
 
 
@@ -81,19 +83,19 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine a tensor over ranks and give each rank its rows of the result.
+    """Reduce a tensor over ranks and scatter the rows of the result.
 
     Args:
-        tensor: The same dtype and shape on all ranks; it is not changed.
-        name: The collective's name; None: a running number.
-        compression: What is done to the tensor before it travels.
+        tensor: Same dtype and shape on all ranks; not changed.
+        name: Name of the collective; None for an automatic one.
+        compression: Compression of the tensor for communication.
         op: Average, Sum, Min, Max or Product.
-        process_set: The ranks that take part.
-        prescale_factor: What the tensor is multiplied with before.
-        postscale_factor: What the result is multiplied with.
+        process_set: The participating ranks.
+        prescale_factor: Factor applied to the tensor before the reduction.
+        postscale_factor: Factor applied to the result.
 
     Returns:
-        A new tensor: this rank's rows. Where rows cannot be dealt out equally, the first ranks have one more.
+        A new tensor: this rank's rows. If rows do not divide evenly, the first ranks get one more.
     """
     packed, context = compression.compress(tensor)
     call = ("reducescatter", name, chosen_op(op), process_set, prescale_factor, postscale_factor)
@@ -111,7 +113,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combine several tensors over ranks and give each rank its rows of each. See `reducescatter`."""
+    """Reduce several tensors over ranks and scatter the rows of each. See `reducescatter`."""
     packed = [compression.compress(tensor) for tensor in tensors]
     call = ("grouped_reducescatter", name, chosen_op(op), process_set, prescale_factor, postscale_factor)
     results = _Reducescatter.apply(call, *(value for value, _ in packed))  # type: ignore[no-untyped-call]
@@ -119,11 +121,11 @@ def grouped_reducescatter(
 
 
 class _Reducescatter(torch.autograd.Function):
-    """A reduction that is dealt out; the gradients of all rows are gathered."""
+    """Reduce-scatter; backward gathers the gradients of all rows."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Reduce and deal out."""
+        """Reduce and scatter."""
         kind, name, op, process_set, before, after = call
         ctx.call = call
         if kind == "reducescatter":

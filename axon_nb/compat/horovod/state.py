@@ -1,4 +1,4 @@
-"""What Horovod is on this rank between `init` and `shutdown`: the process sets, the calls under way, the hosts."""
+"""Horovod's state on this rank between `init` and `shutdown`: process sets, calls in progress, hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from axon_nb.comm import ProcessGroup
 from axon_nb.comm.forming import rebuild_count
-from axon_nb.compat.horovod.errors import NotInitialized
+from axon_nb.compat.horovod.errors import NotInitializedError
 from axon_nb.compat.horovod.negotiation import Channel
 from axon_nb.compat.horovod.operation import Operation
 from axon_nb.compat.horovod.transfers import stand_in
@@ -22,42 +22,42 @@ __all__ = ["Member", "State", "current", "end_member", "find", "forget", "make_m
 
 @dataclass(slots=True)
 class Member:
-    """A process set as one rank has it."""
+    """One rank's view of a process set."""
 
     number: int
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     groups: tuple[ProcessGroup, ProcessGroup]
-    """What carries the rounds of the negotiation, and what carries the data."""
+    """Groups for the negotiation and for the data."""
     channel: Channel | None
-    """None: this rank is not in the set."""
+    """None if this rank is not in the set."""
 
 
 @dataclass(slots=True)
 class State:
-    """Of one rank."""
+    """Horovod's state on one rank."""
 
     rank: int
     hosts: tuple[str, ...]
     """The host of each rank."""
     owner: bool = False
-    """Whether `init` formed the default group, so that `shutdown` ends it."""
+    """Whether `init` created the default group, so that `shutdown` destroys it."""
     sets: dict[int, Member] = field(default_factory=dict)
-    """By number; 0 is the set of all ranks."""
+    """Process sets by id; 0 is the set of all ranks."""
     next_set: int = 0
     handles: dict[int, tuple[Channel, Sequence[Operation], Any]] = field(default_factory=dict)
-    """The calls that were not waited for, by number."""
+    """Calls that were not waited for, by handle."""
     next_handle: int = 0
     lost: set[int] = field(default_factory=set)
-    """Numbers of calls that were under way when their cell was ended."""
+    """Handles of calls that were aborted with their cell."""
     formed: int = 0
-    """Which forming of the groups all this is about."""
+    """How often the groups had been rebuilt when this state was created."""
     serial: int = field(default_factory=itertools.count(1).__next__)
-    """Tells one `init` of this process from another."""
+    """Distinguishes this `init` from others in this process."""
 
     @property
     def era(self) -> tuple[int, int]:
-        """Changes when everything that was under way is lost."""
+        """Changes when all calls in progress are lost."""
         return self.serial, self.formed
 
     def freshen(self) -> None:
@@ -72,13 +72,13 @@ class State:
                 member.channel.reset()
 
 
-# By default group: ranks of a mock world have one each in one process. Held weakly, as groups must not be kept alive
-# when the default group is ended: Gloo takes the process down then.
+# By default group: the ranks of a mock world share one process. Weak references, as groups must not be kept alive
+# after the default group was destroyed: Gloo would crash the process.
 _states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
 
 
 def find() -> State | None:
-    """What Horovod is here; None: it was not initialized."""
+    """Return Horovod's state; None if not initialized."""
     if not dist.is_initialized():
         return None
     state = _states.get(dist.group.WORLD)
@@ -88,14 +88,14 @@ def find() -> State | None:
 
 
 def current() -> State:
-    """What Horovod is here.
+    """Return Horovod's state.
 
     Raises:
-        NotInitialized: nothing yet.
+        NotInitializedError: `hvd.init()` was not called.
     """
     state = find()
     if state is None:
-        raise NotInitialized
+        raise NotInitializedError
     return state
 
 
@@ -106,12 +106,12 @@ def remember(state: State) -> None:
 
 
 def forget() -> None:
-    """Horovod is nothing here any more."""
+    """Remove Horovod's state."""
     _states.pop(dist.group.WORLD, None)
 
 
 def make_member(state: State, ranks: Sequence[int]) -> Member:
-    """Make the groups of a process set and note it; collective over all ranks, members or not."""
+    """Create and register the groups of a process set; collective over all ranks, members or not."""
     groups = (ProcessGroup(ranks), ProcessGroup(ranks))
     channel = Channel(*groups, absent=stand_in) if groups[0].is_member else None
     member = Member(state.next_set, tuple(sorted(ranks)), groups, channel)
@@ -120,12 +120,12 @@ def make_member(state: State, ranks: Sequence[int]) -> Member:
     return member
 
 
-# Groups with calls under way: to end one would wait for them.
+# Groups with calls in progress: destroying one would wait for them.
 _kept: list[Member] = []
 
 
 def end_member(member: Member) -> None:
-    """End the groups of a process set, unless calls are under way in them, which nobody will complete."""
+    """Destroy the groups of a process set, unless they have calls in progress, which would never complete."""
     if member.channel is None:
         return
     if member.channel.busy:

@@ -1,4 +1,4 @@
-"""BatchNorm with the statistics of all ranks' samples, by Horovod's name."""
+"""Synchronised BatchNorm under Horovod's name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_SyncBatchNorm):
     """Applies synchronous version of N-dimensional BatchNorm: `axon_nb.parallel.SyncBatchNorm` over all ranks.
 
-    On CPUs, too, where Horovod's refuses to train.
+    Works on CPUs too, unlike Horovod's.
 
     Args:
-        num_features: Channels.
+        num_features: Number of channels.
         eps: Added to the variance.
         momentum: Weight of the newest batch in the running statistics; None: their plain average.
         affine: Whether there are a weight and a bias.
@@ -34,10 +34,10 @@ class SyncBatchNorm(_SyncBatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """Shape (samples, channels, …) to the same.
+        """Normalise a tensor of shape (samples, channels, …).
 
         Raises:
-            NotInitialized: `hvd.init()` comes first.
+            NotInitializedError: `hvd.init()` was not called.
         """
         current()
         return super().forward(input)

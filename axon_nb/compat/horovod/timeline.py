@@ -1,4 +1,4 @@
-"""Horovod's timeline: what a rank communicated between two calls, as a trace for Perfetto and chrome://tracing."""
+"""Horovod's timeline: a rank's communication between two calls, as a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _begun: list[tuple[str, int]] = []
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to record.
+    """Start recording.
 
     Args:
-        file_path: Where `stop_timeline` writes the trace on rank 0, as Horovod does.
+        file_path: File to which `stop_timeline` writes the trace on rank 0, as Horovod does.
         mark_cycles: Ignored: there are no cycles here.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
-        UsageError: a timeline has begun already.
+        NotInitializedError: `hvd.init()` was not called.
+        UsageError: a timeline is already being recorded.
     """
     current()
     if _begun:
-        raise UsageError(f"a timeline is being recorded for {_begun[0][0]}: hvd.stop_timeline() comes first.")
+        raise UsageError(f"a timeline is being recorded for {_begun[0][0]}: call hvd.stop_timeline() first.")
     _begun.append((str(file_path), ring.position))
 
 
 def stop_timeline() -> None:
-    """Write what was recorded.
+    """Stop recording and write the trace.
 
     Raises:
-        NotInitialized: `hvd.init()` comes first.
+        NotInitializedError: `hvd.init()` was not called.
     """
     rank = current().rank
     if not _begun:

@@ -1,6 +1,6 @@
-"""How the data of each collective travels, once all ranks have called it.
+"""Data transfer of each collective once all ranks have called it.
 
-Each function returns what begins the way: it is called with the group, in the same order on all ranks.
+Each function returns a callable that starts the transfer: called with the group, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["blueprint_of", "broadcasted", "exchanged", "gathered", "nothing", "r
 
 
 class _All:
-    """Several communications as one."""
+    """Handle of several transfers as one."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = list(handles)
@@ -34,7 +34,7 @@ class _All:
 
 
 def reduced(outputs: Sequence[torch.Tensor], op: Op, prescale: float = 1.0, postscale: float = 1.0) -> Begin:
-    """Combine tensors in place; those of one dtype and device travel as one. Gives the tensors."""
+    """Reduce tensors in place, merging those with the same dtype and device. Returns the tensors."""
 
     def begin(group: ProcessGroup, _: Sequence[int]) -> Handle:
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -65,7 +65,7 @@ def reduced(outputs: Sequence[torch.Tensor], op: Op, prescale: float = 1.0, post
 
 
 def blueprint_of(tensors: Sequence[torch.Tensor], op: Op) -> Blueprint:
-    """What a rank that has joined must know of an allreduce of these."""
+    """What a joined rank must know about an allreduce of these tensors."""
     return Blueprint(
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtypes=tuple(tensor.dtype for tensor in tensors),
@@ -75,7 +75,7 @@ def blueprint_of(tensors: Sequence[torch.Tensor], op: Op) -> Blueprint:
 
 
 def stand_in(blueprint: Blueprint) -> Operation:
-    """The part of a rank that has joined: tensors that change nothing, which in a sum are zeros."""
+    """The operation of a joined rank, with neutral values, such as zeros in a sum."""
     op = Op(blueprint.op)
     tensors = [
         torch.full(shape, _neutral(op, dtype), dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def _neutral(op: Op, dtype: torch.dtype) -> float | bool:
 
 
 def gathered(tensor: torch.Tensor) -> Begin:
-    """The rows of all ranks, in the order of ranks."""
+    """Gather the rows of all ranks, in rank order."""
 
     def begin(group: ProcessGroup, rows: Sequence[int]) -> Handle:
         longest = max(rows)
@@ -120,7 +120,7 @@ def gathered(tensor: torch.Tensor) -> Begin:
 
 
 def broadcasted(output: torch.Tensor, root: int) -> Begin:
-    """The tensor of one rank, by its global number, for all, in place. Gives the tensor."""
+    """Broadcast from the global rank `root`, in place. Returns the tensor."""
 
     def begin(group: ProcessGroup, _: Sequence[int]) -> Handle:
         handle: Handle = broadcast(output, src=group.ranks.index(root), group=group, async_op=True)
@@ -130,7 +130,7 @@ def broadcasted(output: torch.Tensor, root: int) -> Begin:
 
 
 def scattered(tensor: torch.Tensor, op: Op, prescale: float = 1.0, postscale: float = 1.0) -> Begin:
-    """Each rank's rows of what was combined; those that are left over go to the first ranks, one each."""
+    """Reduce and scatter rows; the first ranks get one remaining row each."""
 
     def begin(group: ProcessGroup, _: Sequence[int]) -> Handle:
         each, more = divmod(tensor.shape[0], group.size())
@@ -155,14 +155,14 @@ def scattered(tensor: torch.Tensor, op: Op, prescale: float = 1.0, postscale: fl
 
 
 def exchanged(tensor: torch.Tensor, splits: torch.Tensor) -> Begin:
-    """Rows for each rank, as many as `splits` says; gives what came, and how many rows came from each rank."""
+    """Exchange `splits` rows with each rank; returns the received rows and how many came from each rank."""
 
     def begin(group: ProcessGroup, _: Sequence[int]) -> Handle:
-        # The sizes come first, and are waited for: all ranks are in this call.
+        # Exchange sizes first and wait for them: all ranks are in this call.
         device = tensor.device if group.backend is Backend.NCCL else torch.device("cpu")
         matrix = all_gather(splits.to(device, torch.int64).view(1, -1), group=group)
         received = [int(count) for count in matrix[:, group.rank()].tolist()]
-        # As bytes: Gloo exchanges tensors of some dtypes only.
+        # As bytes: Gloo supports only some dtypes here.
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         outgoing = tensor.contiguous().view(-1).view(torch.uint8).view(tensor.shape[0], row_bytes)
         incoming = outgoing.new_empty((sum(received), row_bytes))
@@ -187,5 +187,5 @@ def exchanged(tensor: torch.Tensor, splits: torch.Tensor) -> Begin:
 
 
 def nothing() -> Begin:
-    """That all ranks have called is all."""
+    """Transfer nothing; the call only synchronises."""
     return lambda group, rows: Handle(None, lambda: None)

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and under which names."""
+"""Which gradients are reduced together, and under which names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["check_names", "make_units"]
 def check_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """The names of an optimizer's parameters.
+    """Return the names of an optimizer's parameters.
 
     Raises:
-        UsageError: names are there twice, or are missing.
+        UsageError: names are duplicate or missing.
     """
     if named_parameters is None:
         return {
@@ -57,10 +57,10 @@ def make_units(
     names: dict[torch.Tensor, str],
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
 ) -> list[Unit]:
-    """The optimizer's parameters that need gradients, by groups.
+    """Group the optimizer's parameters that require gradients.
 
     Raises:
-        UsageError: the groups are none.
+        UsageError: the groups are invalid.
     """
     wanted = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
     chosen = _in_groups(wanted, groups)

@@ -1,4 +1,4 @@
-"""Horovod's beginning and end on a rank, and who the rank is."""
+"""`init` and `shutdown`, and queries such as `rank` and `local_size`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm import World
 from axon_nb.comm.launch_env import torchrun_environment
-from axon_nb.compat.horovod.errors import NotSupported
+from axon_nb.compat.horovod.errors import NotSupportedError
 from axon_nb.compat.horovod.failing import carried
 from axon_nb.compat.horovod.process_sets import ProcessSet, check_ranks, register
 from axon_nb.compat.horovod.state import State, current, end_member, find, forget, make_member, remember
@@ -34,18 +34,18 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Initialize Horovod on all ranks: those of a cell, or of torchrun, mpirun or srun; without any this process alone.
+    """Initialize Horovod on all ranks of a cell, torchrun, mpirun or srun, or in this single process.
 
-    A second call changes nothing. Where a rank is new (it was replaced), all begin anew with the process sets that
-    they had, so every rank makes the call.
+    A second call changes nothing, unless a rank was replaced: then every rank must call it, and all start again with
+    their existing process sets.
 
     Args:
         comm: None, or a list of all ranks.
-        process_sets: Sets to add at once, the same on all ranks; ``"dynamic"``: none, as sets can always be added.
+        process_sets: Sets to register, the same on all ranks; ``"dynamic"`` has no effect, as sets can always be added.
 
     Raises:
-        NotSupported: an MPI communicator, or a list of some ranks.
-        UsageError: a process set that cannot be, or other ones on other ranks.
+        NotSupportedError: an MPI communicator, or a list with only some ranks.
+        UsageError: a process set is invalid or differs between ranks.
     """
     wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     owner = _form_world()
@@ -60,8 +60,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         return
     if any(theirs[3] != everyone[0][3] for theirs in everyone):
         raise UsageError(
-            f"hvd.init(process_sets=...): rank 0 has {everyone[0][3]}, and other ranks have others; give the same sets "
-            "in the same order on every rank."
+            f"hvd.init(process_sets=...): rank 0 has {everyone[0][3]}, other ranks have different ones; pass the same "
+            "sets in the same order on every rank."
         )
     before: dict[int, tuple[int, ...]] = next((sets for there, sets, *_ in everyone if there), {})
     if state is not None:
@@ -84,7 +84,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def _form_world() -> bool:
-    """Have a default group; whether it was formed here."""
+    """Ensure that there is a default group; return whether it was created here."""
     if dist.is_initialized():
         return False
     if torchrun_environment(os.environ) is None:
@@ -100,21 +100,21 @@ def _known_sets(state: State | None) -> dict[int, tuple[int, ...]]:
 
 def _as_ranks(comm: Any) -> Iterable[int]:
     if not isinstance(comm, Iterable):
-        raise NotSupported(f"hvd.init(comm={comm!r}): there is no MPI here; leave `comm` out.")
+        raise NotSupportedError(f"hvd.init(comm={comm!r}): MPI is not supported; omit `comm`.")
     return comm
 
 
 def _check_comm(everyone: Sequence[Any]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs[4] is not True and sorted(theirs[4]) not in ([], list(range(len(everyone)))):
-            raise NotSupported(
-                f"hvd.init(comm={theirs[4]}) on rank {rank}: Horovod here is always on all ranks; for some of them use "
+            raise NotSupportedError(
+                f"hvd.init(comm={theirs[4]}) on rank {rank}: must include all ranks; for a subset use "
                 f"hvd.init(process_sets=[hvd.ProcessSet({theirs[4]})])."
             )
 
 
 def shutdown() -> None:
-    """End Horovod on this rank. In a cell the ranks and their default group stay."""
+    """Shut down Horovod on this rank. In a cell the ranks and their default group stay."""
     state = find()
     if state is None:
         return
@@ -131,7 +131,7 @@ def _end(state: State) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called and `shutdown` was not."""
+    """Whether Horovod is initialized."""
     return find() is not None
 
 
@@ -141,7 +141,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """This rank."""
+    """This process's rank."""
     return current().rank
 
 
@@ -156,29 +156,29 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's place among those of its host."""
+    """This process's rank on its host."""
     state = current()
     return _neighbours(state, state.hosts[state.rank]).index(state.rank)
 
 
 def _across(state: State) -> list[str]:
-    """The hosts that have a rank of this one's place, in the order of their first ranks."""
+    """Hosts that have a rank with this local rank, in the order of their first ranks."""
     place = local_rank()
     return [host for host in dict.fromkeys(state.hosts) if len(_neighbours(state, host)) > place]
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank of this one's place among those of its host."""
+    """Number of hosts that have a rank with this local rank."""
     return len(_across(current()))
 
 
 def cross_rank() -> int:
-    """This rank's host's place among the hosts that have a rank of this one's place."""
+    """Index of this host among the hosts that have a rank with this local rank."""
     state = current()
     return _across(state).index(state.hosts[state.rank])
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many ranks."""
+    """Whether every host has the same number of ranks."""
     state = current()
     return len({len(_neighbours(state, host)) for host in state.hosts}) == 1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.forming import mark_rebuilt
-from axon_nb.compat.deepspeed_reset import forget_groups
+from axon_nb.compat.deepspeed_reset import clear_cached_groups
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
 from axon_nb.engine.groups.arrivals import nobody_to_wait_for
@@ -211,7 +211,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     wrappers, not_reset = reset_wrappers()
     if replaced:
         rebuild_reducers()
-        forget_groups()
+        clear_cached_groups()
     agree_on_names(native.device if native is not None else "cpu")
     groups_state.reforming = False
     return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "not_reset": not_reset}

@@ -16,7 +16,7 @@ from axon_nb.engine.groups.abort import ABORT, Aborted
 from axon_nb.engine.groups.activity import Call
 from axon_nb.engine.groups.threads import run_in_helper
 from axon_nb.errors import UsageError
-from axon_nb.records.trace import is_told, ring
+from axon_nb.records.trace import is_suppressed, ring
 
 __all__ = ["RecoverableWork", "fail_all"]
 
@@ -67,7 +67,7 @@ class RecoverableWork(Work):
             raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
         self._call.waited_by = threading.get_ident()
-        if ring.watched and not is_told("wait"):
+        if ring.watched and not is_suppressed("wait"):
             self._call.waited_ns = time.monotonic_ns()
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)

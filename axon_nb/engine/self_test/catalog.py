@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from axon_nb.records.capability import Capability
-from axon_nb.records.tested_versions import install_line
+from axon_nb.records.tested_versions import install_command
 
 __all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_out_of_time", "passed"]
 
@@ -135,5 +135,5 @@ def passed(check: Check) -> Capability:
 
 def failed(check: Check, reason: str) -> Capability:
     """The verdict on a check that failed for `reason`."""
-    fix = install_line(check.package)
+    fix = install_command(check.package)
     return Capability(check.name, check.label, works=False, lost=check.lost, reason=reason, fix=fix)

@@ -18,7 +18,7 @@ import psutil
 
 from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
 from axon_nb.engine.self_test.place import Place
-from axon_nb.host.parentage import end_with_parent
+from axon_nb.host.parentage import set_parent_death_signal
 from axon_nb.records.capability import Capability
 
 __all__ = ["run"]
@@ -115,7 +115,7 @@ def _fork(check: Check, place: Place) -> int:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_parent(signal.SIGKILL)
+        set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         _be_quiet(place)

@@ -13,7 +13,7 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.point import recv, send
 from axon_nb.comm.spans import now
 from axon_nb.records.span import Span
-from axon_nb.records.trace import emit, told_as_one
+from axon_nb.records.trace import emit, suppress_spans
 
 __all__ = ["ForwardPass"]
 
@@ -65,7 +65,7 @@ class ForwardPass:
             for microbatch in range(num_microbatches):
                 args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
                 start = now()
-                with told_as_one("forward"):
+                with suppress_spans("forward"):
                     output = self._modules[stage](*args)
                 self._record("F", start, (stage, microbatch))
                 if stage == self._last:
@@ -91,7 +91,7 @@ class ForwardPass:
             return self._local_inputs[stage].pop(0)
         source = self._rank_of(stage - 1)
         start = now()
-        with told_as_one("wait"):
+        with suppress_spans("wait"):
             count = int(recv(source, group=self._group))
             args = tuple(recv(source, group=self._group) for _ in range(count))
         self._record("RECV_F", start, (stage, microbatch), sum(arg.nbytes for arg in args))

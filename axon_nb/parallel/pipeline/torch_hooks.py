@@ -17,7 +17,7 @@ from axon_nb.comm.spans import now
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.records.span import Span
-from axon_nb.records.trace import emit, told_as_one
+from axon_nb.records.trace import emit, suppress_spans
 
 __all__ = ["StageWatch", "actions", "is_prepared", "missing_hooks", "quiet", "schedule_class"]
 
@@ -120,7 +120,7 @@ class StageWatch:
                 self._live += 1
                 self.peak = max(self.peak, self._live)
             start = now()
-            with told_as_one("forward", "backward"):
+            with suppress_spans("forward", "backward"):
                 result = call(chunk, *args, **kwargs)
             kind, action = (
                 ("forward", "F") if forward else ("backward", "W" if weights else "B" if full_backward else "I")
@@ -179,7 +179,7 @@ def _watch_messages() -> None:
         for number, (rank, group, stage, action, chunk, size) in enumerate(works.messages):
             if one_by_one:
                 start = now()
-                with told_as_one("wait"):
+                with suppress_spans("wait"):
                     works[number].wait()
             emit(Span(rank, "p2p", action, start, now(), group, size, stage, chunk))
 

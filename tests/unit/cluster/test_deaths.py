@@ -47,10 +47,10 @@ def crash(frames: str, *, what: str = "Aborted", head: str = "Current thread", n
         ({"code": -9, "out_of_memory": None}, "was killed by SIGKILL (out of memory?)"),
         ({"code": -9, "out_of_memory": False}, "was killed by SIGKILL"),
         ({"code": -15, "out_of_memory": None}, "was killed by SIGTERM"),
-        ({"code": 1, "words": "a\nlast one  \n\n"}, "exited with code 1; last line: last one"),
+        ({"code": 1, "last_output": "a\nlast one  \n\n"}, "exited with code 1; last line: last one"),
         ({"code": -11, "crash": crash(CTYPES + CELL)}, "was killed by SIGSEGV at line 3 (ctypes string_at)"),
         (
-            {"code": -6, "words": GLOO, "crash": crash(REDUCE + CELL)},
+            {"code": -6, "last_output": GLOO, "crash": crash(REDUCE + CELL)},
             "was killed by SIGABRT at line 3 (distributed_c10d all_reduce); last line: what():  [enforce fail] 8 vs 4.",
         ),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_nb.cluster.setting_kinds import Value, byte_count, seconds
 from axon_nb.cluster.settings import LiveSettings, Settings
-from axon_nb.errors import ClusterGone, UsageError
+from axon_nb.errors import ClusterLostError, UsageError
 
 
 class Running:
@@ -178,10 +178,10 @@ def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
     own, cluster = started()
 
     def gone(changed: Mapping[str, Value]) -> None:
-        raise ClusterGone("gone")
+        raise ClusterLostError("gone")
 
     cluster.take_settings = gone  # type: ignore[method-assign]
-    with pytest.raises(ClusterGone):
+    with pytest.raises(ClusterLostError):
         own.set("debug=off keep_alive=5")
     assert own.snapshot() == Settings()
 

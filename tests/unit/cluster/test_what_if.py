@@ -84,7 +84,7 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     assert states["optimizer"] == 2 * states["parameters"]
     # What cannot be is one sentence, and the next question is answered.
     what_if.ask({"world": "0"})
-    assert shown.wait(lambda state: bool(state.error)).error.startswith("ranks: '0' is no whole number")
+    assert shown.wait(lambda state: bool(state.error)).error.startswith("ranks: '0': must be an integer")
     what_if.ask({"offload": "full", "strategy": "ddp"})
     state = shown.wait(lambda state: "ddp" in state.error)
     assert "\n" not in state.error

@@ -11,7 +11,7 @@ from axon_nb.engine import rounds as rounds_module
 from axon_nb.engine import tqdm_bars as tqdm_module
 from axon_nb.engine.capacity import capacity
 from axon_nb.engine.living_tensors import LivingTensors, storages_of
-from axon_nb.records.pace import Pace
+from axon_nb.records.pace import RateMeter
 
 
 def test_a_storage_counts_once_whoever_views_it() -> None:
@@ -37,7 +37,7 @@ def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
 
 
 def test_a_round_has_each_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace()
+    pace = RateMeter()
     monkeypatch.setattr(rounds_module, "rounds", pace)
     monkeypatch.setattr(rounds_module, "_seen", set())
     first, second = object(), object()

@@ -1,4 +1,4 @@
-"""Notebook files, those of the examples among them, and the command line."""
+"""Export of notebook files, including the examples, and the command line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_notebook_files_are_read_in_the_order_of_prompts(tmp_path: Path) -> None
     assert "default=5" in text
     assert "# broken = nowhere" in text
     assert "torchrun --nproc-per-node 3 " in str(report)
-    with pytest.raises(UsageError, match="`--force` replaces it"):
+    with pytest.raises(UsageError, match="use `--force` to overwrite it"):
         export_notebook(source, tmp_path / "t.py")
 
 
@@ -95,14 +95,14 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["export", str(source), str(tmp_path / "t.py"), "--live-only"]) == 0
     assert "Wrote" in capsys.readouterr().out
     assert cli.main(["export", str(source), str(tmp_path / "t.py")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "none.ipynb"), "x.py"]) == 1
     assert cli.main(["export", __file__, "x.py"]) == 1
     assert cli.main(["export", str(source), str(tmp_path / "t.txt")]) == 1
-    assert "a script's name ends in .py" in capsys.readouterr().err
+    assert "the script's name must end in .py" in capsys.readouterr().err
 
 
-def test_what_outputs_tell_of_the_ranks(tmp_path: Path) -> None:
+def test_outputs_reveal_facts_about_the_ranks(tmp_path: Path) -> None:
     facts = SessionFacts(3, "gloo", threads=5, seed=2**53 + 1)
     source = notebook(
         tmp_path / "n.ipynb",

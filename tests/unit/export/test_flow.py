@@ -1,11 +1,11 @@
-"""What cells bind, use and change, which of them are live, and where a value comes from."""
+"""What cells bind, use and mutate, which of them are live, and what produced a value."""
 
 from __future__ import annotations
 
 import ast
 
 from axon_nb.export.flow import effects
-from axon_nb.export.liveness import live_cells, making_of
+from axon_nb.export.liveness import defining_statements, live_cells
 
 GIVEN = ("rank", "torch", "dist", "F")
 
@@ -21,12 +21,12 @@ def test_names_that_are_bound_used_and_changed() -> None:
     assert found.changes == {"y", "z", "w"}
 
 
-def test_what_a_comprehension_loops_with_is_its_own_on_every_python() -> None:
+def test_loop_variables_of_comprehensions_are_local_on_every_python() -> None:
     code = "a = {k: v for k, v in m}\nb = {n for n in [[l for l in p] for p in q]}\ndef f(a=[i for i in j]): pass"
     assert effects(ast.parse(code).body).uses == {"m", "q", "j"}
 
 
-def test_functions_use_what_they_take_from_outside() -> None:
+def test_functions_use_names_of_the_enclosing_scope() -> None:
     found = effects(ast.parse("def f(a, *b):\n    c = a + d\n    return g(c, len(b))\nclass C(B):\n    e = f").body)
     assert found.binds == {"f", "C"}
     assert {"d", "g", "B"} <= found.uses
@@ -43,7 +43,7 @@ def test_cells_that_nothing_depends_on_are_dead() -> None:
     ) == [False, True, False, True, True]
 
 
-def test_an_experiment_that_was_given_up_is_dead() -> None:
+def test_an_abandoned_experiment_is_dead() -> None:
     train = "for x in data:\n    model(x).backward()\n    optimizer.step()"
     make = "model = make({})\noptimizer = SGD(model.parameters())"
     assert live(make.format(1), train, make.format(2), train, "score = test(model)") == [False, False, True, True, True]
@@ -54,7 +54,7 @@ def test_training_twice_is_live_both_times() -> None:
     assert live("model = make()\noptimizer = SGD(model.parameters())", train, train) == [True, True, True]
 
 
-def test_what_is_written_or_fetched_is_live() -> None:
+def test_written_or_fetched_values_are_live() -> None:
     cells = ("a = 1", "torch.save(a, 'file')", "b = 2", "c = 3", "last = 0")
     assert live(*cells) == [True, True, False, False, True]
     assert live(*cells, wanted={2: ["b"]}) == [True, True, True, False, True]
@@ -64,12 +64,12 @@ def test_a_change_through_another_name_counts() -> None:
     assert live("x = make()", "y = [x]", "y[0].append(1)", "print(x)") == [True, True, True, True]
 
 
-def test_a_values_making_is_found_statement_by_statement() -> None:
+def test_defining_statements_are_found_one_by_one() -> None:
     statements = ast.parse(
         "import numpy as np\nnoise = 3\nraw = np.arange(8)\nraw[0] = 5\nprint(noise)\n"
         "train, test = raw[:4], raw[4:]\nraw = None"
     ).body
-    chosen, missing = making_of(["train"], statements)
+    chosen, missing = defining_statements(["train"], statements)
     assert [ast.unparse(s) for s in chosen] == [
         "import numpy as np",
         "raw = np.arange(8)",
@@ -77,4 +77,4 @@ def test_a_values_making_is_found_statement_by_statement() -> None:
         "train, test = (raw[:4], raw[4:])",
     ]
     assert missing == set()
-    assert making_of(["nowhere"], statements) == ([], {"nowhere"})
+    assert defining_statements(["nowhere"], statements) == ([], {"nowhere"})

@@ -1,4 +1,4 @@
-"""The script of a history: what is in it, that it parses, and that ruff has nothing to say."""
+"""The script of a history: its content, that it parses, and that ruff accepts it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import pytest
 from axon_nb.cluster import journal
 from axon_nb.errors import UsageError
 from axon_nb.export import export_history
-from axon_nb.export.lint import settled
+from axon_nb.export.lint import apply_ruff
 from axon_nb.export.script import make_script
-from axon_nb.records.history import PushedValues, RanCell, SessionFacts
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 FACTS = SessionFacts(4, "gloo", threads=3)
 
 
-def cell(code: str, magic: str = "distributed", **more: Any) -> RanCell:
-    return RanCell(more.pop("number", 1), magic, code, **more)
+def cell(code: str, magic: str = "distributed", **more: Any) -> ExecutedCell:
+    return ExecutedCell(more.pop("number", 1), magic, code, **more)
 
 
-def script(*history: RanCell | PushedValues, **options: Any) -> str:
+def script(*history: ExecutedCell | PushedValues, **options: Any) -> str:
     """The text for these entries; it parses, and passes ruff."""
     facts = options.pop("facts", FACTS)
     target = Path(tempfile.gettempdir(), "train.py")
-    text, undefined = settled(make_script(history, facts, title="a test", file_name="train.py", **options).text, target)
+    text, undefined = apply_ruff(
+        make_script(history, facts, title="a test", file_name="train.py", **options).text, target
+    )
     ast.parse(text)
     assert undefined == options.pop("undefined", [])
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", str(target), "-"]
@@ -59,7 +61,7 @@ def test_on_gpus_each_rank_takes_its_own() -> None:
     assert 'dist.init_process_group("nccl", device_id=device)' in text
 
 
-def test_ranks_begin_with_the_seed_that_the_notebooks_ranks_had() -> None:
+def test_ranks_start_with_the_seed_of_the_notebooks_ranks() -> None:
     assert "\ntorch.manual_seed(7)  #" in script(cell("x = 1\n"), facts=SessionFacts(2, seed=7))
     assert "manual_seed" not in script(cell("x = 1\n"))
 
@@ -69,7 +71,7 @@ def test_without_known_threads_cores_are_shared_as_in_the_notebook() -> None:
     assert 'len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])' in text
 
 
-def test_cells_of_some_ranks_stand_under_an_if() -> None:
+def test_cells_of_some_ranks_are_inside_an_if() -> None:
     text = script(
         cell('import json\nif rank:\n    text = """a\nb"""\n', "distributed --ranks 0,2-3"),
         cell("print(json.dumps(text))\n", "rank 2", number=2),
@@ -78,12 +80,12 @@ def test_cells_of_some_ranks_stand_under_an_if() -> None:
     )
     assert 'if rank in (0, 2, 3):\n    if rank:\n        text = """a\nb"""\n' in text
     assert "if rank == 2:\n    print(json.dumps(text))\n" in text
-    assert "subgroup = dist.new_group([1, 3])  # every rank takes part in forming it\nif rank in (1, 3):\n" in text
+    assert "subgroup = dist.new_group([1, 3])  # every rank must call this\nif rank in (1, 3):\n" in text
     assert "\nx = 1\n" in text
     assert text.index("import json") < text.index("rank = int")
 
 
-def test_imports_are_brought_to_the_head_once() -> None:
+def test_imports_move_to_the_top_once() -> None:
     text = script(
         cell("from torch import nn\nimport math, os\nmodel = nn.Linear(1, 1)\n"),
         cell("from torch import nn\nimport json\nprint(nn, math.pi)\n", number=2),
@@ -126,10 +128,10 @@ def test_pushed_values_are_options_files_or_code() -> None:
     assert "never" not in text
 
 
-def test_scattered_values_are_dealt_out() -> None:
+def test_scattered_values_are_split_over_ranks() -> None:
     text = script(
-        PushedValues(("x",), scattered_along=0, literals={"x": "[1, 2, 3]"}),
-        PushedValues(("y",), ranks=(1, 3), scattered_along=1),
+        PushedValues(("x",), scatter_dim=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("y",), ranks=(1, 3), scatter_dim=1),
         cell("print(x, y)\n"),
         values=["y"],
     )
@@ -137,8 +139,8 @@ def test_scattered_values_are_dealt_out() -> None:
     assert "if rank in (1, 3,):\n    y = share(y, [1, 3].index(rank), 2, dim=1)\n" in text
 
 
-def test_a_value_that_is_sent_again_before_it_is_used_is_sent_once() -> None:
-    history = [PushedValues(("rows",)), PushedValues(("rows",), scattered_along=0), cell("print(rows)\nrows\n")]
+def test_a_value_pushed_again_before_its_use_is_set_once() -> None:
+    history = [PushedValues(("rows",)), PushedValues(("rows",), scatter_dim=0), cell("print(rows)\nrows\n")]
     made = make_script(history, FACTS, title="t", file_name="t.py", values=["rows"])
     assert (made.file_names, made.paths) == (("rows",), ())
     assert "\n\n\n\n" not in made.text
@@ -148,9 +150,9 @@ def test_a_value_that_is_sent_again_before_it_is_used_is_sent_once() -> None:
     assert make_script(on_one, FACTS, title="t", file_name="t.py", values=["rows"]).paths == ("rows",)
 
 
-def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
+def test_the_script_does_not_reuse_names_of_the_cells() -> None:
     text = script(
-        PushedValues(("x", "__y"), scattered_along=0, literals={"x": "[1, 2, 3]"}),
+        PushedValues(("x", "__y"), scatter_dim=0, literals={"x": "[1, 2, 3]"}),
         PushedValues(("lr",), literals={"lr": "1"}),
         cell("share = show = parser = arguments = data = 1\nprint(x, __y, lr)\nshare\n"),
         values=["__y"],
@@ -159,12 +161,10 @@ def test_names_of_the_cells_are_not_taken_by_the_script() -> None:
         assert name in text
 
 
-def test_failed_cells_do_what_they_did_before_they_failed() -> None:
+def test_failed_cells_run_up_to_the_failing_statement() -> None:
     failed = cell("a = {}\nb = a[rank]\nc = 1\n", outcome="failed", failed_line=2, error="rank 0: KeyError: 0")
     text = script(failed, cell("a[0] = 1\nprint(a)\n", number=2))
-    assert (
-        "\na = {}\n# It failed there at line 2 (rank 0: KeyError: 0); from that statement on it is left out:\n" in text
-    )
+    assert "\na = {}\n# Failed here in the notebook at line 2 (rank 0: KeyError: 0); the rest is omitted:\n" in text
     assert "# b = a[rank]\n# c = 1\n" in text
     alone = script(failed, cell("print(1)\n", number=2))
     assert "# a = {}\n# b = a[rank]\n" in alone
@@ -172,9 +172,9 @@ def test_failed_cells_do_what_they_did_before_they_failed() -> None:
     assert "\n# a = {}\n" in script(unknown, cell("print(1)\n", number=2))
 
 
-def test_interrupted_cells_are_whole_and_said_to_be() -> None:
+def test_interrupted_cells_are_complete_and_marked() -> None:
     text = script(cell("for i in range(9):\n    print(i)\n", outcome="interrupted"))
-    assert "# In [1]: %%distributed (was interrupted in the notebook)\nfor i in range(9):\n" in text
+    assert "# In [1]: %%distributed (interrupted in the notebook)\nfor i in range(9):\n" in text
 
 
 def test_awaiting_cells_run_in_a_coroutine() -> None:
@@ -188,7 +188,7 @@ def test_magics_of_plain_cells_that_concern_ranks() -> None:
     assert "random.seed(5 + rank)\nnp.random.seed((5 + rank) % 2**32)\ntorch.manual_seed(5 + rank)\n" in text
 
 
-def test_cells_that_were_quiet_or_repeated_do_as_they_did() -> None:
+def test_quiet_and_repeated_cells_stay_so() -> None:
     text = script(
         cell("x = [1]\nx\n", "distributed --quiet --out told"),
         cell("import math\nx.append(math.pi)\nx\n", "rank 1 --repeat 3", number=2),
@@ -199,7 +199,7 @@ def test_cells_that_were_quiet_or_repeated_do_as_they_did() -> None:
     assert "\nprint(x)\n" in text
 
 
-def test_cells_that_no_rank_has_run_are_not_there() -> None:
+def test_cells_that_did_not_run_on_ranks_are_omitted() -> None:
     text = script(
         cell("print(1)\n"),
         cell("print(2)\n", "distributed --repeat many", outcome="failed", number=2),
@@ -212,14 +212,14 @@ def test_cells_that_no_rank_has_run_are_not_there() -> None:
     assert "auto off" not in text
 
 
-def test_dead_cells_are_left_out_on_request() -> None:
+def test_dead_cells_are_omitted_on_request() -> None:
     history = [
         cell("import math\nx = math.pi\n"),
         cell("y = math.e\nprint(y)\n", number=2),
     ]
     assert "x = math.pi" in script(*history)
     made = make_script(history, FACTS, title="t", file_name="t.py", live_only=True)
-    assert made.left_out == 1
+    assert made.omitted == 1
     assert "x = math.pi" not in made.text
     assert "import math" in made.text
 
@@ -232,7 +232,7 @@ def test_redefined_functions_and_ugly_style_pass_ruff() -> None:
     )
 
 
-def test_nothing_to_export_is_told() -> None:
+def test_nothing_to_export_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"no %%distributed cell has run"):
         script(cell("x = 1\n", ""))
 
@@ -241,7 +241,7 @@ def test_values_are_written_beside_the_script(tmp_path: Path) -> None:
     history = [PushedValues(("x",)), cell("print(x)\n")]
     report = export_history(history, FACTS, {"x": [1.5] * 99}, tmp_path / "t.py")
     assert report.data == tmp_path / "t_data.pkl"
-    with pytest.raises(UsageError, match="cannot be written to a file"):
+    with pytest.raises(UsageError, match=r"Cannot write .* to a file"):
         export_history(history, FACTS, {"x": lambda: 1}, tmp_path / "u.py")
     assert not (tmp_path / "u.py").exists()
 

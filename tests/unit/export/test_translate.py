@@ -1,4 +1,4 @@
-"""IPython's syntax in cells as plain Python, and cells in the style of a script."""
+"""Translation of IPython syntax to plain Python, and formatting of cells for a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from axon_nb.export.style import indented, one_a_line
+from axon_nb.export.style import indent_code, one_statement_per_line
 from axon_nb.export.translate import parse, translate
 
 
@@ -15,14 +15,14 @@ from axon_nb.export.translate import parse, translate
     [
         ("!ls -l\n", "subprocess.run('ls -l', shell=True, check=False)\n"),
         ("!ls {folder}\n", "subprocess.run(f'ls {folder}', shell=True, check=False)\n"),
-        ("%time x = f(1)\n", "x = f(1)  # was timed by %time\n"),
+        ("%time x = f(1)\n", "x = f(1)  # timed by %time in the notebook\n"),
         ("%cd 'a folder'\n", "os.chdir('a folder')\n"),
         ("%env OMP_PROC_BIND=true\n", "os.environ['OMP_PROC_BIND'] = 'true'\n"),
-        ("%matplotlib inline\nx = 1\n", "# %matplotlib inline: a script has no notebook to draw in\nx = 1\n"),
-        ("x?\n", "# %pinfo x: is help for a reader\n"),
+        ("%matplotlib inline\nx = 1\n", "# %matplotlib inline: a script has no notebook to plot in\nx = 1\n"),
+        ("x?\n", "# %pinfo x: interactive help\n"),
         ("%unheard of\n", "# %unheard of: has no counterpart in a script\n"),
-        ("!echo $HOME\n", "# !echo $HOME: its variables are IPython's; call subprocess.run\n"),
-        ("if rank:\n    %who\n", "if rank:\n    pass  # %who: is for a reader\n"),
+        ("!echo $HOME\n", "# !echo $HOME: uses IPython variables; call subprocess.run instead\n"),
+        ("if rank:\n    %who\n", "if rank:\n    pass  # %who: interactive only\n"),
         ("x = 100 % 7\n", "x = 100 % 7\n"),
     ],
 )  # fmt: skip
@@ -43,7 +43,7 @@ def test_captured_output_and_its_import() -> None:
 def test_lines_within_strings_are_not_indented() -> None:
     code = 'text = """first\nsecond\n  third"""\nif text:\n    more = f"""{text}\nlast"""\n'
     namespace: dict[str, str] = {}
-    exec("if True:\n" + indented(code), namespace)
+    exec("if True:\n" + indent_code(code), namespace)
     assert namespace["text"] == "first\nsecond\n  third"
     assert namespace["more"] == "first\nsecond\n  third\nlast"
 
@@ -64,5 +64,5 @@ def test_lines_within_strings_are_not_indented() -> None:
         ("s = 'a;b'\n", "s = 'a;b'\n"),
     ],
 )
-def test_statements_stand_on_lines_of_their_own(crowded: str, plain: str) -> None:
-    assert one_a_line(crowded, ast.parse(crowded)) == plain
+def test_each_statement_gets_its_own_line(crowded: str, plain: str) -> None:
+    assert one_statement_per_line(crowded, ast.parse(crowded)) == plain

@@ -1,4 +1,4 @@
-"""A package that a cell asks for and that is not there is told with the way to get it."""
+"""Errors about missing packages name the command that installs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:
 
 
 @pytest.mark.parametrize("module", ["accelerate", "deepspeed", "transformers"])
-def test_a_framework_is_told_with_its_extra(module: str) -> None:
+def test_a_missing_framework_names_its_extra(module: str) -> None:
     errors = {0: raised(f"No module named '{module}'"), 1: RankError(1, "ended", "", "waited in barrier")}
     hint = hint_for(errors.values())
     assert hint == (
@@ -27,7 +27,7 @@ def test_a_framework_is_told_with_its_extra(module: str) -> None:
     assert hint in "\n".join(cell_error(errors, first=[0], hint=hint)._render_traceback_())
 
 
-def test_the_extras_that_are_named_exist() -> None:
+def test_the_named_extras_exist() -> None:
     extras = metadata("axon_nb").get_all("Provides-Extra")
     assert {"frameworks", "gpu"} <= set(extras or [])
     assert "axon_nb[gpu]" in missing_package("cupy")
@@ -43,7 +43,7 @@ def test_the_extras_that_are_named_exist() -> None:
         raised("No module named 'accelerate'", "ImportError"),
     ],
 )
-def test_what_is_not_ours_to_know_is_left_alone(error: RankError) -> None:
+def test_unknown_packages_get_no_hint(error: RankError) -> None:
     assert hint_for([error]) == ""
 
 
@@ -55,5 +55,5 @@ def test_what_is_not_ours_to_know_is_left_alone(error: RankError) -> None:
         "Ninja is required to load C++ extensions (pip install ninja to get it)",
     ],
 )
-def test_a_missing_compiler_is_told(text: str) -> None:
+def test_a_missing_compiler_is_reported(text: str) -> None:
     assert hint_for([raised(text, "RuntimeError")]).startswith("C++ is compiled here: install a compiler")

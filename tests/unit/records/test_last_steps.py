@@ -1,4 +1,4 @@
-"""The last step of each pipeline among spans of many: repeated, aborted, with heads cut off, of ranks that are gone."""
+"""The last step of each pipeline among many spans: repeated, aborted, truncated, or with dead ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Session:
         return step
 
 
-def test_a_rank_whose_oldest_spans_are_gone_keeps_its_steps() -> None:
+def test_losing_the_oldest_spans_keeps_later_steps() -> None:
     session = Session()
     for _ in range(5):
         last = session.step(range(4), 8, "0")
@@ -63,7 +63,7 @@ def test_a_rank_whose_oldest_spans_are_gone_keeps_its_steps() -> None:
     assert sorted(found.measured) == sorted(last)
 
 
-def test_ranks_that_are_gone_are_not_waited_for() -> None:
+def test_dead_ranks_are_not_waited_for() -> None:
     session = Session()
     session.step(range(4), 4, "0")
     last = session.step(range(2), 4, "0")
@@ -71,7 +71,7 @@ def test_ranks_that_are_gone_are_not_waited_for() -> None:
     assert sorted(found.measured) == sorted(last)
 
 
-def test_a_step_of_which_a_rank_has_not_told_is_not_taken_for_a_smaller_pipeline() -> None:
+def test_a_step_that_a_rank_has_not_reported_is_incomplete() -> None:
     session = Session()
     whole = session.step(range(4), 4, "0")
     late = session.step(range(4), 4, "0")
@@ -92,12 +92,12 @@ def test_evaluations_do_not_hide_the_last_training_step() -> None:
 
 
 sizes = st.tuples(st.sampled_from(("0", "1", "2")), st.integers(1, 6), st.integers(0, 7))
-"""Group, microbatches, and where the step was aborted; 0: it was not."""
+"""Group, microbatches, and where the step was aborted (0 if it was not)."""
 GROUPS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}
 
 
 @given(st.lists(sizes, max_size=8), st.integers(0, 40), st.randoms(use_true_random=False))
-def test_among_steps_of_many_pipelines_the_last_whole_one_of_each_is_found(
+def test_the_last_complete_step_of_each_of_many_pipelines_is_found(
     steps: list[tuple[str, int, int]], gone: int, shuffle: random.Random
 ) -> None:
     session = Session()

@@ -1,11 +1,11 @@
-"""Collectives put together from the calls of all ranks, in whatever order these come."""
+"""Collectives matched from the calls of all ranks, in any order of arrival."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.meetings import Late, Meetings
+from axon_nb.records.meetings import CollectiveMatcher, CollectiveWait
 from axon_nb.records.span import Span
 
 
@@ -13,9 +13,9 @@ def call(rank: int, start: int, end: int, sequence: int = 1, name: str = "all_re
     return Span(rank, "collective", name, start, end, "0", 64, -1, -1, sequence)
 
 
-def known(num_ranks: int) -> Meetings:
-    meetings = Meetings()
-    meetings.know("0", tuple(range(num_ranks)))
+def known(num_ranks: int) -> CollectiveMatcher:
+    meetings = CollectiveMatcher()
+    meetings.set_members("0", tuple(range(num_ranks)))
     return meetings
 
 
@@ -30,16 +30,18 @@ def test_each_waits_for_the_last(order: list[int], starts: list[int]) -> None:
         same = [calls[i] for i in range(12) if calls[i].sequence == calls[late.number].sequence]
         last = max(same, key=lambda own: own.start_ns)
         assert late.waited_ns == last.start_ns - calls[late.number].start_ns
-        assert calls[late.number].start_ns + late.waited_ns == next(s for s in same if s.rank == late.by).start_ns
+        assert (
+            calls[late.number].start_ns + late.waited_ns == next(s for s in same if s.rank == late.last_rank).start_ns
+        )
 
 
-def test_who_sends_in_a_broadcast_has_waited_for_nobody_longer_than_it_took() -> None:
+def test_the_source_of_a_broadcast_waits_no_longer_than_its_call() -> None:
     meetings = known(2)
     assert meetings.add(0, call(0, 0, 10, name="broadcast")) == []
-    assert meetings.add(1, call(1, 500, 520, name="broadcast")) == [Late(0, 10, 1), Late(1, 0, 1)]
+    assert meetings.add(1, call(1, 500, 520, name="broadcast")) == [CollectiveWait(0, 10, 1), CollectiveWait(1, 0, 1)]
 
 
-def test_what_cannot_be_put_together_is_left_aside() -> None:
+def test_unmatched_calls_are_ignored() -> None:
     meetings = known(2)
     assert meetings.add(0, call(0, 0, 9, sequence=0)) == []
     assert meetings.add(1, call(1, 0, 9, sequence=0)) == []
@@ -47,8 +49,8 @@ def test_what_cannot_be_put_together_is_left_aside() -> None:
     assert meetings.add(3, call(0, 0, 9)._replace(group="unknown")) == []
 
 
-def test_a_group_that_is_formed_anew_counts_anew() -> None:
+def test_a_rebuilt_group_restarts_its_numbering() -> None:
     meetings = known(2)
     meetings.add(0, call(0, 0, 9))  # rank 1 never came: the cell was ended
     meetings.add(1, call(0, 100, 130))
-    assert meetings.add(2, call(1, 120, 130)) == [Late(1, 20, 1), Late(2, 0, 1)]
+    assert meetings.add(2, call(1, 120, 130)) == [CollectiveWait(1, 20, 1), CollectiveWait(2, 0, 1)]

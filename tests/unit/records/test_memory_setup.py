@@ -1,4 +1,4 @@
-"""What a planner of memory is asked with: fields as a page gives them, and axes of ranks."""
+"""Memory setups: fields from a page's input, and mesh axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from axon_nb.errors import UsageError
-from axon_nb.records.by_name import Imported, OfClasses
+from axon_nb.records.by_name import HasClassName, LazyFunction
 from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup, changed
 
 
@@ -24,35 +24,35 @@ def test_a_page_changes_some_fields() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"world": "0"}, "ranks: '0' is no whole number from 1 to 1,000,000"),
-        ({"batch": "2.5"}, "samples on a rank: '2.5' is no whole number"),
-        ({"batch": ""}, "samples on a rank: '' is no whole number"),
-        ({"world": True}, "ranks: True is no whole number"),
-        ({"checkpointing": "yes"}, "checkpointing='yes': it is True or False"),
-        ({"colour": 1}, "'colour': a setup has batch, checkpointing, dtype"),
+        ({"world": "0"}, "ranks: '0': must be an integer from 1 to 1,000,000"),
+        ({"batch": "2.5"}, "samples per rank: '2.5': must be an integer"),
+        ({"batch": ""}, "samples per rank: '': must be an integer"),
+        ({"world": True}, "ranks: True: must be an integer"),
+        ({"checkpointing": "yes"}, "checkpointing='yes': must be True or False"),
+        ({"colour": 1}, "'colour' is unknown; fields are batch, checkpointing, dtype"),
     ],
 )
-def test_what_a_page_cannot_ask_is_one_sentence(given: dict[str, Any], words: str) -> None:
+def test_invalid_input_is_one_sentence(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         changed(MemorySetup(), given)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_copies_divide_the_ranks() -> None:
-    with pytest.raises(UsageError, match="hybrid_shard with 3 of 8 ranks to a copy: it must divide them, such as 4"):
+def test_the_replica_size_must_divide_the_ranks() -> None:
+    with pytest.raises(UsageError, match="hybrid_shard: 3 ranks per replica do not divide 8 ranks; use 4, for example"):
         _ = MemorySetup(8, "hybrid_shard", 3).mesh
-    with pytest.raises(UsageError, match="16 of 8 ranks to a copy: there are no more than all"):
+    with pytest.raises(UsageError, match="16 ranks per replica exceed the 8 available"):
         _ = MemorySetup(8, "hybrid_shard", 16).mesh
 
 
-def test_momentum_is_an_optimizer_of_its_own() -> None:
+def test_momentum_is_a_separate_optimizer() -> None:
     assert MemorySetup(optimizer=WITH_MOMENTUM).optimizer_arguments == ("sgd", {"momentum": 0.9})
     assert MemorySetup(optimizer="adamw").optimizer_arguments == ("adamw", {})
 
 
-def test_functions_by_name_cross_processes_without_what_they_import() -> None:
-    join = pickle.loads(pickle.dumps(Imported("posixpath", "join")))
+def test_lazy_functions_are_pickled_without_their_modules() -> None:
+    join = pickle.loads(pickle.dumps(LazyFunction("posixpath", "join")))
     assert join("a", "b") == "a/b"
-    assert pickle.loads(pickle.dumps(OfClasses(("int",))))(3)
-    assert not OfClasses(())(3)
+    assert pickle.loads(pickle.dumps(HasClassName(("int",))))(3)
+    assert not HasClassName(())(3)

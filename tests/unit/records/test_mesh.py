@@ -1,4 +1,4 @@
-"""A mesh in slices, and as JSON has it."""
+"""A mesh as slices and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `axon_nb.log` takes, refuses, counts and keeps."""
+"""What `axon_nb.log` accepts, rejects, counts and keeps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import axon_nb
 from axon_nb.errors import UsageError
 from axon_nb.records import metrics as module
-from axon_nb.records import running_cell
 from axon_nb.records.metrics import Logged, MetricRing
+from axon_nb.records.running_cell import set_cell_source
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> MetricRing:
 def cell() -> Iterator[list[int]]:
     """The number of the cell that runs, to be set."""
     number = [0]
-    running_cell.follow(lambda: number[0])
+    set_cell_source(lambda: number[0])
     yield number
-    running_cell.follow(lambda: None)
+    set_cell_source(lambda: None)
 
 
 def rows(ring: MetricRing) -> list[tuple[int, dict[str, Any]]]:
@@ -41,7 +41,7 @@ def rows(ring: MetricRing) -> list[tuple[int, dict[str, Any]]]:
     return [(row.step, row.values) for row in ring.read(0)[0]]
 
 
-def test_steps_are_counted_for_each_name_or_given(ring: MetricRing) -> None:
+def test_steps_are_counted_per_name_or_given(ring: MetricRing) -> None:
     for value in (3.0, 2.0):
         axon_nb.log(loss=value)
         axon_nb.log(lr=0.1)
@@ -58,7 +58,7 @@ def test_steps_are_counted_for_each_name_or_given(ring: MetricRing) -> None:
     assert ring.pace.steps == 3
 
 
-def test_numbers_of_all_kinds_are_taken(ring: MetricRing) -> None:
+def test_all_kinds_of_numbers_are_accepted(ring: MetricRing) -> None:
     running = torch.tensor(1.5, requires_grad=True)
     total = torch.zeros(())
     axon_nb.log(a=running, b=np.float32(0.25), c=np.int64(3), d=True, e=total, f=torch.tensor([2.0]), g=10**400)
@@ -70,23 +70,23 @@ def test_numbers_of_all_kinds_are_taken(ring: MetricRing) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"loss": "3"}, "loss is a str: `axon_nb.log` takes numbers"),
+        ({"loss": "3"}, "loss is a str: `axon_nb.log` accepts numbers"),
         ({"loss": None}, "loss is a NoneType"),
-        ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log one number of it, such as loss.mean"),
-        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` takes numbers"),
+        ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log a single number, such as loss.mean"),
+        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` accepts numbers"),
         ({"loss": torch.ones((), device="meta")}, "loss is a Tensor"),
-        ({"loss": 1.0, "step": -1}, "step=-1: it is a whole number of 0 or above"),
+        ({"loss": 1.0, "step": -1}, "step=-1: must be an integer >= 0"),
         ({"loss": 1.0, "step": 1.5}, "step=1.5"),
         ({"loss": 1.0, "items": "many"}, "items is a str"),
     ],
 )
-def test_what_is_no_number_is_refused_in_a_sentence(ring: MetricRing, given: dict[str, Any], words: str) -> None:
+def test_a_value_that_is_not_a_number_gets_a_clear_error(ring: MetricRing, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         axon_nb.log(**given)
     assert rows(ring) == []
 
 
-def test_a_step_below_an_earlier_one_begins_anew(ring: MetricRing, cell: list[int]) -> None:
+def test_a_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> None:
     cell[0] = 5
     for step in (0, 1, 0):
         axon_nb.log(loss=1.0, step=step)

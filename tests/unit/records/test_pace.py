@@ -1,4 +1,4 @@
-"""Steps a second, and how much of a stretch is covered."""
+"""Throughput, and how much of a time range intervals cover."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records.coverage import covered_ns
-from axon_nb.records.pace import Pace, Rates
+from axon_nb.records.pace import RateMeter, Throughput
 
 S = 1_000_000_000
 
 
-def test_rates_are_those_of_the_last_marks() -> None:
-    pace = Pace()
-    assert pace.rates(0, running=True) == Rates()
+def test_rates_come_from_the_last_marks() -> None:
+    pace = RateMeter()
+    assert pace.rates(0, running=True) == Throughput()
     for i in range(100):
         pace.mark(i * S // 10, items=8)
     rates = pace.rates(99 * S // 10, running=True)
-    assert rates.steps == pytest.approx(10)
-    assert rates.items == pytest.approx(80)
+    assert rates.steps_per_s == pytest.approx(10)
+    assert rates.items_per_s == pytest.approx(80)
     for i in range(3):
         pace.mark(1000 * S + i * S, items=0)
-    assert pace.rates(1002 * S, running=True).steps == pytest.approx(1)
+    assert pace.rates(1002 * S, running=True).steps_per_s == pytest.approx(1)
 
 
 def test_a_step_that_takes_long_counts_while_it_runs() -> None:
-    pace = Pace()
+    pace = RateMeter()
     for i in range(5):
         pace.mark(i * S)
-    assert pace.rates(40 * S, running=True).steps == pytest.approx(0.1)
-    assert pace.rates(40 * S, running=False).steps == pytest.approx(1)
+    assert pace.rates(40 * S, running=True).steps_per_s == pytest.approx(0.1)
+    assert pace.rates(40 * S, running=False).steps_per_s == pytest.approx(1)
 
 
 def test_one_slow_step_after_another_has_a_rate() -> None:
-    pace = Pace()
+    pace = RateMeter()
     pace.mark(0)
     pace.mark(60 * S)
-    assert pace.rates(61 * S, running=True).steps == pytest.approx(1 / 60)
-    twice = Pace()
+    assert pace.rates(61 * S, running=True).steps_per_s == pytest.approx(1 / 60)
+    twice = RateMeter()
     twice.mark(5)
     twice.mark(5)
-    assert twice.rates(5, running=False) == Rates()
+    assert twice.rates(5, running=False) == Throughput()
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12), st.integers(0, 60), st.integers(0, 60))
-def test_what_overlaps_is_counted_once(stretches: list[tuple[int, int]], begin: int, end: int) -> None:
-    inside = {t for first, last in stretches for t in range(first, last) if begin <= t < end}
-    assert covered_ns(stretches, begin, end) == len(inside)
+def test_overlaps_are_counted_once(intervals: list[tuple[int, int]], begin: int, end: int) -> None:
+    inside = {t for first, last in intervals for t in range(first, last) if begin <= t < end}
+    assert covered_ns(intervals, begin, end) == len(inside)

@@ -1,4 +1,4 @@
-"""Steps of a pipeline: played without waiting, found among spans, compared with their ideal."""
+"""Pipeline steps: simulated without waiting, found among spans, compared with their ideal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records.pipeline import Action, bubble_fraction, play
-from axon_nb.records.pipeline_play import play_orders
+from axon_nb.records.pipeline_play import simulate_orders
 from axon_nb.records.pipeline_steps import last_steps
 from axon_nb.records.span import Span
 
@@ -29,25 +29,25 @@ def shifted(spans: list[Span], start_ns: int, group: str = "pp") -> list[Span]:
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
-def test_the_bubble_of_gpipe_is_as_by_formula(num_ranks: int, num_microbatches: int) -> None:
+def test_the_bubble_of_gpipe_matches_the_formula(num_ranks: int, num_microbatches: int) -> None:
     spans = play(gpipe(num_ranks, num_microbatches), LENGTHS)
     assert bubble_fraction(spans) == pytest.approx((num_ranks - 1) / (num_microbatches + num_ranks - 1), abs=1e-9)
 
 
-def test_a_backward_in_two_parts_waits_for_its_inputs_alone() -> None:
+def test_a_split_backward_waits_only_for_its_inputs() -> None:
     orders = [[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)], [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)]]
     ends = {(span.rank, span.name): span.end_ns for span in play(orders, LENGTHS)}
     assert ends[1, "I"] == ends[1, "F"] + 10_000_000
     assert ends[0, "I"] == ends[1, "I"] + 10_000_000
 
 
-def test_orders_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
+def test_orders_that_deadlock_are_rejected() -> None:
+    with pytest.raises(ValueError, match="deadlock"):
         play([[("B", 0, 0), ("F", 0, 0)]], LENGTHS)
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_last_whole_step_is_found_in_any_order(
+def test_the_last_complete_step_is_found_in_any_order(
     num_ranks: int, num_microbatches: int, cut: int, shuffle: random.Random
 ) -> None:
     step = play(gpipe(num_ranks, num_microbatches), LENGTHS)
@@ -62,7 +62,7 @@ def test_the_last_whole_step_is_found_in_any_order(
     assert found.bubble == pytest.approx(found.ideal_bubble)
 
 
-def test_pipelines_side_by_side_are_told_apart() -> None:
+def test_parallel_pipelines_are_distinguished() -> None:
     step = play(gpipe(2, 3), LENGTHS)
     moved = [span._replace(rank=span.rank + 2) for span in step]
     found = last_steps([*shifted(step, 5, "a"), *shifted(moved, 9, "b"), Span(0, "forward", "Model", 0, 9)])
@@ -79,7 +79,7 @@ def test_a_slow_stage_makes_the_measured_bubble_larger_than_the_ideal() -> None:
     assert found.bubble > found.ideal_bubble > 0
 
 
-def test_forwards_alone_and_halves_of_steps_are_no_steps() -> None:
+def test_forward_only_and_partial_steps_do_not_count() -> None:
     step = play(gpipe(2, 3), LENGTHS)
     assert last_steps(shifted([span for span in step if span.kind == "forward"], 0)) == []
     assert last_steps(shifted([span for span in step if span.rank == 1], 0)) == []
@@ -89,11 +89,11 @@ def test_forwards_alone_and_halves_of_steps_are_no_steps() -> None:
 def test_stages_that_differ_and_messages_that_take_time() -> None:
     orders = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]]
     lengths = {"F": (0.01, 0.03), "B": (0.02, 0.04)}
-    first, second = play_orders(orders, lengths, num_stages=2, num_microbatches=1, latency_s=(0.005,))
+    first, second = simulate_orders(orders, lengths, num_stages=2, num_microbatches=1, latency_s=(0.005,))
     assert second == [pytest.approx((0.015, 0.045)), pytest.approx((0.045, 0.085))]
     assert first == [pytest.approx((0.0, 0.01)), pytest.approx((0.09, 0.11))]
     one_rank = [[*orders[0][:1], *orders[1], *orders[0][1:]]]
-    (times,) = play_orders(one_rank, lengths, num_stages=2, num_microbatches=1, latency_s=(0.005,))
+    (times,) = simulate_orders(one_rank, lengths, num_stages=2, num_microbatches=1, latency_s=(0.005,))
     assert times[-1][1] == pytest.approx(0.1), "a rank sends itself no messages"
 
 
@@ -105,6 +105,6 @@ def test_stages_that_differ_and_messages_that_take_time() -> None:
         [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0)]],
     ],
 )
-def test_what_is_waited_for_and_never_comes(orders: list[list[Action]]) -> None:
-    with pytest.raises(ValueError, match="wait for each other, or for what is in none of them"):
+def test_waiting_for_a_missing_action_is_an_error(orders: list[list[Action]]) -> None:
+    with pytest.raises(ValueError, match="deadlock, or depend on an action that is in none of them"):
         play(orders, LENGTHS)

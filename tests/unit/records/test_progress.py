@@ -1,4 +1,4 @@
-"""Loops that tell how far they are."""
+"""Progress of loops."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import pytest
 import axon_nb
 from axon_nb.cluster.output.terminal import METER, METER_NAME
 from axon_nb.errors import UsageError
-from axon_nb.records import progress, running_cell
+from axon_nb.records import progress
 from axon_nb.records.progress import Bar, bars
+from axon_nb.records.running_cell import set_cell_source
 
 
 @pytest.fixture(autouse=True)
 def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """No loop is known yet; the number of the cell that runs."""
     number = [1]
-    running_cell.follow(lambda: number[0])
+    set_cell_source(lambda: number[0])
     progress._open.clear()
     progress._ended.clear()
     monkeypatch.setattr(progress, "_drawn", [0.0, 0.0])
     yield number
-    running_cell.follow(lambda: None)
+    set_cell_source(lambda: None)
 
 
 def seen() -> list[tuple[str, int, int, int | None, bool]]:
@@ -30,7 +31,7 @@ def seen() -> list[tuple[str, int, int, int | None, bool]]:
     return [(bar.desc, bar.depth, bar.done, bar.total, bar.is_over) for bar in bars()]
 
 
-def test_items_are_counted_when_they_are_worked_off() -> None:
+def test_items_count_once_they_are_processed() -> None:
     during = []
     for item in axon_nb.progress([5, 6], desc="epochs"):
         for _ in axon_nb.progress((x for x in "abc"), desc="batches", total=3):
@@ -40,7 +41,7 @@ def test_items_are_counted_when_they_are_worked_off() -> None:
     assert seen() == [("epochs", 0, 2, 2, True), ("batches", 1, 3, 3, True)]
 
 
-def test_a_loop_that_is_left_is_over_where_it_was() -> None:
+def test_a_loop_left_early_is_over_at_that_item() -> None:
     for i in axon_nb.progress(range(10)):
         if i == 4:
             break
@@ -58,11 +59,11 @@ def test_length_and_bad_input() -> None:
     assert len(axon_nb.progress([1, 2])) == 2
     with pytest.raises(TypeError, match="has no length"):
         len(axon_nb.progress(iter([1])))
-    with pytest.raises(UsageError, match=r"progress\(int\): it is looped over"):
+    with pytest.raises(UsageError, match=r"progress\(int\): must be iterable"):
         axon_nb.progress(3)  # type: ignore[arg-type]
 
 
-def test_rows_are_those_of_a_meter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_look_like_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
     for _ in axon_nb.progress(range(2), desc="epochs"):
         list(axon_nb.progress(range(3), desc="batches"))

@@ -1,11 +1,11 @@
-"""Sets of ranks as text: compact one way, forgiving about blanks and doubles the other way."""
+"""Sets of ranks as text: formatted compactly, parsed with tolerance for blanks and duplicates."""
 
 from __future__ import annotations
 
 import pytest
 
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks, parse_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,21 @@ def test_parse(spec: str, ranks: list[int]) -> None:
 @pytest.mark.parametrize(
     ("spec", "world_size", "sentence"),
     [
-        ("0 2", 4, "ranks '0 2': '0 2' is no rank; write ranks as in 0,2-3."),
-        ("0,,2", 4, "ranks '0,,2': '' is no rank; write ranks as in 0,2-3."),
-        (":0", 4, "ranks ':0' are none of the 4: ranks are 0 to 3."),
-        ("odd", 1, "ranks 'odd' are none of the 1: ranks are 0 to 0."),
-        ("::0", 4, "ranks '::0': '::0' is no rank; write ranks as in 0,2-3."),
-        ("7", 4, "rank 7 of 4 does not exist: ranks are 0 to 3."),
-        ("1.5", 4, "ranks '1.5': '1.5' is no rank; write ranks as in 0,2-3."),
+        ("0 2", 4, "ranks '0 2': '0 2' is not a rank; use a form such as 0,2-3."),
+        ("0,,2", 4, "ranks '0,,2': '' is not a rank; use a form such as 0,2-3."),
+        (":0", 4, "ranks ':0' selects none of the ranks 0 to 3."),
+        ("odd", 1, "ranks 'odd' selects none of the ranks 0 to 0."),
+        ("::0", 4, "ranks '::0': '::0' is not a rank; use a form such as 0,2-3."),
+        ("7", 4, "rank 7 does not exist: ranks are 0 to 3."),
+        ("1.5", 4, "ranks '1.5': '1.5' is not a rank; use a form such as 0,2-3."),
     ],
 )
 def test_an_error_is_one_clear_sentence(spec: str, world_size: int, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_ranks(spec, world_size)
     assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize(("ranks", "name"), [([2], "rank 2"), ([2, 2], "rank 2"), ([3, 0, 1], "ranks 0-1,3")])
+def test_names_in_sentences_have_the_right_number(ranks: list[int], name: str) -> None:
+    assert name_ranks(ranks) == name

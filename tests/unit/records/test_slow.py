@@ -1,11 +1,11 @@
-"""Who is waited for, in one line; and the fix for a rank that is alone in a collective."""
+"""One-line description of slow ranks, and advice for a rank that is alone in a collective."""
 
 from __future__ import annotations
 
 from axon_nb.records.advice import advice_for
-from axon_nb.records.slow import slow_sentence
+from axon_nb.records.slow import describe_slow_ranks
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
-from axon_nb.records.waits import PendingCall, RankWaits, awaited, explain
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock, missing_ranks
 
 
 def waiting(rank: int, *, seconds: float = 3.24, call: str = "all_reduce", via: str = "", **more: object) -> RankWaits:
@@ -22,7 +22,7 @@ def computing(rank: int, line: int = 7) -> RankWaits:
 
 
 def tell(*reports: RankWaits) -> str:
-    return slow_sentence({report.rank: report for report in reports}, 3.0)
+    return describe_slow_ranks({report.rank: report for report in reports}, 3.0)
 
 
 def test_the_late_rank_and_its_line_come_first() -> None:
@@ -30,11 +30,11 @@ def test_the_late_rank_and_its_line_come_first() -> None:
     assert tell(waiting(0), computing(1), waiting(2), waiting(3)) == expected
 
 
-def test_nobody_is_told_of_before_the_time() -> None:
+def test_short_waits_are_not_reported() -> None:
     assert tell(waiting(0, seconds=2.9), computing(1), waiting(2, seconds=1), waiting(3, seconds=2)) == ""
 
 
-def test_nobody_is_waited_for_when_all_have_come() -> None:
+def test_nothing_is_reported_when_all_ranks_have_arrived() -> None:
     assert tell(*(waiting(rank) for rank in range(4))) == ""
 
 
@@ -43,7 +43,7 @@ def test_late_ranks_in_different_places_have_no_line() -> None:
     assert text == "Waiting for ranks 1-2: ranks 0,3 have been in all_reduce at line 4 for 12 s"
 
 
-def test_who_waits_for_a_waiting_rank_does_not_hide_the_late_one() -> None:
+def test_ranks_that_wait_for_waiting_ranks_do_not_hide_the_slow_one() -> None:
     receiver = waiting(3, call="recv", name="recv", sequence=0, peer=0)
     text = tell(waiting(0, ranks=(0, 1)), computing(1), computing(2), receiver)
     assert text == "Waiting for rank 1 (line 7): rank 0 has been in all_reduce at line 4 for 3.2 s"
@@ -51,11 +51,11 @@ def test_who_waits_for_a_waiting_rank_does_not_hide_the_late_one() -> None:
 
 def test_a_send_waits_for_its_receiver() -> None:
     sender = waiting(0, call="send", name="send", sequence=0, peer=1)
-    assert awaited({0: sender, 1: computing(1)}, 0.5) == {0: (1,)}
+    assert missing_ranks({0: sender, 1: computing(1)}, 0.5) == {0: (1,)}
     receiver = waiting(1, call="recv", name="recv", sequence=0, peer=0)
-    assert awaited({0: sender, 1: receiver}, 0.5) == {}
+    assert missing_ranks({0: sender, 1: receiver}, 0.5) == {}
     finished = RankWaits(1, False, None, "", (), {"0": 0})
-    text = explain({0: sender, 1: finished}, {0, 1}, 0.5)
+    text = explain_deadlock({0: sender, 1: finished}, {0, 1}, 0.5)
     assert text == "rank 0 waits in send at line 4 for rank 1, which has finished the cell."
 
 
@@ -66,12 +66,12 @@ def test_the_call_that_is_waited_for_is_not_always_the_oldest() -> None:
     assert report.blocked_in == own.pending[0]
 
 
-def test_a_collective_in_disguise_is_named_with_the_fix() -> None:
+def test_an_implicit_collective_is_named_with_the_fix() -> None:
     finished = [RankWaits(rank, False, None, "", (), {"0": 0}) for rank in (1, 2, 3)]
     reports = {report.rank: report for report in (waiting(0, via="full_tensor"), *finished)}
-    assert explain(reports, range(4), 0.5) == (
+    assert explain_deadlock(reports, range(4), 0.5) == (
         "rank 0 waits in full_tensor at line 4 for ranks 1-3, which have finished the cell. `full_tensor()` is a "
-        "collective: call it on every rank, and keep `if rank == 0` for the saving alone."
+        "collective: call it on every rank, and use `if rank == 0` only for saving."
     )
 
 
@@ -79,7 +79,7 @@ def test_there_is_not_always_advice() -> None:
     assert advice_for(["", "all_reduce"]) == ""
 
 
-def test_equal_stacks_are_told_once() -> None:
+def test_equal_stacks_are_shown_once() -> None:
     frames = (StackFrame("Cell In[3], line 4", "dist.barrier()"), StackFrame("… 4 frames of torch: barrier … wait"))
     stuck = [RankStack("waiting in barrier at line 4 for rank 1", frames, 3, seconds) for seconds in (1.0, 2.0)]
     stacks = Stacks({0: stuck[0], 2: stuck[1], 1: RankStack("idle")})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_nb.records import MemoryUse, Shard, Span
 from axon_nb.records.chrome import write_chrome_trace
-from axon_nb.records.trace import SpanRing, is_told, told_as_one
+from axon_nb.records.trace import SpanRing, is_suppressed, suppress_spans
 
 
 def span(number: int, **more: object) -> Span:
@@ -55,14 +55,14 @@ def test_sizes_of_shards_and_memory() -> None:
     assert MemoryUse(0, 0, "storages", {"parameters": 3, "gradients": 4}).total == 7
 
 
-def test_what_a_span_tells_as_a_whole_is_not_told_again_by_the_same_thread() -> None:
-    told: list[tuple[bool, ...]] = []
-    with told_as_one("forward", "backward"):
-        with told_as_one("wait"):
-            told.append((is_told("wait"), is_told("forward")))
-        told.append((is_told("wait"), is_told("forward")))
-        other = threading.Thread(target=lambda: told.append((is_told("wait"), is_told("forward"))))
+def test_spans_are_suppressed_on_the_same_thread_only() -> None:
+    seen_by: list[tuple[bool, ...]] = []
+    with suppress_spans("forward", "backward"):
+        with suppress_spans("wait"):
+            seen_by.append((is_suppressed("wait"), is_suppressed("forward")))
+        seen_by.append((is_suppressed("wait"), is_suppressed("forward")))
+        other = threading.Thread(target=lambda: seen_by.append((is_suppressed("wait"), is_suppressed("forward"))))
         other.start()
         other.join()
-    told.append((is_told("wait"), is_told("forward")))
-    assert told == [(True, False), (False, True), (False, False), (False, False)]
+    seen_by.append((is_suppressed("wait"), is_suppressed("forward")))
+    assert seen_by == [(True, False), (False, True), (False, False), (False, False)]

@@ -1,10 +1,10 @@
-"""Who waits for whom: pictures of ranks, and what follows from them."""
+"""Deadlock analysis of ranks' reports."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from axon_nb.records.waits import PendingCall, RankWaits, explain
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 
 
 def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:
@@ -25,27 +25,27 @@ def finished(rank: int, count: int = 0) -> RankWaits:
 
 
 def judge(*reports: RankWaits) -> str | None:
-    return explain({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
+    return explain_deadlock({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
 
 
-def test_a_slow_rank_is_no_deadlock() -> None:
+def test_a_slow_rank_is_not_a_deadlock() -> None:
     assert judge(waiting(0), waiting(1), computing(2)) is None
 
 
-def test_all_have_come_so_it_is_under_way() -> None:
+def test_a_call_that_all_ranks_have_reached_is_in_progress() -> None:
     assert judge(waiting(0), waiting(1), waiting(2)) is None
 
 
-def test_a_short_wait_is_not_looked_at() -> None:
+def test_a_short_wait_is_ignored() -> None:
     assert judge(waiting(0, seconds=0.1), finished(1), finished(2)) is None
 
 
-def test_a_finished_rank_never_comes() -> None:
+def test_waiting_for_a_finished_rank_is_a_deadlock() -> None:
     expected = "ranks 0-1 wait in all_reduce at line 3 for rank 2, which has finished the cell."
     assert judge(waiting(0), waiting(1), finished(2)) == expected
 
 
-def test_a_finished_rank_that_had_begun_the_call_is_no_reason() -> None:
+def test_a_finished_rank_that_made_the_call_is_no_reason() -> None:
     assert judge(waiting(0), waiting(1), finished(2, count=1)) is None
 
 
@@ -56,26 +56,26 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert text == "rank 0 waits in recv at line 3 for rank 1; rank 1 waits in recv at line 9 for rank 0."
 
 
-def test_a_recv_whose_sender_is_in_send_is_under_way() -> None:
+def test_a_recv_whose_sender_is_in_send_is_in_progress() -> None:
     receiver = waiting(0, name="recv", sequence=0, peer=1)
     assert judge(receiver, waiting(1, name="send", sequence=0, peer=0), finished(2)) is None
 
 
-def test_one_that_waits_for_a_slow_rank_makes_nobody_hopeless() -> None:
+def test_waiting_for_a_slow_rank_is_not_a_deadlock() -> None:
     receiver = waiting(0, name="recv", sequence=0, peer=1)
     assert judge(receiver, waiting(1, ranks=(1, 2), group="g"), computing(2)) is None
 
 
 def test_different_sizes_and_calls() -> None:
     assert judge(waiting(0), waiting(1, bytes=8), computing(2)) == (
-        "The sizes differ: rank 0 brings 4 bytes to all_reduce at line 3, rank 1 8 bytes to all_reduce at line 3."
+        "Size mismatch: rank 0 passed 4 bytes to all_reduce at line 3, rank 1 passed 8 bytes to all_reduce at line 3."
     )
     text = judge(waiting(0), waiting(1, name="barrier", line=6), computing(2))
     assert text is not None
-    assert text.startswith("The ranks do not meet: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
+    assert text.startswith("Collective mismatch: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
 
 
-def test_one_whose_thread_runs_may_still_come_for_a_while() -> None:
+def test_a_rank_with_a_user_thread_is_not_missing_for_a_while() -> None:
     thread = replace(finished(1), threads=("Thread-5 (receive)",))
     assert judge(waiting(0), thread, finished(2, count=1)) is None
     assert judge(waiting(0), replace(waiting(1, sequence=2), threads=("Thread-5",)), computing(2, count=2)) is None

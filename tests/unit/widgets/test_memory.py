@@ -97,7 +97,7 @@ def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
     assert "peak 1.46 GiB, of 1.95 GiB" in row.measured.words
     assert row.flag.startswith("95 % of the device's memory is taken")
     assert "CUDA's allocator" in made.heading
-    assert not any("activations are not known" in note for note in made.notes())
+    assert not any("Activations of" in note for note in made.notes())
 
 
 def test_words_name_the_source_and_what_is_not_known() -> None:
@@ -105,7 +105,7 @@ def test_words_name_the_source_and_what_is_not_known() -> None:
     lines = text.splitlines()
     assert lines[0] == "model: memory of 2 ranks, 170 MiB on each; measured: storages of live tensors"
     assert lines[1].startswith("  rank 0: 170 MiB (parameters 40.0 MiB")
-    assert any(line.startswith("Of ranks 0-1 activations are not known") for line in lines)
+    assert any(line.startswith("Activations of ranks 0-1 are unknown") for line in lines)
     assert lines[-1] == "No estimate: because."
 
 

@@ -11,7 +11,7 @@ import pytest
 from axon_nb.cluster.memory import MemoryAnswers
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.memory_setup import MemorySetup
-from axon_nb.records.what_if import MemoryEstimate, WhatIfState
+from axon_nb.records.what_if import MemoryPrediction, WhatIfState
 from axon_nb.widgets.memory import MemoryView
 from axon_nb.widgets.memory_what_if import answer_bars, setup_in_words, state_in_words, what_if_content
 
@@ -21,7 +21,7 @@ HELD = {"parameters": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB}
 PEAK = {**HELD, "activations": 100 * MIB, "unsharded": 20 * MIB, "communication": 10 * MIB}
 
 
-def estimate(setup: MemorySetup = AS_IS, **more: Any) -> MemoryEstimate:
+def estimate(setup: MemorySetup = AS_IS, **more: Any) -> MemoryPrediction:
     """Of two ranks, the second one with the highest peak."""
     fields: dict[str, Any] = {
         "persistent": {0: HELD, 1: HELD},
@@ -29,7 +29,7 @@ def estimate(setup: MemorySetup = AS_IS, **more: Any) -> MemoryEstimate:
         "when": "in backward of head",
         "notes": ("<so>",),
     }
-    return MemoryEstimate(setup, "simulated", 1, **{**fields, **more})
+    return MemoryPrediction(setup, "simulated", 1, **{**fields, **more})
 
 
 def test_controls_have_what_is_and_what_was_asked() -> None:
@@ -48,7 +48,7 @@ def test_controls_have_what_is_and_what_was_asked() -> None:
 def test_an_answer_stands_beside_what_is() -> None:
     asked = MemorySetup(4, "full_shard", 4)
     half = {role: size // 2 for role, size in HELD.items()}
-    state = WhatIfState(AS_IS, True, asked, MemoryEstimate(asked, "simulated", 0, {0: half}, {0: half}), estimate())
+    state = WhatIfState(AS_IS, True, asked, MemoryPrediction(asked, "simulated", 0, {0: half}, {0: half}), estimate())
     bars = {own.label: own.bar for own in answer_bars(state, None)}
     assert list(bars) == [
         "as it is, after a step", "as it is, at the peak", "as asked, after a step", "as asked, at the peak"
@@ -59,7 +59,7 @@ def test_an_answer_stands_beside_what_is() -> None:
 
 
 def test_a_formula_says_that_it_is_one() -> None:
-    states = MemoryEstimate(AS_IS, "model states only", 0, {0: HELD})
+    states = MemoryPrediction(AS_IS, "model states only", 0, {0: HELD})
     content = what_if_content(WhatIfState(AS_IS, True, AS_IS, states, doing="simulating: a step", share=0.5), None)
     assert content["heading"] == "full_shard on 2 ranks, lion, batch 4: 160 MiB, model states only"
     assert [bar["label"] for bar in content["bars"]] == ["as it is, after a step"]
@@ -97,7 +97,7 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     view._handle_custom_msg({"op": "what_if", "setup": {"world": "8"}}, [])
     view._handle_custom_msg({"op": "what_if", "setup": None}, [])
     assert asked == [{"world": "8"}, None]
-    reference = MemoryEstimate(AS_IS, "simulated", 0, {0: HELD}, {0: PEAK})
+    reference = MemoryPrediction(AS_IS, "simulated", 0, {0: HELD}, {0: PEAK})
     view.answer(WhatIfState(AS_IS, True, AS_IS, reference, reference))
     view.refresh(unseen=True)
     row = view.content["rows"][0]
