@@ -134,9 +134,7 @@ def _mismatch(blocked: Mapping[int, PendingCall], reports: Mapping[int, RankWait
                 continue
             here, there = reports[rank].place, reports[other].place
             if theirs.name != call.name:
-                return (
-                    f"Collective mismatch: rank {rank} is in {here}, rank {other} in {there}, on the same group."
-                )
+                return f"Collective mismatch: rank {rank} is in {here}, rank {other} in {there}, on the same group."
             if call.name in _SAME_SIZE_CALLS and theirs.bytes != call.bytes:
                 return (
                     f"Size mismatch: rank {rank} passed {call.bytes:,} bytes to {here}, "
