@@ -227,7 +227,7 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     def ring(world: World) -> None:
         comm.recv((world.rank() + 1) % 2)
 
-    with pytest.raises(DeadlockError, match="rank 0 is waiting in recv for rank 1; rank 1 .* in recv for rank 0"):
+    with pytest.raises(DeadlockError, match=r"rank 0 is waiting in recv for rank 1; rank 1 .* in recv for rank 0"):
         World.mock(2).run(ring)
 
 
