@@ -205,12 +205,12 @@ def test_frame_figure_and_texts() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"name": "nothing"}, "it is one of 'GPipe'"),
+        ({"name": "nothing"}, "schedule must be one of 'GPipe'"),
         ({"stages": 0}, "stages=0: it is a whole number from 1"),
         ({"microbatches": 1.5}, r"microbatches=1.5: it is a whole number"),
         ({"microbatches": 2}, "at least as many microbatches as stages"),
         ({"name": "Interleaved1F1B", "stages": 5}, "take an even number"),
-        ({"name": "ZBVZeroBubble", "stages": 8, "ranks": 2}, "exactly two stages a rank"),
+        ({"name": "ZBVZeroBubble", "stages": 8, "ranks": 2}, "needs two stages per rank"),
         ({"times": [(0.1, 0.1)] * 3}, "times has 3 entries for 4 stages"),
         ({"times": 0.1}, r"\(forward, backward\) in seconds"),
         ({"times": (0.1, 0.1, 0.2)}, "the part for weights no more than the backward"),
