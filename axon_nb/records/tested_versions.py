@@ -10,7 +10,7 @@ __all__ = ["TESTED", "are_tested", "install_command"]
 TESTED = {
     "torch": ("2.11", "2.16"),
     "ipykernel": ("7.0", "8"),
-    "ipython": ("9.0", "10"),
+    "ipython": ("9.13", "10"),
     "ipyparallel": ("9.1", "10"),
 }
 """By package: the lowest version that passed the tests, and the first version above the tested range."""
