@@ -215,7 +215,7 @@ def test_frame_figure_and_texts() -> None:
         ({"num_stages": 0}, "num_stages must be a whole number, 1 or more; got 0"),
         ({"num_microbatches": 1.5}, "num_microbatches must be a whole number, 1 or more; got 1.5"),
         ({"num_microbatches": 2}, "at least as many microbatches as stages"),
-        ({"name": "Interleaved1F1B", "num_stages": 5}, "take an even number"),
+        ({"name": "Interleaved1F1B", "num_stages": 5}, "num_stages must be even"),
         ({"name": "ZBVZeroBubble", "num_stages": 8, "num_ranks": 2}, "needs two stages per rank"),
         ({"times": [(0.1, 0.1)] * 3}, "one for each of 4; got 3"),
         ({"times": 0.1}, r"\(forward, backward\) in seconds"),
