@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from axon_nb import show
+    from axon_nb.cluster.cells.result import CellResult
     from axon_nb.cluster.cluster import Cluster
-    from axon_nb.cluster.result import CellResult
-    from axon_nb.cluster.startup import attach, start
+    from axon_nb.cluster.session.start import attach, start
     from axon_nb.errors import (
         AxonError,
         CellError,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         StartError,
         UsageError,
     )
-    from axon_nb.records.metrics import log
-    from axon_nb.records.progress import progress
+    from axon_nb.records.training.metrics import log
+    from axon_nb.records.training.progress import progress
 
 __all__ = [
     "AxonError",
@@ -65,8 +65,8 @@ _NAMES_BY_MODULE = {
         "StartError",
         "UsageError",
     ),
-    "axon_nb.records.metrics": ("log",),
-    "axon_nb.records.progress": ("progress",),
+    "axon_nb.records.training.metrics": ("log",),
+    "axon_nb.records.training.progress": ("progress",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -94,7 +94,7 @@ def current_cluster() -> Cluster:
     Raises:
         NoClusterError: none is running.
     """
-    cluster: Cluster = import_module("axon_nb.cluster.current").require("axon_nb.current_cluster()")
+    cluster: Cluster = import_module("axon_nb.cluster.session.current").require("axon_nb.current_cluster()")
     return cluster
 
 

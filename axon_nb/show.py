@@ -10,7 +10,7 @@ from axon_nb.errors import UsageError
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
-    from axon_nb.widgets.timeline_record import Timeline
+    from axon_nb.widgets.timeline.record import Timeline
 
 __all__ = ["memory", "shards", "timeline", "watch"]
 
@@ -27,10 +27,10 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         NoClusterError: none is running.
         UsageError: nothing with that name can be shown.
     """
-    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.shards()")
+    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.shards()")
     if not names:
         raise UsageError("axon_nb.show.shards() needs the name of a variable on the ranks, such as 'model'.")
-    import_module("axon_nb.widgets.open_panels").show_shards(chosen, _checked(names), gradients=gradients)
+    import_module("axon_nb.widgets.open").show_shards(chosen, _checked(names), gradients=gradients)
 
 
 def memory(*names: str, cluster: Cluster | None = None) -> None:
@@ -44,8 +44,8 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         NoClusterError: none is running.
         UsageError: a name does not exist on the ranks.
     """
-    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.memory()")
-    import_module("axon_nb.widgets.open_job").show_memory(chosen, _checked(names))
+    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.memory()")
+    import_module("axon_nb.widgets.open").show_memory(chosen, _checked(names))
 
 
 def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ def timeline(
         NoClusterError: none is running.
         UsageError: a rank does not exist, or there are no spans of that cell.
     """
-    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.timeline()")
-    rows = import_module("axon_nb.cluster.ranks").resolve_ranks(ranks, chosen.world_size)
-    shown: Timeline = import_module("axon_nb.widgets.open_timeline").show_timeline(chosen, rows, cell=cell)
+    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.timeline()")
+    rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, chosen.world_size)
+    shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(chosen, rows, cell=cell)
     return shown
 
 
@@ -90,5 +90,5 @@ def watch(*, cluster: Cluster | None = None) -> None:
     Raises:
         NoClusterError: none is running.
     """
-    chosen = cluster or import_module("axon_nb.cluster.current").require("axon_nb.show.watch()")
-    import_module("axon_nb.widgets.open_job").show_watch(chosen)
+    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.watch()")
+    import_module("axon_nb.widgets.open").show_watch(chosen)

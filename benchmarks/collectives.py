@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb import comm
-from axon_nb.comm.torch_names import all_gather_single, reduce_scatter_single
+from axon_nb.comm.collectives.direct import all_gather_single, reduce_scatter_single
 from axon_nb.parallel import DDP
 from benchmarks.pairs import PairedRow
 from benchmarks.report import write

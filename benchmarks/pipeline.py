@@ -22,8 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from axon_nb.comm import World
 from axon_nb.parallel import Pipeline, bubble_fraction, ideal_timeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.parallel.pipeline.split import balanced_stage_starts, split_sections
-from axon_nb.records import Span, trace
+from axon_nb.parallel.pipeline.stages import balanced_stage_starts, split_sections
+from axon_nb.records import Span
+from axon_nb.records import spans as trace
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, median, write
 

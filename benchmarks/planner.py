@@ -29,7 +29,7 @@ def plans(world: int, repeats: int) -> tuple[list[float], plan.MemoryPlan]:
 def start_alone() -> float:
     """Seconds that a process takes to import the simulator's modules."""
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import axon_nb.plan.simulate"], check=True)
+    subprocess.run([sys.executable, "-c", "import axon_nb.plan.footprint.simulate"], check=True)
     return time.monotonic() - start
 
 

@@ -16,9 +16,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
-from axon_nb.engine.groups.arrivals import nobody_to_wait_for
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.store import AgentStore
+from axon_nb.engine.groups.store import AgentStore, nobody_to_wait_for
 from benchmarks.reconfigure_ranks import CPU, Rank, own_group
 from benchmarks.reconfigured_group import ReconfiguredGroup, reconfigure
 

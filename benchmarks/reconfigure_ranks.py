@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.store import AgentStore
+from axon_nb.engine.groups.store import AgentStore
 from benchmarks.reconfigured_group import LIMIT, ReconfiguredGroup, reconfigure
 
 __all__ = ["CPU", "Rank", "be_rank", "own_group", "usage"]

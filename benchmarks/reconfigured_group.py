@@ -16,8 +16,8 @@ from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.gloo import leak, poison, shared_device
 from axon_nb.engine.groups.native import connect_in_helper
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.groups.sizes import open_table
-from axon_nb.engine.store import give_up_waits, want_waits
+from axon_nb.engine.groups.size_check import open_table
+from axon_nb.engine.groups.store import give_up_waits, want_waits
 
 __all__ = ["LIMIT", "ReconfiguredGroup", "reconfigure"]
 

@@ -30,7 +30,7 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 tokens = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
 def block(steps, on):
     if not on:
-        from axon_nb.engine.span_reader import span_reader
+        from axon_nb.engine.inspection.spans import span_reader
         span_reader()._steps.watch(0)  # nobody looks any more; else ranks notice that after 5 s
     dist.barrier()
     began = time.perf_counter()
@@ -47,7 +47,7 @@ _ = block(4, False)"""
 PAGE = """
 import json, threading, time
 from axon_nb.cluster import current
-from axon_nb.cluster.span_feed import span_feed
+from axon_nb.cluster.inspection.span_feed import span_feed
 from axon_nb.widgets import open_job, open_panels, open_timeline
 
 def views():

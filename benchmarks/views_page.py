@@ -24,8 +24,8 @@ START = """%load_ext axon_nb
 EMIT = f"""%%distributed
 import time
 from pathlib import Path
-from axon_nb.records.span import Span
-from axon_nb.records.trace import emit
+from axon_nb.records.spans import Span
+from axon_nb.records.spans import emit
 kinds = (("forward", "GPT"), ("backward", "backward"), ("collective", "all_reduce"), ("optimizer", "AdamW"))
 def some(count):
     for i in range(count):

@@ -133,7 +133,7 @@ if rank == 0:
 # %%distributed
 from collections import Counter
 
-from axon_nb.records.trace import ring
+from axon_nb.records.spans import ring
 
 
 def communication(step):

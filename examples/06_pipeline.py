@@ -42,7 +42,7 @@ from torch import nn
 
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, bubble_fraction, ideal_timeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
-from axon_nb.records import trace
+from axon_nb.records import spans as trace
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -11,9 +11,9 @@ from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, magics_class
 
-from axon_nb.cluster import code as cell_code
+from axon_nb.cluster.cells import source as cell_code
 from axon_nb.errors import UsageError
-from axon_nb.magics.heads import auto_mode
+from axon_nb.magics.cell_head import auto_mode
 
 __all__ = ["AutoMagics", "Piece", "auto_cells", "split_cell"]
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
-from axon_nb.cluster import code as cell_code
-from axon_nb.cluster import current, startup
+from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.ranks import resolve_ranks
+from axon_nb.cluster.session import current, start
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse
-from axon_nb.magics.measures import Measures, add_measures, read_measures
-from axon_nb.records.ranks import format_ranks
+from axon_nb.magics.measure import Measures, add_measures, read_measures
+from axon_nb.records.ranks import format_ranks, resolve_ranks
 
 if TYPE_CHECKING:
-    from axon_nb.widgets.cell_views import CellViews
+    from axon_nb.widgets.cell.views import CellViews
 
 __all__ = ["CellMagics", "cell_parser"]
 
@@ -202,7 +201,7 @@ def _prompt(shell: Any) -> int:
 def _cluster() -> Cluster:
     cluster = current.get()
     if cluster is None:
-        cluster = startup.start()
+        cluster = start.start()
         print(f"Started {cluster.world_size} ranks ({cluster.backend}); `%distributed start -n N` chooses.")
     return cluster
 
@@ -212,7 +211,7 @@ def _watching(request: _Request) -> Iterator[CellViews | None]:
     if not request.watch:
         yield None
         return
-    from axon_nb.widgets.cell_views import cell_views
+    from axon_nb.widgets.cell.views import cell_views
 
     title = f"In [{request.options['cell']}]"
     with cell_views(request.cluster, request.options["ranks"], title=title) as views:

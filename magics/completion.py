@@ -1,7 +1,11 @@
-"""Completions in cells that run on ranks, and of our own magics: a matcher of IPython's public matcher interface."""
+"""Completions in cells that run on ranks, and of our own magics: a matcher of IPython's public matcher interface.
+
+After each cell the names of ranks are asked for, so that they can be completed while ranks do not answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import re
@@ -11,13 +15,14 @@ from typing import Any
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 from IPython.core.getipython import get_ipython
 
-from axon_nb.cluster import assist, current
+from axon_nb.cluster.inspection import completion
+from axon_nb.cluster.session import current
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpAsked
+from axon_nb.magics.cell_head import RANK_MAGICS, target_rank
 from axon_nb.magics.cells import cell_parser
-from axon_nb.magics.heads import RANK_MAGICS, target_rank
 
-__all__ = ["rank_matcher"]
+__all__ = ["after_cell", "forget", "rank_matcher"]
 
 _MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
 _NOTEBOOKS = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
@@ -62,7 +67,7 @@ def _find(text: str, line_number: int, column: int) -> Found | None:
     rank = target_rank(text, cluster.world_size) if cluster is not None else None
     if cluster is None or rank is None:
         return None
-    fragment, texts = assist.of(cluster.state).complete(rank, line, column)
+    fragment, texts = completion.of(cluster.state).complete(rank, line, column)
     if fragment.startswith(".") and all(text.startswith(".") for text in texts):
         fragment, texts = fragment[1:], [text[1:] for text in texts]
     return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
@@ -90,7 +95,7 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     if name == "auto":
         return partial, _beginning(("on", "off"), partial), "value"
     if name in _RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _beginning(assist.of(cluster.state).names(), partial), "rank 0"
+        return partial, _beginning(completion.of(cluster.state).names(), partial), "rank 0"
     return None
 
 
@@ -121,3 +126,33 @@ def _options(command: Callable[..., Any] | None, empty: Any) -> list[str]:
 
 def _beginning(words: Iterable[str], partial: str) -> list[str]:
     return sorted(word for word in words if word.startswith(partial))
+
+
+_QUIET_S = 0.2
+"""The ranks are asked when no other cell has ended for so long: cells that follow each other are not held up."""
+_timers: list[asyncio.TimerHandle] = []
+
+
+def after_cell(result: Any = None) -> None:
+    """A cell of the notebook has ended; IPython's event `post_run_cell`."""
+    forget()
+    if current.get() is None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # a terminal
+        _refresh()
+        return
+    _timers.append(loop.call_later(_QUIET_S, _refresh))
+
+
+def forget() -> None:
+    """Ask no more for what has run so far."""
+    while _timers:
+        _timers.pop().cancel()
+
+
+def _refresh() -> None:
+    cluster = current.get()
+    if cluster is not None:
+        completion.of(cluster.state).refresh()

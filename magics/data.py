@@ -8,11 +8,11 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster import current
-from axon_nb.cluster.identity import recogniser
-from axon_nb.cluster.ranks import resolve_ranks
+from axon_nb.cluster.history import recogniser
+from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["DataMagics"]
 

@@ -10,13 +10,11 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
-from axon_nb.cluster import current, startup
-from axon_nb.cluster.handle import CellHandle
+from axon_nb.cluster.cells.driver import CellHandle
+from axon_nb.cluster.session import current, start
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
-from axon_nb.magics.comforts import COMFORTS
-from axon_nb.magics.doctor import doctor
-from axon_nb.magics.export import export_session
+from axon_nb.magics.subcommands import COMFORTS, doctor, export_session
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["DistributedMagics"]
@@ -108,7 +106,7 @@ class DistributedMagics(Magics):
 
     def _start(self, words: list[str]) -> None:
         options = parse(_start_parser(), words)
-        cluster = startup.start(
+        cluster = start.start(
             options.n,
             devices=options.devices,
             backend=options.backend,
@@ -152,7 +150,7 @@ class DistributedMagics(Magics):
 
     def _restart(self, words: list[str]) -> None:
         parse(LineParser("%distributed restart", "Start all ranks afresh."), words)
-        display(startup.restart())
+        display(start.restart())
 
     def _repair(self, words: list[str]) -> None:
         parser = LineParser("%distributed repair", "Replace dead ranks by fresh ones.")
@@ -172,7 +170,7 @@ class DistributedMagics(Magics):
 
     def _attach(self, words: list[str]) -> CellHandle | None:
         options = parse(_attach_parser(), words)
-        cluster = startup.attach(options.name)
+        cluster = start.attach(options.name)
         display(cluster)
         handle = cluster.running_cell
         return None if handle is None or handle.done() else handle

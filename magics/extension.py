@@ -7,21 +7,22 @@ import threading
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from axon_nb.cluster import current, journal, kept, lifecycle, stop_button, warmup
+from axon_nb.cluster import history
+from axon_nb.cluster.cells import kernel_interrupts
+from axon_nb.cluster.launch import prewarm
+from axon_nb.cluster.session import current, discovery
+from axon_nb.cluster.session import current as lifecycle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
-from axon_nb.magics import front_end, rank_names
+from axon_nb.magics import completion, kernel_requests
 from axon_nb.magics.arguments import telling_help
 from axon_nb.magics.auto import AutoMagics, auto_cells
+from axon_nb.magics.cell_head import asked_help, auto_mode, awaited_cells
 from axon_nb.magics.cells import CellMagics
 from axon_nb.magics.completion import rank_matcher
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
-from axon_nb.magics.heads import auto_mode
-from axon_nb.magics.job_views import JobViewMagics
-from axon_nb.magics.timeline import TimelineMagics
-from axon_nb.magics.transform import asked_help, awaited_cells
-from axon_nb.magics.views import ViewMagics
+from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 
 __all__ = ["load", "unload"]
 
@@ -46,14 +47,14 @@ def load(shell: InteractiveShell) -> None:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
     _assist(shell)
-    shell.events.register("post_run_cell", journal.ran)
+    shell.events.register("post_run_cell", history.ran)
     lifecycle.watch_shutdown()
-    stop_button.install()
+    kernel_interrupts.install()
     settings.acting["warm_up"] = _warm
     if current.get() is not None:
         return
     try:
-        waiting = kept.mine()
+        waiting = discovery.mine()
     except AxonError as error:
         print(error)
         return
@@ -64,7 +65,7 @@ def load(shell: InteractiveShell) -> None:
             "`%distributed attach` takes it up again, `%distributed start` ends it and starts afresh."
         )
     elif settings.warm_up:
-        warmup.begin()
+        prewarm.begin()
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -75,9 +76,9 @@ def unload(shell: InteractiveShell) -> None:
     settings.acting.pop("warm_up", None)
     auto_mode.on = False
     _stop_assisting(shell)
-    if journal.ran in shell.events.callbacks["post_run_cell"]:
-        shell.events.unregister("post_run_cell", journal.ran)
-    stop_button.uninstall()
+    if history.ran in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", history.ran)
+    kernel_interrupts.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:
         manager.registry.pop(cls.__name__, None)
@@ -90,9 +91,9 @@ def _warm(on: bool) -> None:
     """The setting `warm_up` has been set."""
     if not on:
         # One that is still coming up is waited for.
-        threading.Thread(target=warmup.discard, name="axon_nb-cool-down", daemon=True).start()
+        threading.Thread(target=prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
     elif current.get() is None:
-        warmup.begin()
+        prewarm.begin()
 
 
 def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:
@@ -104,13 +105,13 @@ def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:
 def _assist(shell: InteractiveShell) -> None:
     if rank_matcher not in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.append(rank_matcher)
-        shell.events.register("post_run_cell", rank_names.after_cell)
-    front_end.install()
+        shell.events.register("post_run_cell", completion.after_cell)
+    kernel_requests.install()
 
 
 def _stop_assisting(shell: InteractiveShell) -> None:
     if rank_matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(rank_matcher)
-        shell.events.unregister("post_run_cell", rank_names.after_cell)
-    rank_names.forget()
-    front_end.uninstall()
+        shell.events.unregister("post_run_cell", completion.after_cell)
+    completion.forget()
+    kernel_requests.uninstall()

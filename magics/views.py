@@ -1,13 +1,19 @@
-"""`%shards`: views of what the ranks hold and do."""
+"""`%shards`: views of what the ranks hold and do.
+
+`%watch` and `%memory`: views of a running job.
+
+`%timeline`: what each rank does, span by span.
+"""
 
 from __future__ import annotations
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.records.ranks import resolve_ranks
 
-__all__ = ["ViewMagics"]
+__all__ = ["JobViewMagics", "TimelineMagics", "ViewMagics"]
 
 
 def _shards_parser() -> LineParser:
@@ -31,6 +37,80 @@ class ViewMagics(Magics):
         """
         options = parse(_shards_parser(), line)
         cluster = current.require("%shards")
-        from axon_nb.widgets.open_panels import show_shards
+        from axon_nb.widgets.open import show_shards
 
         show_shards(cluster, options.names, gradients=options.gradients)
+
+
+@magics_class
+class JobViewMagics(Magics):
+    """Views of a running job."""
+
+    @line_magic
+    def watch(self, line: str) -> None:
+        """Show what a job does, while it runs: `%watch`; what `axon_nb.log` tells, pace, communication, memory, ranks.
+
+        Example: `%watch`, in a cell before the one that trains.
+
+        The panel follows the cells that run after it, until it is opened again; its button ends the cell that runs.
+        """
+        parse(LineParser("%watch", "Show what a job does, while it runs."), line)
+        cluster = current.require("%watch")
+        from axon_nb.widgets.open import show_watch
+
+        show_watch(cluster)
+
+    @line_magic
+    def memory(self, line: str) -> None:
+        """Show what each rank's memory holds: `%memory [model optimizer …]`; without names, all that variables hold.
+
+        Example: `%memory model optimizer`.
+
+        The panel follows the cells that run after it, until it is opened again for the same names.
+        """
+        parser = LineParser("%memory", "Show what each rank's memory holds.")
+        parser.add_argument("names", nargs="*", metavar="NAME")
+        options = parse(parser, line)
+        cluster = current.require("%memory")
+        from axon_nb.widgets.open import show_memory
+
+        show_memory(cluster, options.names)
+
+
+def _parser() -> LineParser:
+    parser = LineParser("%timeline", "Show what each rank does.")
+    parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
+    parser.add_argument("--cell", type=int, default=None, metavar="N", help="In [N] alone, which is over")
+    parser.add_argument("--save", default=None, metavar="FILE", help="write .json (Perfetto), .html or .csv instead")
+    return parser
+
+
+@magics_class
+class TimelineMagics(Magics):
+    """The timeline of a cluster."""
+
+    @line_magic
+    def timeline(self, line: str) -> None:
+        """Show what each rank does: `%timeline [--ranks 0,2-3] [--cell N] [--save FILE]`.
+
+        Forwards, backwards, optimizer steps, collectives, waiting; a pipeline's last step beside its ideal. The view
+        follows the cells that run after it, until it is opened again.
+
+        --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
+        --cell N        the cell In [N] alone, which is over
+        --save FILE     write it instead: .json is a trace for Perfetto, .html a page of its own, .csv a table
+
+        Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
+        """
+        options = parse(_parser(), line)
+        cluster = current.require("%timeline")
+        ranks = resolve_ranks(options.ranks, cluster.world_size)
+        if options.save is None:
+            from axon_nb.widgets.open import show_timeline
+
+            show_timeline(cluster, ranks, cell=options.cell)
+            return
+        from axon_nb.widgets.timeline.record import Timeline
+
+        Timeline(cluster, ranks, cell=options.cell).save(options.save)
+        print(f"Saved the timeline as {options.save}.")

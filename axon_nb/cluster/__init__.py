@@ -8,13 +8,13 @@ from typing import Any
 __all__ = ["CellHandle", "CellResult", "Cluster", "attach", "current", "restart", "start"]
 
 _HOMES = {
-    "CellHandle": "axon_nb.cluster.handle",
-    "CellResult": "axon_nb.cluster.result",
+    "CellHandle": "axon_nb.cluster.cells.driver",
+    "CellResult": "axon_nb.cluster.cells.result",
     "Cluster": "axon_nb.cluster.cluster",
-    "attach": "axon_nb.cluster.startup",
-    "current": "axon_nb.cluster.current",
-    "restart": "axon_nb.cluster.startup",
-    "start": "axon_nb.cluster.startup",
+    "attach": "axon_nb.cluster.session.start",
+    "current": "axon_nb.cluster.session.current",
+    "restart": "axon_nb.cluster.session.start",
+    "start": "axon_nb.cluster.session.start",
 }
 
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "current":
-        return importlib.import_module("axon_nb.cluster.current")
+        return importlib.import_module("axon_nb.cluster.session.current")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -7,30 +7,30 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import asking, journal, transfer
-from axon_nb.cluster.cell_manager import LEFT, CellManager
-from axon_nb.cluster.difference import difference_frame
-from axon_nb.cluster.handle import CellHandle
-from axon_nb.cluster.launching import shut_down_foreign
-from axon_nb.cluster.namespace_table import variables_frame
-from axon_nb.cluster.options import CellOptions
-from axon_nb.cluster.ranks import resolve_ranks
-from axon_nb.cluster.repair import repair
-from axon_nb.cluster.repair_report import RepairReport
-from axon_nb.cluster.result import CellResult
+from axon_nb.cluster import history
+from axon_nb.cluster.cells.driver import CellHandle
+from axon_nb.cluster.cells.manager import LEFT, CellManager
+from axon_nb.cluster.cells.options import CellOptions
+from axon_nb.cluster.cells.result import CellResult
+from axon_nb.cluster.inspection import status as asking
+from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
+from axon_nb.cluster.inspection.variables import difference_frame, variables_frame
+from axon_nb.cluster.launch.engines import shut_down_foreign
+from axon_nb.cluster.recovery.repair import repair
+from axon_nb.cluster.recovery.report import RepairReport
 from axon_nb.cluster.settings import Settings, settings_facts
-from axon_nb.cluster.splitting import join_values, split_value
-from axon_nb.cluster.stacks import rank_stacks
 from axon_nb.cluster.state import ClusterState
-from axon_nb.cluster.status import cluster_info, status_frame
-from axon_nb.cluster.sync import SyncReport, sync
-from axon_nb.records.state import RankState
+from axon_nb.cluster.transfer import push_pull
+from axon_nb.cluster.transfer.broadcast import SyncReport, sync
+from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
+from axon_nb.records.ranks import resolve_ranks
+from axon_nb.records.telemetry import RankState
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.records.cluster_info import ClusterInfo
     from axon_nb.records.stacks import Stacks
+    from axon_nb.records.telemetry import ClusterInfo
 
 __all__ = ["Cluster"]
 
@@ -61,10 +61,10 @@ class Cluster:
         return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {how})"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        from axon_nb.cluster.card import cluster_card
+        from axon_nb.cluster.inspection.card import cluster_card
 
         # With the facts that a script needs which is made from the saved notebook.
-        return cluster_card(self.info()), {"axon_nb": journal.session_facts(self.state).to_json()}
+        return cluster_card(self.info()), {"axon_nb": history.session_facts(self.state).to_json()}
 
     @property
     def client(self) -> Any:
@@ -121,8 +121,8 @@ class Cluster:
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
         """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
-        transfer.push(self.cells, dict.fromkeys(chosen, variables))
-        journal.pushed(variables, chosen)
+        push_pull.push(self.cells, dict.fromkeys(chosen, variables))
+        history.pushed(variables, chosen)
 
     def pull(
         self, name: str, *, ranks: str | int | Iterable[int] | None = None, shards: bool = False, arrays: bool = False
@@ -142,15 +142,15 @@ class Cluster:
             UsageError: a rank does not have it, or it does not pickle.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = transfer.pull(self.cells, chosen, name, shards=shards, arrays=arrays)
+        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=arrays)
         return values[chosen[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
         """As `push`, but each rank gets its own part, in their order: tensors and arrays along `dim`."""
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
-        transfer.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        journal.pushed(variables, chosen, scatter_dim=dim)
+        push_pull.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
+        history.pushed(variables, chosen, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and put the values together in the ranks' order.
@@ -160,7 +160,7 @@ class Cluster:
             and a distributed tensor as it is, whole.
         """
         chosen = resolve_ranks(ranks, self.world_size)
-        values, whole = transfer.pull(self.cells, chosen, name, arrays=arrays)
+        values, whole = push_pull.pull(self.cells, chosen, name, arrays=arrays)
         return values[chosen[0]] if whole else join_values(list(values.values()), dim=dim)
 
     def repair(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from axon_nb.errors import UsageError
-from axon_nb.records.quantity import exact_bytes
+from axon_nb.records.units import exact_bytes
 
 __all__ = ["Acts", "Kind", "Number", "Switch", "Value", "byte_count", "count", "seconds"]
 

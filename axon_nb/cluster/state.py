@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster import compatibility
-from axon_nb.cluster.client import RankClient
-from axon_nb.cluster.connection import Connection
-from axon_nb.cluster.failures import REPAIR
-from axon_nb.cluster.health import ActiveCell, Health
-from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.failures.health import ActiveCell, Health
+from axon_nb.cluster.failures.report import REPAIR
+from axon_nb.cluster.launch import compatibility
+from axon_nb.cluster.launch.connection import Connection
+from axon_nb.cluster.launch.placement import Layout
+from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings
 
 __all__ = ["ClusterState"]

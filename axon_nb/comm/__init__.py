@@ -7,8 +7,27 @@ numbers.
 
 from __future__ import annotations
 
-from axon_nb.comm.bucket import GradientBucket
-from axon_nb.comm.checks import checking
+from axon_nb.comm.collectives.agreement import checking
+from axon_nb.comm.collectives.movement import (
+    all_gather,
+    barrier,
+    broadcast,
+    broadcast_from,
+    gather_tensor,
+    scatter_tensor,
+)
+from axon_nb.comm.collectives.point_to_point import recv, send
+from axon_nb.comm.collectives.reduction import (
+    all_reduce,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_min,
+    all_reduce_product,
+    all_reduce_sum,
+    reduce_scatter,
+    reduce_scatter_mean,
+    reduce_scatter_sum,
+)
 from axon_nb.comm.errors import (
     CollectiveMismatchError,
     CommError,
@@ -21,28 +40,13 @@ from axon_nb.comm.errors import (
     TensorMismatchError,
     WorldClosedError,
 )
-from axon_nb.comm.gradients import sync_gradient, sync_gradients
+from axon_nb.comm.gradients import GradientBucket, sync_gradient, sync_gradients
 from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.handle import Handle
-from axon_nb.comm.kinds import Backend, ReduceOp
 from axon_nb.comm.mock import MockBackend
 from axon_nb.comm.mock_world import MockWorld
-from axon_nb.comm.move import all_gather, barrier, broadcast, broadcast_from, gather_tensor, scatter_tensor
-from axon_nb.comm.point import recv, send
-from axon_nb.comm.query import is_main_process, rank, world_size  # noqa: F401 - see the docstring
-from axon_nb.comm.reduce import (
-    all_reduce,
-    all_reduce_max,
-    all_reduce_mean,
-    all_reduce_min,
-    all_reduce_product,
-    all_reduce_sum,
-    reduce_scatter,
-    reduce_scatter_mean,
-    reduce_scatter_sum,
-)
 from axon_nb.comm.synchronizer import GradientSynchronizer, GradSyncStrategy
-from axon_nb.comm.world import World
+from axon_nb.comm.types import Backend, Handle, ReduceOp
+from axon_nb.comm.world import World, is_main_process, rank, world_size  # noqa: F401 - see the docstring
 
 __all__ = [
     "Backend",

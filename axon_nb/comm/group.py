@@ -1,7 +1,14 @@
-"""Process groups, as seen by members and non-members."""
+"""Process groups, as seen by members and non-members.
+
+Counts how often the process groups of this process were rebuilt underneath the objects that hold them.
+
+After a rebuild no communication is pending in any group: code that tracks pending calls compares the count and drops
+its records.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable
@@ -10,10 +17,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError, NotInGroupError, WorldClosedError
-from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import NAME, MockBackend
+from axon_nb.comm.types import Backend
 
-__all__ = ["GroupInfo", "GroupLike", "ProcessGroup", "resolve", "validate_ranks"]
+__all__ = ["GroupInfo", "GroupLike", "ProcessGroup", "mark_rebuilt", "rebuild_count", "resolve", "validate_ranks"]
 
 
 class GroupInfo(NamedTuple):
@@ -254,3 +261,17 @@ def _backend_of(group: Any) -> Backend:
     if NAME in name:
         return Backend.MOCK
     return Backend.NCCL if "nccl" in name else Backend.GLOO
+
+
+_counter = itertools.count(1)
+_last = [0]
+
+
+def rebuild_count() -> int:
+    """Return the number of the last rebuild; 0 if the groups are still the original ones."""
+    return _last[0]
+
+
+def mark_rebuilt() -> None:
+    """Record that all groups of this process have been, or are being, rebuilt."""
+    _last[0] = next(_counter)

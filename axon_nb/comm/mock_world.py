@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError
 from axon_nb.comm.group import GroupInfo, ProcessGroup, validate_ranks
-from axon_nb.comm.kinds import Backend
 from axon_nb.comm.mock import (
     NAME,
     Hub,
@@ -24,6 +23,7 @@ from axon_nb.comm.mock import (
     missing_hooks,
     set_thread_isolation,
 )
+from axon_nb.comm.types import Backend
 from axon_nb.torch_api import torch_api
 
 __all__ = ["MockWorld"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from axon_nb.comm.group import ProcessGroup
-from axon_nb.records.span import Span
-from axon_nb.records.trace import emit
+from axon_nb.records.spans import Span, emit
 
 __all__ = ["now", "record"]
 

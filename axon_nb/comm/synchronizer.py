@@ -8,10 +8,10 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from axon_nb.comm.bucket import GradientBucket
 from axon_nb.comm.errors import InvalidArgumentError
+from axon_nb.comm.gradients import GradientBucket
 from axon_nb.comm.group import GroupLike
-from axon_nb.comm.handle import Handle
+from axon_nb.comm.types import Handle
 
 __all__ = ["GradSyncStrategy", "GradientSynchronizer"]
 

@@ -1,20 +1,57 @@
-"""The world: all ranks of the default process group."""
+"""The world: all ranks of the default process group.
+
+This process's rank and world size as functions. Not in `__all__`: in cells, both names are numbers.
+
+Read rank and world size from a launcher's environment: torchrun, Open MPI, MPICH and Intel MPI, Slurm.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, WorldClosedError
-from axon_nb.comm.group import ProcessGroup, resolve
-from axon_nb.comm.kinds import Backend, as_backend, choose_backend
-from axon_nb.comm.launch_env import torchrun_environment
+from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.mock_world import MockWorld
+from axon_nb.comm.types import Backend, as_backend, choose_backend
+from axon_nb.records.environment import MASTER_ADDR, MASTER_PORT, MPICH, OPEN_MPI, SLURM, SLURM_HOSTS, TORCHRUN
 
-__all__ = ["World"]
+__all__ = ["World", "is_main_process", "rank", "torchrun_environment", "world_size"]
+
+# For each launcher: rank, world size, local rank, local world size.
+_LAUNCHERS = (TORCHRUN.names, OPEN_MPI.names, MPICH.names, SLURM.names)
+_NAMES = TORCHRUN.names
+
+
+def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return torchrun's variables, whichever launcher set them; None if none did.
+
+    MASTER_ADDR is used if set. Otherwise it is the first host of the Slurm job, or this host if all ranks run on it.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher[0] in environment and launcher[1] in environment:
+            found = {
+                name: environment[theirs]
+                for name, theirs in zip(_NAMES, launcher, strict=True)
+                if theirs in environment
+            }
+            found["LOCAL_WORLD_SIZE"] = re.match(r"\d+", found.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]))[0]  # type: ignore[index]
+            found.setdefault("LOCAL_RANK", "0" if found["WORLD_SIZE"] == "1" else found["RANK"])
+            found["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment)
+            found["MASTER_PORT"] = MASTER_PORT.get(environment)
+            return found
+    return None
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """Return the first host of Slurm's list, such as ``node[03-07,9]``."""
+    hosts = SLURM_HOSTS.get(environment)
+    match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
+    return match[1] + (match[2] or "") if match else "127.0.0.1"
 
 
 class World:
@@ -122,3 +159,22 @@ class World:
         if not dist.is_initialized():
             return "World(closed)"
         return f"World(rank={self.rank()}, world_size={self.world_size()}, backend={dist.get_backend()!r})"
+
+
+def rank(group: GroupLike = None) -> int:
+    """Return this process's rank in the group.
+
+    Raises:
+        NotInGroupError: this process is not a member.
+    """
+    return resolve(group).rank()
+
+
+def world_size(group: GroupLike = None) -> int:
+    """Return the number of ranks in the group."""
+    return resolve(group).size()
+
+
+def is_main_process(group: GroupLike = None) -> bool:
+    """Whether this process is rank 0 of the group."""
+    return rank(group) == 0

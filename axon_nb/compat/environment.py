@@ -1,4 +1,10 @@
-"""Environment variables that tell frameworks which device to use; torchrun's variables are set elsewhere."""
+"""Environment variables that tell frameworks which device to use; torchrun's variables are set elsewhere.
+
+Keeps torch.compile from compiling our own code, by a private hook: Dynamo's list of skipped code.
+
+If a compiled model communicates, Dynamo would also try to compile the methods of recoverable groups and fail, because
+their objects are opaque to it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,11 @@ import shutil
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
+from types import ModuleType
 
 from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
 
-__all__ = ["set_environment"]
+__all__ = ["missing_dynamo_hooks", "set_environment", "skip_axon_nb_code"]
 
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -38,3 +45,26 @@ def _find_ninja(environ: MutableMapping[str, str]) -> None:
     beside = Path(sys.executable).parent
     if shutil.which("ninja", path=environ.get("PATH")) is None and (beside / "ninja").exists():
         environ["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), str(beside)]))
+
+
+_PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
+
+
+def missing_dynamo_hooks(trace_rules: ModuleType) -> list[str]:
+    """Names of the hooks that this torch does not have.
+
+    Args:
+        trace_rules: The module ``torch._dynamo.trace_rules``.
+    """
+    return [] if hasattr(trace_rules, "add") else ["trace_rules.add"]
+
+
+def skip_axon_nb_code(trace_rules: ModuleType) -> None:
+    """Make Dynamo run our communication code as it is instead of compiling it.
+
+    Args:
+        trace_rules: The module ``torch._dynamo.trace_rules``, just imported.
+    """
+    if not missing_dynamo_hooks(trace_rules):
+        for package in _PACKAGES:
+            trace_rules.add(package)

@@ -14,8 +14,8 @@ import psutil
 
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.host.query import AgentQuery
-from axon_nb.host.rundir import RunDir, all_run_dirs
-from axon_nb.records.quantity import format_seconds
+from axon_nb.host.run_dir import RunDir, all_run_dirs
+from axon_nb.records.units import format_seconds
 
 __all__ = ["FoundCluster", "clusters", "find_clusters", "rank_names", "table"]
 

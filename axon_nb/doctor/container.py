@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from axon_nb.host.cgroup import CGROUPS, OWN_CGROUP, folders
-from axon_nb.host.container import kind
+from axon_nb.host.resources import CGROUPS, OWN_CGROUP, folders, kind
 
 __all__ = ["cgroup_limit", "kind"]
 

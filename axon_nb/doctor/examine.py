@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from axon_nb._version import __version__
-from axon_nb.cluster.layout import plan_layout
+from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.doctor.children import Child
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
 from axon_nb.doctor.gpus import NVML, gpus

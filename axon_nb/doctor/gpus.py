@@ -14,8 +14,8 @@ from axon_nb.doctor import container
 from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.doctor.versions import pip
-from axon_nb.host.devices import Gpu, list_gpus
-from axon_nb.records.quantity import format_bytes
+from axon_nb.host.resources import Gpu, list_gpus
+from axon_nb.records.units import format_bytes
 
 __all__ = ["NVML", "gpus"]
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import psutil
 
-from axon_nb.cluster.layout import Layout
+from axon_nb.cluster.launch.placement import Layout
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import StartError
-from axon_nb.host.cores import usable_cores
-from axon_nb.host.free_memory import free_memory
-from axon_nb.host.rundir import base_dir
-from axon_nb.records.quantity import format_bytes
+from axon_nb.host.resources import free_memory, usable_cores
+from axon_nb.host.run_dir import base_dir
+from axon_nb.records.units import format_bytes
 
 __all__ = ["host"]
 

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from axon_nb.cluster.open_files import UNLIMITED, files_needed, how_to_raise
+from axon_nb.cluster.launch.open_files import UNLIMITED, files_needed, how_to_raise
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 

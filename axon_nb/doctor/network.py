@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from axon_nb.cluster.hosts import LOOPBACK, interface_ip
+from axon_nb.cluster.launch.placement import LOOPBACK, interface_ip
 from axon_nb.doctor.report import Finding, Section
 
 __all__ = ["network"]

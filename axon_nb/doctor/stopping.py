@@ -172,7 +172,7 @@ def _lives(process: psutil.Process) -> bool:
 
 def _shut_down_engines(one: FoundCluster, members: list[psutil.Process]) -> None:
     """Shut down engines of other launchers, which the host agent does not own."""
-    from axon_nb.cluster.client import connect
+    from axon_nb.cluster.rpc.client import connect
 
     with contextlib.suppress(Exception):  # without a controller they exit by themselves
         client = connect(one.run_dir.client_file, timeout_s=_REPLY_TIMEOUT_S, alive=one.run_dir.is_alive)

@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from axon_nb._version import __version__
 from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
-from axon_nb.records.quantity import format_seconds
+from axon_nb.records.units import format_seconds
 
 __all__ = ["SELF_TEST", "TORCH_BUILD", "environment", "pip", "self_test", "software"]
 

@@ -1,46 +1,79 @@
-"""How a process becomes a rank: run the engine, then join the world when the notebook says so."""
+"""How a process becomes a rank: run the engine, then join the world when the notebook says so.
+
+A rank on another host than the notebook: the files that a launcher copied there go when the rank does.
+
+They hold the cluster's key. On the notebook's own host the agent removes its folder.
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import signal
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import gradients, kernel_hooks, namespace, native_output, post_mortem
-from axon_nb.engine.assist import Assistant
-from axon_nb.engine.cell_log import CellLog
-from axon_nb.engine.cells import CellRunner
-from axon_nb.engine.control import control_handlers
-from axon_nb.engine.dist_hooks import install_dist_hooks
-from axon_nb.engine.exits import install_exits
-from axon_nb.engine.frameworks import install_frameworks
-from axon_nb.engine.groups import form_default_group, nccl, recovery, wrappers
+from axon_nb.engine import namespace
+from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
+from axon_nb.engine.groups import form_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
-from axon_nb.engine.interrupts import Interrupts
-from axon_nb.engine.leaving import install_cleanup
-from axon_nb.engine.pager import install_pager
-from axon_nb.engine.rounds import install_rounds
-from axon_nb.engine.sampler import Sampler
+from axon_nb.engine.groups.store import AgentStore
+from axon_nb.engine.inspection import gradients
+from axon_nb.engine.inspection.job import install_rounds
+from axon_nb.engine.inspection.sampler import Sampler, Telemetry
+from axon_nb.engine.kernel import hooks, post_mortem, streams
+from axon_nb.engine.kernel.cell_log import CellLog
+from axon_nb.engine.kernel.cells import CellRunner
+from axon_nb.engine.kernel.completion import Assistant
+from axon_nb.engine.kernel.control import control_handlers
+from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
+from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
+from axon_nb.engine.kernel.streams import OutputBudget
+from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
 from axon_nb.engine.self_test import begin_in_child, verdict_at_start
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
-from axon_nb.engine.shell_commands import install_shell_commands
-from axon_nb.engine.short_traceback import install_short_traceback
-from axon_nb.engine.stdio import OutputBudget
-from axon_nb.engine.steps import OptimizerSteps
-from axon_nb.engine.store import AgentStore
-from axon_nb.engine.telemetry import Telemetry
-from axon_nb.engine.traceback_size import install_bounded_traceback
-from axon_nb.host.cores import usable_cores
-from axon_nb.host.sealing import store_key
-from axon_nb.records.running_cell import set_cell_source
+from axon_nb.host.resources import usable_cores
+from axon_nb.host.store_tcp import store_key
+from axon_nb.records.telemetry import set_cell_source
 
-__all__ = ["describe", "join", "run_engine"]
+__all__ = ["clean", "describe", "install_cleanup", "join", "run_engine"]
+
+_folders: list[Path] = []
+
+
+def install_cleanup() -> None:
+    """At the end of this process remove the folder of its connection file, if it is one of ours."""
+    from ipyparallel.engine.app import IPEngine
+
+    profile = Path(IPEngine.instance().profile_dir.location)
+    # <base>/axon_nb-<uid>/<random>/profile, as it was copied: nothing else is ever removed, and on a disk that the
+    # hosts share the folder is the host agent's, which has its own file in it.
+    copied = not (profile.parent / "agent.json").exists()
+    if copied and profile.name == "profile" and profile.parent.parent.name.startswith("axon_nb-"):
+        _folders.append(profile.parent)
+        atexit.register(clean)
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def clean() -> None:
+    """Remove what was copied here."""
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    clean()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def run_engine(argv: list[str]) -> None:
@@ -48,8 +81,8 @@ def run_engine(argv: list[str]) -> None:
     from ipyparallel.engine.app import IPEngine
 
     begin_in_child()
-    native_output.keep_crash_reports()
-    IPEngine.launch_instance(argv=argv, out_stream_factory=native_output.RankStream)
+    streams.keep_crash_reports()
+    IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
 
 def describe() -> dict[str, Any]:
@@ -106,7 +139,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     namespace.inject_names(kernel.shell.user_ns, config, device)
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
-    wrappers.follow_wrappers()
+    wrapper_reset.follow_wrappers()
     return {
         **describe(),
         "device": str(device),
@@ -128,11 +161,11 @@ def _install(session: RankSession) -> None:
     set_cell_source(lambda: session.cell)
     interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
     interrupts.install()
-    kernel_hooks.install(kernel, interrupts.hold_async)
+    hooks.install(kernel, interrupts.hold_async)
     log = CellLog()
-    kernel_hooks.tap_output(kernel, log.tap)
+    hooks.tap_output(kernel, log.tap)
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
-    kernel_hooks.wrap_do_execute(kernel, runner.run)
+    hooks.wrap_do_execute(kernel, runner.run)
     install_short_traceback(kernel.shell)
     install_bounded_traceback(kernel.shell)
     install_exits(kernel.shell)
@@ -140,7 +173,7 @@ def _install(session: RankSession) -> None:
     install_shell_commands(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
-    kernel_hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
-    kernel_hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
-    kernel_hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
+    hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
+    hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
+    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
     session.extras["runner"] = runner

@@ -1,16 +1,28 @@
-"""Other frameworks in cells: what they need on a rank is set when it joins, or when a cell imports them."""
+"""Other frameworks in cells: what they need on a rank is set when it joins, or when a cell imports them.
+
+Scripts run as cells: the calls by which a script owns its processes meet a group that is already there.
+
+Changed by name in torch.distributed and torch.multiprocessing, in rank processes only.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from axon_nb.compat import accelerate_launch, accelerate_state, deepspeed_setup, dynamo_rules, environment
-from axon_nb.compat.on_import import after_import
-from axon_nb.engine.groups import stepping, wrappers
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from axon_nb.compat import accelerate, deepspeed, environment
+from axon_nb.compat import environment as dynamo_rules
+from axon_nb.compat.import_hooks import after_import
+from axon_nb.engine.groups import abort, wrapper_reset
 from axon_nb.engine.session import RankSession
+from axon_nb.errors import UsageError
 
-__all__ = ["install_frameworks"]
+__all__ = ["install_dist_hooks", "install_frameworks"]
 
 
 def install_frameworks(session: RankSession) -> None:
@@ -18,15 +30,67 @@ def install_frameworks(session: RankSession) -> None:
     config = session.config
     environment.set_environment(config.device, local_rank=config.local_rank)
     if config.device == "cpu":
-        synchronise = functools.partial(accelerate_state.synchronise_on_cpus, world_size=config.world_size)
+        synchronise = functools.partial(accelerate.synchronise_on_cpus, world_size=config.world_size)
         after_import("accelerate.state", synchronise)
     after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
-    launch = functools.partial(accelerate_launch.call_on_ranks, world_size=config.world_size)
+    launch = functools.partial(accelerate.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
-    after_import("deepspeed.comm.torch", deepspeed_setup.skip_shm_all_reduce)
+    after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
-        stepping.count_as_step(deepspeed_setup.wrap_step(module, session.extras["steps"].end_of_step))
-        wrappers.follow_engines()
+        abort.count_as_step(deepspeed.wrap_step(module, session.extras["steps"].end_of_step))
+        wrapper_reset.follow_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
+
+
+_NAME = "axon_nb"
+
+
+def install_dist_hooks() -> None:
+    """Replace `init_process_group`, `destroy_process_group` and `mp.spawn`; call it after the default group is up."""
+    c10d = dist.distributed_c10d
+    init = _attach_or_init(c10d.init_process_group)
+    destroy = _keep_default(c10d.destroy_process_group)
+    for module in (dist, c10d):
+        vars(module).update(init_process_group=init, destroy_process_group=destroy)
+    vars(mp).update(spawn=_refuse_spawn)
+
+
+def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            return original(backend, *args, **kwargs)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wanted_rank, wanted_size = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+        if wanted_size not in (-1, None, size) or wanted_rank not in (-1, None, rank):
+            raise UsageError(
+                f"init_process_group(rank={wanted_rank}, world_size={wanted_size}) on rank {rank} of {size}: every "
+                "rank already is in a group of all ranks; leave both out, or use dist.new_group for fewer ranks."
+            )
+        there = dist.get_backend()
+        asked = str(backend).lower() if backend else there
+        if there not in asked:
+            print(f"{_NAME}: the ranks are on {there}; init_process_group({asked!r}) attached to that group.")
+        return None
+
+    return init_process_group
+
+
+def _keep_default(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            return original(group)
+        print(f"{_NAME}: destroy_process_group() keeps the default group, which the next cells need.")
+        return None
+
+    return destroy_process_group
+
+
+def _refuse_spawn(*args: Any, **kwargs: Any) -> None:
+    """mp.spawn has no place here."""
+    raise UsageError(
+        "mp.spawn(fn, nprocs=n) starts ranks, and this cell already runs on every rank: call fn(rank, ...) itself."
+    )

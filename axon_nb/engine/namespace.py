@@ -1,7 +1,11 @@
-"""The names that every cell finds, and torchrun's environment variables."""
+"""The names that every cell finds, and torchrun's environment variables.
+
+Variables of this rank by name, with what is reached from them by attributes and indices; nothing is called.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from typing import Any
@@ -11,8 +15,9 @@ import torch.distributed as dist
 
 from axon_nb.comm.world import World
 from axon_nb.engine.session import JoinConfig
+from axon_nb.errors import UsageError
 
-__all__ = ["OWN_NAMES", "inject_names", "set_environment", "users_variables"]
+__all__ = ["OWN_NAMES", "inject_names", "look_up", "set_environment", "users_variables"]
 
 OWN_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
 """Names that every rank has of its own."""
@@ -58,3 +63,37 @@ def set_environment(config: JoinConfig) -> None:
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_MAX_RESTARTS="0",
     )
+
+
+def look_up(name: str, space: dict[str, Any]) -> Any:
+    """The value of a name with ``.attributes`` and constant ``[indices]`` behind it.
+
+    Args:
+        name: Such as ``model.layers[0]``.
+        space: The variables.
+
+    Raises:
+        UsageError: there is no such variable, or it is more than a name.
+    """
+    try:
+        node = ast.parse(name, mode="eval").body
+    except SyntaxError:
+        raise UsageError(f"{name!r} is no name of a variable.") from None
+    steps: list[tuple[bool, Any]] = []
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute):
+            steps.append((True, node.attr))
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            steps.append((False, node.slice.value))
+        else:
+            raise UsageError(f"{name!r}: a variable, with .attributes and [indices] behind it, can be shown.")
+        node = node.value
+    if node.id not in space:
+        raise UsageError(f"there is no variable {node.id!r}.")
+    value = space[node.id]
+    for is_attribute, key in reversed(steps):
+        try:
+            value = getattr(value, key) if is_attribute else value[key]
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"{name!r}: {type(error).__name__}: {error}") from None
+    return value

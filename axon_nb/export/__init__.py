@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.errors import UsageError
-from axon_nb.export.head import data_file
-from axon_nb.export.lint import apply_ruff
-from axon_nb.export.reading import read_notebook
+from axon_nb.export.notebook import read_notebook
+from axon_nb.export.preamble import data_file
 from axon_nb.export.script import make_script
 from axon_nb.export.steps import History
+from axon_nb.export.style import apply_ruff
 from axon_nb.records.history import SessionFacts
-from axon_nb.records.quantity import format_bytes
+from axon_nb.records.units import format_bytes
 
 __all__ = ["ExportReport", "export_history", "export_notebook"]
 

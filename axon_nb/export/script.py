@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from axon_nb.errors import UsageError
-from axon_nb.export.flow import effects
-from axon_nb.export.head import Arguments, preamble
+from axon_nb.export.dataflow import effects, live_cells
 from axon_nb.export.imports import Imports, packages_in
-from axon_nb.export.liveness import live_cells
+from axon_nb.export.preamble import Arguments, preamble
 from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, script_steps
 from axon_nb.export.style import indent_code
 from axon_nb.export.translate import parse

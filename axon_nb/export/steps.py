@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from axon_nb.errors import UsageError
-from axon_nb.export.flow import effects
-from axon_nb.export.liveness import defining_statements
-from axon_nb.export.own_group import guard_group_calls
+from axon_nb.export.dataflow import defining_statements, effects
 from axon_nb.export.style import comment_out, one_statement_per_line
-from axon_nb.export.translate import parse, translate
+from axon_nb.export.translate import guard_group_calls, parse, translate
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 from axon_nb.records.ranks import parse_ranks
 

@@ -1,4 +1,10 @@
-"""Translates IPython syntax in a cell to plain Python, or to a comment with the reason."""
+"""Translates IPython syntax in a cell to plain Python, or to a comment with the reason.
+
+Guards cells' own calls of `init_process_group` and `destroy_process_group` in an exported script.
+
+On the notebook's ranks the former attaches to the existing group, and the latter keeps it for later cells. The script
+creates the group before the first cell and destroys it after the last, so these calls must not do so again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,9 @@ from dataclasses import dataclass
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-__all__ = ["TranslatedCell", "parse", "translate"]
+from axon_nb.export.style import indent_code
+
+__all__ = ["TranslatedCell", "guard_group_calls", "parse", "translate"]
 
 _NO_COUNTERPART = "has no counterpart in a script"
 _REASONS = {
@@ -145,3 +153,50 @@ def _is_python(text: str) -> bool:
 def _unquoted(text: str) -> str:
     words = shlex.split(text)
     return words[0] if len(words) == 1 else text
+
+
+_INIT, _DESTROY = "init_process_group", "destroy_process_group"
+
+
+def guard_group_calls(code: str) -> str:
+    """Guard these calls, wherever they are statements, for a process that already has a group.
+
+    Every statement of the code stays one statement.
+
+    Args:
+        code: A cell with one statement per line.
+    """
+    if _INIT not in code and _DESTROY not in code:
+        return code
+    lines = code.splitlines()
+    for statement, name, module in sorted(_calls(parse(code)), key=lambda found: -found[0].lineno):
+        first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+        indent = lines[first][: statement.col_offset]
+        if name == _DESTROY:
+            lines[first:last] = [f"{indent}pass  # {ast.unparse(statement)}: this script destroys the group below"]
+        else:
+            own = indent_code("\n".join(lines[first:last])).splitlines()
+            head = f"{indent}if not {module}.is_initialized():  # this script created the group above"
+            lines[first:last] = [head, *own]
+    return "\n".join(lines) + "\n"
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, str]]:
+    """Statements that create or destroy the default group, each with the function's name and its module."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+            continue
+        function = node.value.func
+        if isinstance(function, ast.Attribute):
+            name, module = function.attr, ast.unparse(function.value)
+        else:
+            name, module = getattr(function, "id", ""), "dist"
+        of_torch = any(word in module.rpartition(".")[2] for word in ("dist", "c10d"))
+        if of_torch and (name == _INIT or (name == _DESTROY and _is_default(node.value))):
+            yield node, name, module
+
+
+def _is_default(call: ast.Call) -> bool:
+    """Whether a call is about the default group: it names none, or the world."""
+    groups = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return not groups or ast.unparse(groups[0]).rpartition(".")[2] in ("None", "WORLD")

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from axon_nb.host.agent import Agent, AgentOptions
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
 
 __all__ = ["main"]
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.host.children import Children, Death
-from axon_nb.host.forking import ForkRequest, become_rank, signals_blocked
-from axon_nb.host.last_words import LastOutput, describe_controller_exit, last_line
-from axon_nb.host.oom import OomCounter
-from axon_nb.host.peers import CommandConnection, Connection, Listener, StoreConnection
-from axon_nb.host.preload import Preload
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
+from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
+from axon_nb.host.fork import ForkRequest, Preload, become_rank, signals_blocked
+from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
-from axon_nb.host.tcp import AuthenticatedStoreConnection, TcpListener
+from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
 
 __all__ = ["Agent", "AgentOptions"]
 

@@ -1,18 +1,29 @@
-"""Child processes of the agent: the controller and the ranks. Nothing else is ever signalled."""
+"""Child processes of the agent: the controller and the ranks. Nothing else is ever signalled.
+
+Parent death signal: Linux signals the children of a killed agent, so that none is left behind.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axon_nb.host.parentage import set_parent_death_signal
+__all__ = ["Children", "Death", "set_parent_death_signal"]
 
-__all__ = ["Children", "Death"]
+_PR_SET_PDEATHSIG = 1
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Request the signal `number` for this process when its parent dies (Linux only; elsewhere a no-op)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.errors import ClusterLostError, StartError
-from axon_nb.host.last_words import describe_controller_exit
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.deaths import describe_controller_exit
+from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
 
 __all__ = ["AgentClient", "spawn_agent"]

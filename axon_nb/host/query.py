@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
 
 __all__ = ["AgentQuery"]
 

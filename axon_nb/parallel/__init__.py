@@ -6,13 +6,14 @@ from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
 from axon_nb.parallel.clip import NonFiniteNormError, clip_grad_norm, grad_norm
-from axon_nb.parallel.ddp import DDP, DistributedDataParallel
-from axon_nb.parallel.fsdp import FSDP, FullyShardedDataParallel
+from axon_nb.parallel.data.ddp import DDP, DistributedDataParallel
+from axon_nb.parallel.data.fsdp import FSDP, FullyShardedDataParallel
+from axon_nb.parallel.data.zero import ZeRO1
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
 from axon_nb.parallel.loop import accumulating, load_checkpoint, reduce_metrics, save_on_main
 from axon_nb.parallel.memory import FSDPMemoryStats, model_states
 from axon_nb.parallel.mesh import axis_group, coordinates, make_mesh
-from axon_nb.parallel.optimizer_state import OptimizerKind
+from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.pipeline import (
     Pipeline,
     PipelineMemoryStats,
@@ -32,7 +33,6 @@ from axon_nb.parallel.tensor import (
     parallelize,
 )
 from axon_nb.parallel.three_d import Parallel3D
-from axon_nb.parallel.zero import ZeRO1
 
 __all__ = [
     "BF16",

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.reduce import all_reduce_sum
 
 __all__ = ["SyncBatchNorm"]
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from axon_nb.comm.collectives.reduction import all_reduce
 from axon_nb.comm.group import ProcessGroup, resolve
-from axon_nb.comm.kinds import Backend, ReduceOp
-from axon_nb.comm.reduce import all_reduce
+from axon_nb.comm.types import Backend, ReduceOp
 from axon_nb.errors import AxonError, UsageError
 
 __all__ = ["NonFiniteNormError", "clip_grad_norm", "grad_norm"]

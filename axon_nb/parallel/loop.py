@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from axon_nb.comm.collectives.movement import all_gather
+from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.kinds import Backend
-from axon_nb.comm.move import all_gather
-from axon_nb.comm.reduce import all_reduce_sum
+from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
 __all__ = ["accumulating", "load_checkpoint", "reduce_metrics", "save_on_main"]

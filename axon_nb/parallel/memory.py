@@ -2,21 +2,27 @@
 
 Follows Rajbhandari et al., ZeRO (2020), and what torch does: FSDP2 shards a parameter along its first dimension and
 pads parameters and gradients to equal sizes on all ranks; ZeroRedundancyOptimizer assigns whole parameters to ranks.
+
+Measure the model states that a rank holds: the storages of its tensors.
 """
 
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.optimizer_state import OptimizerKind
+from axon_nb.parallel.optimizer_kind import OptimizerKind, optimizer_states
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
-__all__ = ["MIB", "FSDPMemoryStats", "model_states", "partition_parameters"]
+__all__ = ["MIB", "FSDPMemoryStats", "measure_model_states", "model_states", "partition_parameters"]
 
 MIB = 1024.0 * 1024.0
 """Bytes per MiB, the unit of names that end in `_mb`."""
@@ -174,3 +180,66 @@ def _state_bytes(
         return float((optimizer or OptimizerKind()).bytes_per_element(dtype, trained=trained))
     elements = 2.0 if states_per_param is None else states_per_param
     return trained * elements * (dtype if state_dtype is None else state_dtype).itemsize
+
+
+_ON_HOST = {
+    CPUOffload.NONE: (),
+    CPUOffload.PARAMS: ("params",),
+    CPUOffload.OPTIMIZER_STATES: ("states",),
+    CPUOffload.FULL: ("params", "grads", "states"),
+}
+
+
+def measure_model_states(
+    parameters: Iterable[torch.Tensor],
+    optimizer: Optimizer | None,
+    *,
+    estimate: FSDPMemoryStats,
+    cpu_offload: CPUOffload,
+    device: torch.device,
+) -> FSDPMemoryStats:
+    """Measure the bytes of these tensors on this rank now.
+
+    Args:
+        parameters: The model's parameters; their gradients are included.
+        optimizer: The optimizer whose states to measure; None: no states.
+        estimate: The estimate for the same model; supplies the fields that are not measured.
+        cpu_offload: What is offloaded; used on CPU ranks only, where everything is in host memory.
+        device: The rank's compute device.
+    """
+    held = list(parameters)
+    storages = {
+        "params": _storages(held),
+        "grads": _storages([parameter.grad for parameter in held if parameter.grad is not None]),
+        "states": _storages(optimizer_states(optimizer)),
+    }
+    sizes = {role: sum(storage.nbytes() for storage in found) for role, found in storages.items()}
+    if device.type == "cpu":
+        host = sum(sizes[role] for role in _ON_HOST[cpu_offload])
+    else:
+        host = sum(item.nbytes() for found in storages.values() for item in found if item.device.type == "cpu")
+    return replace(
+        estimate,
+        param_memory_bytes=sizes["params"],
+        grad_memory_bytes=sizes["grads"],
+        optim_memory_bytes=sizes["states"],
+        host_bytes=host,
+        peak_memory_mb=_peak_mb(device),
+        allocated_mb=torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else math.nan,
+    )
+
+
+def _storages(tensors: Iterable[Any]) -> list[torch.UntypedStorage]:
+    found = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # The gradients of a unit are views into the output of one reduce-scatter.
+        storage = local.untyped_storage()
+        found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _peak_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.comm.errors import WorldClosedError
 from axon_nb.comm.group import ProcessGroup, resolve
-from axon_nb.comm.kinds import Backend
+from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
 __all__ = ["axis_group", "coordinates", "make_mesh"]

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from axon_nb.comm.move import broadcast
-from axon_nb.comm.reduce import all_reduce_mean
+from axon_nb.comm.collectives.movement import broadcast
+from axon_nb.comm.collectives.reduction import all_reduce_mean
 from axon_nb.errors import UsageError
 from axon_nb.parallel.mesh import axis_group
 from axon_nb.parallel.pipeline import Pipeline, PipelineSchedule
 from axon_nb.parallel.pipeline.pipeline import Loss
-from axon_nb.parallel.pipeline.split import Cost
+from axon_nb.parallel.pipeline.stages import Cost
 
 __all__ = ["Parallel3D"]
 

@@ -9,26 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axon_nb.plan.calibrate_call import calibrate
-    from axon_nb.plan.calibrate_record import Calibration
-    from axon_nb.plan.capture_model import capture
-    from axon_nb.plan.communication_call import communication
-    from axon_nb.plan.communication_plan import CommunicationPlan
-    from axon_nb.plan.communication_recorded import recorded_communication
+    from axon_nb.plan.calibration.calibrate import calibrate
+    from axon_nb.plan.calibration.result import Calibration
     from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
-    from axon_nb.plan.links import Link
-    from axon_nb.plan.links_presets import PRESETS
-    from axon_nb.plan.memory_call import memory
-    from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.footprint.memory import memory
+    from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.hardware.links import Link
+    from axon_nb.plan.hardware.presets import GPUS, PRESETS
+    from axon_nb.plan.hardware.rates import Rates
+    from axon_nb.plan.layout_search.plan import SearchPlan
+    from axon_nb.plan.layout_search.search import search
     from axon_nb.plan.models import CapturedModel, TensorSpec
-    from axon_nb.plan.rates_presets import GPUS
-    from axon_nb.plan.schedule_call import schedule
-    from axon_nb.plan.schedule_plan import SchedulePlan, StageTimes
-    from axon_nb.plan.search_call import search
-    from axon_nb.plan.search_plan import SearchPlan
-    from axon_nb.plan.step_time_call import step_time
-    from axon_nb.plan.step_time_plan import StepTime
-    from axon_nb.plan.step_time_work import Rates
+    from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
+    from axon_nb.plan.pipeline.schedule import schedule
+    from axon_nb.plan.skeleton import capture
+    from axon_nb.plan.timing.plan import StepTime
+    from axon_nb.plan.timing.step_time import step_time
+    from axon_nb.plan.traffic.communication import communication
+    from axon_nb.plan.traffic.plan import CommunicationPlan
+    from axon_nb.plan.traffic.recorded import recorded_communication
 
 __all__ = [
     "GPUS",
@@ -61,26 +60,43 @@ __all__ = [
 ]
 
 _HOME = {
-    "calibrate_call": ("calibrate",),
-    "calibrate_record": ("Calibration",),
-    "capture_model": ("capture",),
-    "communication_call": ("communication",),
-    "communication_plan": ("CommunicationPlan",),
-    "communication_recorded": ("recorded_communication",),
-    "errors": ("PlanCancelledError", "PlanError", "SimulatorError"),
-    "links": ("Link",),
-    "links_presets": ("PRESETS",),
-    "memory_call": ("memory",),
-    "memory_record": ("MemoryParts", "MemoryPlan", "ModuleMemory", "RankMemory"),
-    "models": ("CapturedModel", "TensorSpec"),
-    "rates_presets": ("GPUS",),
-    "schedule_call": ("schedule",),
-    "schedule_plan": ("SchedulePlan", "StageTimes"),
-    "search_call": ("search",),
-    "search_plan": ("SearchPlan",),
-    "step_time_call": ("step_time",),
-    "step_time_plan": ("StepTime",),
-    "step_time_work": ("Rates",),
+    "calibration.calibrate": ("calibrate",),
+    "calibration.result": ("Calibration",),
+    "errors": (
+        "PlanCancelledError",
+        "PlanError",
+        "SimulatorError",
+    ),
+    "footprint.memory": ("memory",),
+    "footprint.plan": (
+        "MemoryParts",
+        "MemoryPlan",
+        "ModuleMemory",
+        "RankMemory",
+    ),
+    "hardware.links": ("Link",),
+    "hardware.presets": (
+        "GPUS",
+        "PRESETS",
+    ),
+    "hardware.rates": ("Rates",),
+    "layout_search.plan": ("SearchPlan",),
+    "layout_search.search": ("search",),
+    "models": (
+        "CapturedModel",
+        "TensorSpec",
+    ),
+    "pipeline.plan": (
+        "SchedulePlan",
+        "StageTimes",
+    ),
+    "pipeline.schedule": ("schedule",),
+    "skeleton": ("capture",),
+    "timing.plan": ("StepTime",),
+    "timing.step_time": ("step_time",),
+    "traffic.communication": ("communication",),
+    "traffic.plan": ("CommunicationPlan",),
+    "traffic.recorded": ("recorded_communication",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,4 +1,7 @@
-"""Sets of ranks as text: ``0,2-3``, ``rank 2``, ``ranks 0-3``."""
+"""Sets of ranks as text: ``0,2-3``, ``rank 2``, ``ranks 0-3``.
+
+Which ranks a caller means.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable
 
 from axon_nb.errors import UsageError
 
-__all__ = ["format_ranks", "name_ranks", "parse_ranks"]
+__all__ = ["format_ranks", "name_ranks", "parse_ranks", "resolve_ranks"]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -66,3 +69,18 @@ def _parse_part(part: str, spec: str, world_size: int) -> Iterable[int]:
     if low > high:
         raise UsageError(f"ranks {spec!r}: {part!r} is reversed; use {high}-{low}.")
     return range(low, high + 1)
+
+
+def resolve_ranks(ranks: str | Iterable[int] | None, world_size: int) -> list[int]:
+    """Ranks as a sorted list without doubles; None means all.
+
+    Raises:
+        UsageError: a rank that does not exist, or none at all.
+    """
+    if ranks is None:
+        return list(range(world_size))
+    text = ranks if isinstance(ranks, str) else ",".join(str(int(rank)) for rank in ranks)
+    chosen = parse_ranks(text, world_size)
+    if not chosen:
+        raise UsageError(f"no rank is named; ranks are 0 to {world_size - 1}.")
+    return chosen

@@ -1,14 +1,67 @@
-"""Deadlock analysis: which rank waits for which, from the communication calls that each rank reports."""
+"""Deadlock analysis: which rank waits for which, from the communication calls that each rank reports.
+
+Describes slow ranks (which are not a deadlock): where they are, and who has waited for them how long.
+
+Functions that communicate implicitly, with advice for when only some ranks call them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from axon_nb.records.advice import advice_for
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["PendingCall", "RankWaits", "explain_deadlock", "missing_ranks"]
+__all__ = [
+    "COLLECTIVE_FUNCTIONS",
+    "PendingCall",
+    "RankWaits",
+    "advice_for",
+    "describe_slow_ranks",
+    "explain_deadlock",
+    "missing_ranks",
+]
+
+_SAVING = "is a collective: call it on every rank, and use `if rank == 0` only for saving."
+_ANY = "is a collective: call it on every rank."
+
+COLLECTIVE_FUNCTIONS: dict[str, str] = {
+    "async_save": _ANY,
+    "clip_grad_norm_": "sums the norms of all shards and is a collective: call it on every rank.",
+    "distribute_module": _ANY,
+    "distribute_tensor": _ANY,
+    "full_tensor": _SAVING,
+    "get_model_state_dict": _SAVING,
+    "get_optimizer_state_dict": _SAVING,
+    "get_state_dict": _SAVING,
+    "get_total_norm": "sums the norms of all shards and is a collective: call it on every rank.",
+    "init_device_mesh": _ANY,
+    "load": _ANY,
+    "new_group": (
+        "must be called by every rank, including those outside the new group; with `use_local_synchronization=True` "
+        "only by its members."
+    ),
+    "optim_state_dict": _SAVING,
+    "redistribute": _SAVING,
+    "save": "writes every rank's shards and is a collective: call it on every rank.",
+    "set_model_state_dict": _ANY,
+    "set_optimizer_state_dict": _ANY,
+    "set_state_dict": _ANY,
+    "state_dict": _SAVING,
+    "summon_full_params": _ANY,
+    "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
+    "unshard": _ANY,
+}
+"""Advice by function name; the text follows the name."""
+
+
+def advice_for(functions: Iterable[str]) -> str:
+    """Return advice on the first known function: one sentence with a leading space, or an empty string."""
+    for function in functions:
+        if advice := COLLECTIVE_FUNCTIONS.get(function):
+            return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"
+    return ""
+
 
 _SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 _USER_THREAD_GRACE_S = 30.0
@@ -168,3 +221,38 @@ def _why(ranks: Collection[int], finished: Collection[int], cell_ranks: Collecti
     if set(ranks) <= set(cell_ranks):
         return f", which {verb[0]} finished the cell"
     return f", which {verb[1]} not run this cell" if not set(ranks) & set(cell_ranks) else ""
+
+
+def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str:
+    """Return a line such as ``Waiting for rank 1 (line 7): ranks 0,2-3 have been in all_reduce at line 4 for 3.2 s``.
+
+    Names the root of the wait: ranks that wait for others themselves are not named as slow, unless all do.
+
+    Args:
+        reports: The report of each rank, all taken at the same time.
+        after_s: Minimum waiting time of a call to be considered, in seconds.
+
+    Returns:
+        The line, or an empty string if no rank has waited that long.
+    """
+    waits = missing_ranks(reports, after_s)
+    ends = {rank: tuple(other for other in others if other not in waits) for rank, others in waits.items()}
+    groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for rank, others in sorted(ends.items()):
+        if others:
+            groups.setdefault((others, reports[rank].place), []).append(rank)
+    if not groups:
+        return ""
+    (others, place), ranks = max(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    seconds = max(call.seconds for rank in ranks if (call := reports[rank].blocked_in))
+    verb = "has" if len(ranks) == 1 else "have"
+    took = f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    whom = f"{name_ranks(others)}{_where([reports[rank] for rank in others])}"
+    return f"Waiting for {whom}: {name_ranks(ranks)} {verb} been in {place} for {took}"
+
+
+def _where(late: list[RankWaits]) -> str:
+    places = {own.place if own.call else f"line {own.line}" for own in late if own.running and own.line}
+    if len(places) == 1 and all(own.running for own in late):
+        return f" ({places.pop()})"
+    return ""

@@ -6,20 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axon_nb.widgets.memory import MemoryView
-    from axon_nb.widgets.shards import ShardsView
-    from axon_nb.widgets.strip import RankStrip
-    from axon_nb.widgets.timeline import TimelineView
-    from axon_nb.widgets.watch import WatchView
+    from axon_nb.widgets.cell.strip import RankStrip
+    from axon_nb.widgets.memory.view import MemoryView
+    from axon_nb.widgets.shards.view import ShardsView
+    from axon_nb.widgets.timeline.view import TimelineView
+    from axon_nb.widgets.watch.view import WatchView
 
 __all__ = ["MemoryView", "RankStrip", "ShardsView", "TimelineView", "WatchView"]
 
 _MODULE_OF = {
-    "MemoryView": "memory",
-    "RankStrip": "strip",
-    "ShardsView": "shards",
-    "TimelineView": "timeline",
-    "WatchView": "watch",
+    "MemoryView": "memory.view",
+    "RankStrip": "cell.strip",
+    "ShardsView": "shards.view",
+    "TimelineView": "timeline.view",
+    "WatchView": "watch.view",
 }
 
 

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.span import Span
-from axon_nb.records.state import Activity, RankState
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.history import RankHistory
-from axon_nb.widgets.memory import MemoryView
-from axon_nb.widgets.shards import ShardsView
-from axon_nb.widgets.span_paints import SPAN_CODES, paints_for_page
-from axon_nb.widgets.span_wire import pack
-from axon_nb.widgets.strip import RankStrip
-from axon_nb.widgets.watch import WatchView
-from axon_nb.widgets.wire import Clock, encode
+from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
+from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.memory.view import MemoryView
+from axon_nb.widgets.palette import SPAN_CODES, paints_for_page
+from axon_nb.widgets.shards.view import ShardsView
+from axon_nb.widgets.timeline.wire import pack
+from axon_nb.widgets.watch.view import WatchView
 from tests.browser.lab_server import LIMIT
 from tests.unit.widgets.jobs import answers, report, row
 from tests.unit.widgets.test_memory import answers as memory_answers

@@ -24,8 +24,8 @@ FEED = '''
 import asyncio, threading, time
 import re
 from pathlib import Path
-from axon_nb.records.state import Activity, RankState
-from axon_nb.widgets.strip import RankStrip
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.widgets.cell.strip import RankStrip
 
 def feed(strip, over, began):
     """Four ranks: 0 and 1 compute and meet, 2 is late for every meeting, 3 fails after two seconds of the strip."""
@@ -160,7 +160,7 @@ def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running
 def reload_until_shown(page: LabPage) -> None:
     """Load the page again; once more where the kernel was late: within 4 s ipywidgets gives up until the cell is over.
 
-    In cells for ranks that is no matter, see `axon_nb.magics.front_end`; this one is of Python alone.
+    In cells for ranks that is no matter, see `axon_nb.magics.kernel_requests`; this one is of Python alone.
     """
     page.reload()
     while not page.is_shown(CANVAS, limit=30):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.span import Span
-from axon_nb.widgets.timeline_file import timeline_file
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.widgets.timeline.record import timeline_file
 from tests.browser.lab_server import LIMIT
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ while going:
 FEED = """
 import threading, time
 from types import SimpleNamespace
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.span import Span
-from axon_nb.widgets.timeline import TimelineView
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.widgets.timeline.view import TimelineView
 feed = SimpleNamespace(store=SpanStore(), running_since=time.monotonic_ns())
 view = TimelineView(feed, range(8), title="many")
 over = threading.Event()

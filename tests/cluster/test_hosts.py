@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from axon_nb.cluster.hosts import interface_ip, seats
-from axon_nb.cluster.layout import Layout, plan_layout
+from axon_nb.cluster.launch.placement import Layout, interface_ip, plan_layout, seats
 from axon_nb.errors import StartError, UsageError
 from tests.cluster.far import FAR_HOST, Network, network, why_not
 from tests.cluster.script import Script, command_lines, family

@@ -9,15 +9,15 @@ from tests.cluster.script import run_script
 START = """
 import contextlib
 
-from axon_nb.cluster.bringup import join_world
-from axon_nb.cluster.client import connect
-from axon_nb.cluster.connection import Connection
-from axon_nb.cluster.launcher import ENGINE_ENTRY, controller_command
-from axon_nb.cluster.launching import launch_engines
-from axon_nb.cluster.layout import plan_layout
+from axon_nb.cluster.launch.join import join_world
+from axon_nb.cluster.rpc.client import connect
+from axon_nb.cluster.launch.connection import Connection
+from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.engines import launch_engines
+from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.cluster.settings import settings
 from axon_nb.host.client import AgentClient, spawn_agent
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
 from tests.cluster.late_port import delay
 
 run_dir = RunDir.create()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axon_nb.cluster.layout import plan_layout
+from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.errors import UsageError
-from axon_nb.host.cores import usable_cores
+from axon_nb.host.resources import usable_cores
 from tests.host.nvidia_smi import A100X4, MIG, Driver
 
 CORES = usable_cores()

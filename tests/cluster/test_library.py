@@ -40,7 +40,7 @@ step()
 """
 
 SPANS = """
-from axon_nb.records.trace import ring
+from axon_nb.records.spans import ring
 before = ring.position
 comm.all_reduce_sum(torch.ones(4))
 [(s.name, s.bytes) for s in ring.since(before)[0] if s.kind == "collective"]

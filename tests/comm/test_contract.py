@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb import comm
-from axon_nb.comm import ReduceOp, World, query
+from axon_nb.comm import ReduceOp, World
+from axon_nb.comm import world as query
 from tests.comm.gloo import GlooWorld
 
 N = 4

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from axon_nb import comm
-from axon_nb.comm import direct
+from axon_nb.comm.collectives import direct
 
 CALLS = {
     "all_reduce": comm.all_reduce,

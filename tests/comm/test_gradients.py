@@ -116,7 +116,7 @@ def test_overlapped_sync_overlaps_backward(world: Any) -> None:
     """Overlapped communication starts before backward ends; synchronous communication does not."""
 
     def work(world: World) -> dict[str, int]:
-        from axon_nb.records.trace import ring  # the ring of the rank's own process
+        from axon_nb.records.spans import ring  # the ring of the rank's own process
 
         early = {}
         for strategy in (GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS):

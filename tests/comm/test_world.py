@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.comm.launch_env import torchrun_environment
+from axon_nb.comm.world import torchrun_environment
 
 pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 400

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from axon_nb.compat import accelerate_state, deepspeed_setup
+from axon_nb.compat import accelerate, deepspeed
 from axon_nb.compat.environment import set_environment
 
 
@@ -46,11 +46,11 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_accelerate_without_our_hooks_is_told() -> None:
     other = ModuleType("accelerate.state")
     with pytest.warns(UserWarning, match="this version lacks PartialState.*Check `accelerator.num_processes`"):
-        accelerate_state.synchronise_on_cpus(other, world_size=2)
+        accelerate.synchronise_on_cpus(other, world_size=2)
 
 
 def test_a_deepspeed_without_our_hooks_is_seen() -> None:
-    assert deepspeed_setup.missing_setup_hooks(ModuleType("a"), ModuleType("b")) == [
+    assert deepspeed.missing_setup_hooks(ModuleType("a"), ModuleType("b")) == [
         "build_shm_op",
         "DeepSpeedEngine.__init__",
         "DeepSpeedEngine.step",

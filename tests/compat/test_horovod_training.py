@@ -109,7 +109,7 @@ def test_ranks_train_as_one_process(world: Any, what: str) -> None:
 
 def test_reductions_begin_during_backward(world: Any) -> None:
     def work(world: World) -> Any:
-        from axon_nb.records.trace import ring  # the ring of the rank's own process
+        from axon_nb.records.spans import ring  # the ring of the rank's own process
 
         hvd.init()
         model = blocks(6, 32)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from axon_nb.engine.groups import gloo, nccl, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.native import Kind, NativeGroups
-from axon_nb.engine.groups.wrappers import reset_wrappers
+from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 
 __all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
 

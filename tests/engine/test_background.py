@@ -11,8 +11,7 @@ from pathlib import Path
 import zmq
 from torch.utils.data import DataLoader
 
-from axon_nb.engine.background import users_threads
-from axon_nb.engine.libraries import library_of
+from axon_nb.engine.kernel.stacks import library_of, users_threads
 
 
 def test_a_thread_of_the_users_counts_until_it_is_over() -> None:

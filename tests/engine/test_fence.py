@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from axon_nb.engine.groups import fence
+from axon_nb.engine.groups import nccl
 from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
 
 
@@ -16,7 +16,7 @@ from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
 def fenced() -> Iterator[torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    remove = fence.install_fence()
+    remove = nccl.install_fence()
     yield torch.optim.SGD([parameter], lr=1.0)
     remove()
     stand_down("")
@@ -37,8 +37,8 @@ def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optim
 
 def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort() -> None:
     looks = iter([False, False, True])
-    fence.wait_for(lambda: next(looks))
+    nccl.wait_for(lambda: next(looks))
     threading.Timer(0.2, ABORT.set).start()
     with pytest.raises(Aborted):
-        fence.wait_for(lambda: False)
+        nccl.wait_for(lambda: False)
     stand_down("")

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import flight
-from axon_nb.engine.groups.native_waits import native_waits, synchronizes
+from axon_nb.engine.groups import flight_recorder
+from axon_nb.engine.groups.flight_recorder import native_waits, synchronizes
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 from tests.engine.swap_ranks import groups_on, run_on_ranks
 
@@ -32,7 +32,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
         answer = native_waits(groups, [], {"other": 7}, recorder="fr")
         if len(answer["pending"]) == len(works) or time.monotonic() > end:
             break
-    later = flight.parse(flight.dump("fr"), {"0": [0, 1]}, since_ns=before)
+    later = flight_recorder.parse(flight_recorder.dump("fr"), {"0": [0, 1]}, since_ns=before)
     dist.barrier(group=own)
     if rank == 1:
         dist.all_reduce(torch.ones(5))
@@ -71,9 +71,9 @@ def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
 
 
 def test_no_recorder_and_an_empty_one_tell_nothing() -> None:
-    empty = flight.parse(b"", {"0": [0, 1]})
+    empty = flight_recorder.parse(b"", {"0": [0, 1]})
     assert (empty.pending, dict(empty.counts)) == ((), {"0": 0})
-    assert flight.dump("none such") == b""
+    assert flight_recorder.dump("none such") == b""
 
 
 def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
@@ -91,7 +91,7 @@ def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
     recv = {**entry, "profiling_name": "nccl:recv 0<-1"}
     send = {**entry, "profiling_name": "nccl:send 0->1", "record_id": 8}
     done = {**entry, "profiling_name": "nccl:send 0->1", "state": "completed"}
-    seen = flight.parse(json.dumps({"entries": [recv, send, done]}).encode(), {"3": [2, 6]})
+    seen = flight_recorder.parse(json.dumps({"entries": [recv, send, done]}).encode(), {"3": [2, 6]})
     found = [(call["name"], call["peer"], call["sequence"], call["bytes"]) for call in seen.pending]
     assert found == [("send", 6, 0, 12), ("recv", 6, 0, 12)]
     assert dict(seen.counts) == {"3": 0}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from axon_nb.comm import World
-from axon_nb.engine.groups import wrappers
+from axon_nb.engine.groups import wrapper_reset
 from tests.comm.models import batch, blocks, loss_of
 
 N = 2
@@ -63,7 +63,7 @@ def test_a_step_run_again_gives_the_same_bits(fail: str) -> None:
         if fail != "never":
             with pytest.raises(Broken):
                 _step(model, optimizer, world.rank(), fail)
-            wrappers.reset_modules([], [m for m in model.modules() if isinstance(m, FSDPModule)], [])
+            wrapper_reset.reset_modules([], [m for m in model.modules() if isinstance(m, FSDPModule)], [])
             optimizer.zero_grad()
         for _ in range(2):
             _step(model, optimizer, world.rank())

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
-from axon_nb.cluster import client
-from axon_nb.engine import dist_hooks, insist
-from axon_nb.engine.groups import install, stepping
+from axon_nb.cluster.rpc import client
+from axon_nb.engine import frameworks
+from axon_nb.engine.groups import abort, install
+from axon_nb.engine.kernel import interrupts
 from axon_nb.torch_api import torch_api
 from tests.cluster.lines import by_rank
 from tests.kernel.driver import Kernel
@@ -52,8 +53,8 @@ def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
 
 
 def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
-    assert stepping.missing_step_hooks() == []
-    assert insist.missing_interrupt_hooks() == []
+    assert abort.missing_step_hooks() == []
+    assert interrupts.missing_interrupt_hooks() == []
 
 
 def test_torch_has_what_recoverable_groups_need() -> None:
@@ -63,7 +64,7 @@ def test_torch_has_what_recoverable_groups_need() -> None:
 def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:
     assert {"init_process_group", "destroy_process_group"} <= set(vars(dist)) & set(vars(dist.distributed_c10d))
     assert callable(vars(multiprocessing)["spawn"])
-    assert callable(dist_hooks.install_dist_hooks)
+    assert callable(frameworks.install_dist_hooks)
 
 
 HOMES: dict[str, tuple[Any, ...]] = {

@@ -18,7 +18,7 @@ MAKE_BACKEND = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 from axon_nb.engine.groups import nccl
-from axon_nb.engine.groups.swap import swap_backend
+from axon_nb.engine.groups.native import swap_backend
 store, device = dist.HashStore(), torch.device("cuda:0")
 # Such a group connects when it is told to, and not here.
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axon_nb.engine.groups import part_of_sum
-from axon_nb.engine.groups.gloo import leak
-from axon_nb.engine.groups.part_of_sum import PartOfSum
+from axon_nb.engine.groups import gloo
+from axon_nb.engine.groups.gloo import PartOfSum, leak
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 
 SIZE = 3
@@ -66,8 +65,8 @@ def name_of(group: Any) -> str:
 
 
 def test_torch_has_the_hook() -> None:
-    assert part_of_sum._num_modes is not None
-    assert part_of_sum._num_modes() == 0
+    assert gloo._num_modes is not None
+    assert gloo._num_modes() == 0
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT], ids=str)

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from axon_nb.engine.self_test.catalog import CHECKS, is_out_of_time
 from axon_nb.engine.self_test.locking import held
-from axon_nb.records.tested_versions import TESTED, install_command
+from axon_nb.records.compatibility import TESTED, install_command
 
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.engine.groups.sizes import Table, cell_begins
+from axon_nb.engine.groups.size_check import Table, cell_begins
 from axon_nb.errors import UsageError
 
 COUNT = 20_000
@@ -19,7 +19,7 @@ RANK = """
 import mmap, os, sys, time
 from pathlib import Path
 import torch
-from axon_nb.engine.groups.sizes import Table, cell_begins
+from axon_nb.engine.groups.size_check import Table, cell_begins
 folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 table = Table(folder, name="0", epoch=1, rank=rank, size=2)
 cell_begins("1")

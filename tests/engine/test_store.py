@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import DistStoreError
 
-from axon_nb.engine.store import AgentStore
+from axon_nb.engine.groups.store import AgentStore
 from tests.host.agents import Served, serve
 
 KEYS = st.sampled_from(["a", "b", "group/0"])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from axon_nb.engine.groups import nccl, recovery, swap
+from axon_nb.engine.groups import native, nccl, recovery
 from axon_nb.engine.groups.abort import ABORT, Aborted, GroupBroken, raise_if_aborted
 from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
@@ -163,16 +163,16 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
 
 
 def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
-    assert swap.missing_swap_hooks() == []
+    assert native.missing_swap_hooks() == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
-    for left in range(swap.MAX_SWAPS, 0, -1):
-        assert swap.swaps_left(group) == left
-        swap.swap_backend(group, backend, CPU)
+    for left in range(native.MAX_SWAPS, 0, -1):
+        assert native.swaps_left(group) == left
+        native.swap_backend(group, backend, CPU)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     with pytest.raises(GroupBroken, match=r"formed anew 249 times.*%distributed restart"):
-        swap.swap_backend(group, backend, CPU)
+        native.swap_backend(group, backend, CPU)
 
 
 def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:

@@ -123,7 +123,7 @@ def test_its_hooks_are_there(prepared: Kernel) -> None:
         """%%distributed
 import importlib
 from axon_nb.compat import deepspeed_reset, deepspeed_setup
-from axon_nb.engine.living import living
+from axon_nb.engine.live_objects import living
 backend = importlib.import_module("deepspeed.comm.torch")
 assert deepspeed_setup.missing_setup_hooks(backend, deepspeed.runtime.engine) == []
 engines = living(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
@@ -137,7 +137,7 @@ assert backend.build_shm_op() is None
 
 def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
     reply = prepared.run(
-        "%%distributed\nfrom axon_nb.engine.groups.wrappers import reset_wrappers\nodd = engine_of(2)\n"
+        "%%distributed\nfrom axon_nb.engine.groups.wrapper_reset import reset_wrappers\nodd = engine_of(2)\n"
         "del odd.micro_steps\n"
         "reset_wrappers()\nodd(x[mine])"
     )

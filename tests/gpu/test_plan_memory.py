@@ -12,9 +12,9 @@ import cloudpickle
 import pytest
 
 from axon_nb.parallel.models import Block
-from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.process.worker import run_in_process
 from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

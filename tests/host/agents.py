@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from axon_nb.host.client import AgentClient, spawn_agent
-from axon_nb.host.framing import encode, receive
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
+from axon_nb.host.store import encode, receive
 from tests.kernel.processes import until
 
 __all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "fork_request", "serve"]

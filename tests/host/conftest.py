@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from axon_nb.errors import ClusterLostError
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
 from tests.host.agents import ENTRY, Served, Shared, serve
 
 MakeAgent = Callable[..., Served]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_nb.host.framing import MAX_MESSAGE, Decoder, encode, receive
+from axon_nb.host.store import MAX_MESSAGE, Decoder, encode, receive
 
 MESSAGES = st.lists(st.lists(st.binary(max_size=40), max_size=5), max_size=6)
 

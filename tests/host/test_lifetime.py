@@ -14,13 +14,13 @@ import pytest
 
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
-from axon_nb.host.rundir import RunDir
+from axon_nb.host.run_dir import RunDir
 from tests.host.agents import ROOT, RawPeer, Served, dead
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import until
 
 STARTER = (
-    "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.rundir import RunDir\n"
+    "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.run_dir import RunDir\n"
     "run_dir = RunDir.create()\npid = spawn_agent(run_dir, controller=sys.argv[1:], entry='')\n"
     "end = time.monotonic() + 60\n"
     "while not (run_dir.path / 'agent.json').exists() and time.monotonic() < end: time.sleep(0.01)\n"

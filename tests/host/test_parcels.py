@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host import parcel_filling, parcels
-from axon_nb.host.parcels import (
+from axon_nb.host import shared_memory, shared_memory_fill
+from axon_nb.host.shared_memory import (
     SharedBlock,
     SharedBlockUnavailableError,
     join_parts,
@@ -21,7 +21,7 @@ from axon_nb.host.parcels import (
     write_block,
 )
 
-pytestmark = pytest.mark.skipif(not parcels.memfd_supported(), reason="needs memfd_create")
+pytestmark = pytest.mark.skipif(not shared_memory.memfd_supported(), reason="needs memfd_create")
 
 SMALL = [b"head", b"", bytes(range(256)) * 3]
 LARGE = [b"head", os.urandom(3 << 20), b"tail"]
@@ -51,12 +51,12 @@ def test_large_parts_are_mapped_at_multiples_of_64() -> None:
         parcel.write(LARGE)
         parts = parcel.read()
     assert isinstance(parts[1].obj, mmap.mmap)
-    assert parcels._offsets([len(part) for part in LARGE])[0][1] % 64 == 0
+    assert shared_memory._offsets([len(part) for part in LARGE])[0][1] % 64 == 0
 
 
 def test_another_process_fills_and_seals_it() -> None:
     code = (
-        "import ast, sys; from axon_nb.host.parcels import write_block\n"
+        "import ast, sys; from axon_nb.host.shared_memory import write_block\n"
         "write_block(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
     )
     with SharedBlock() as parcel:
@@ -130,7 +130,7 @@ def test_pieces_are_written_to_the_right_file(name: str) -> None:
     try:
         for fd, size in zip(files, (SPLIT, len(wanted) - SPLIT), strict=True):
             os.ftruncate(fd, size)
-        parcel_filling.copy_into(files, pieces, SPLIT)
+        shared_memory_fill.copy_into(files, pieces, SPLIT)
         assert os.pread(files[0], SPLIT, 0) + os.pread(files[1], len(wanted), 0) == wanted
     finally:
         for fd in files:
@@ -139,7 +139,7 @@ def test_pieces_are_written_to_the_right_file(name: str) -> None:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_large_data_is_split_over_two_files_on_two_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcels, "usable_cores", lambda: cores)
+    monkeypatch.setattr(shared_memory, "usable_cores", lambda: cores)
     content = os.urandom(1 << 20) * 33 + b"the end"
     opened = len(os.listdir("/proc/self/fd"))
     with SharedBlock() as parcel:
@@ -164,7 +164,7 @@ def test_an_error_of_the_second_thread_is_raised() -> None:
     fcntl.fcntl(files[1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
     try:
         with pytest.raises(PermissionError):
-            parcel_filling.copy_into(files, [(0, memoryview(bytes(10_000)))], 4096)
+            shared_memory_fill.copy_into(files, [(0, memoryview(bytes(10_000)))], 4096)
     finally:
         for fd in files:
             os.close(fd)
@@ -173,7 +173,7 @@ def test_an_error_of_the_second_thread_is_raised() -> None:
 INTERRUPTED = """
 import gc, os, random, signal, threading, time
 from axon_nb.host import parcels
-from axon_nb.host.parcels import SharedBlock, read_block, write_block
+from axon_nb.host.shared_memory import SharedBlock, read_block, write_block
 
 def interrupt(*_):
     raise KeyboardInterrupt
@@ -217,8 +217,8 @@ def test_without_address_space_a_block_is_read(monkeypatch: pytest.MonkeyPatch) 
     def none(files: object) -> mmap.mmap:
         raise OSError("no room")
 
-    monkeypatch.setattr(parcels, "map_files", none)
-    monkeypatch.setattr(parcels, "usable_cores", lambda: 2)
+    monkeypatch.setattr(shared_memory, "map_files", none)
+    monkeypatch.setattr(shared_memory, "usable_cores", lambda: 2)
     with SharedBlock() as parcel:
         parcel.write(HUGE)
         assert os.stat(parcel.address[1][0]).st_size

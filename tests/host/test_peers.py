@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.framing import MAX_MESSAGE, encode
+from axon_nb.host.store import MAX_MESSAGE, encode
 from tests.host.agents import RawPeer, Served
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import until

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.rundir import RunDir, base_dir, list_run_dirs
+from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
 from tests.host.agents import ROOT, dead
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import modes, until
@@ -124,7 +124,7 @@ def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root:
     for folder in planted:
         folder.mkdir()
     script = (
-        "import os, sys\nfrom axon_nb.errors import StartError\nfrom axon_nb.host.rundir import base_dir\n"
+        "import os, sys\nfrom axon_nb.errors import StartError\nfrom axon_nb.host.run_dir import base_dir\n"
         f"import tempfile; tempfile.gettempdir(); os.setuid({OTHER_UID})\n"
         "try:\n    print('used', base_dir())\nexcept StartError as error:\n    print(error)"
     )
@@ -175,7 +175,7 @@ def test_a_folder_whose_agent_is_being_started_stays(root: Path) -> None:
 
 
 def test_a_folder_is_removed_if_its_starter_died_before_the_agent_came(root: Path) -> None:
-    script = "from axon_nb.host.rundir import RunDir; print(RunDir.create().path)"
+    script = "from axon_nb.host.run_dir import RunDir; print(RunDir.create().path)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     path = Path(done.stdout.strip())

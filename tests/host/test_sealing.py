@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.engine.store import AgentStore
-from axon_nb.host.framing import encode
-from axon_nb.host.sealing import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
+from axon_nb.engine.groups.store import AgentStore
+from axon_nb.host.store import encode
+from axon_nb.host.store_tcp import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
 from tests.host.agents import Served, serve
 
 KEY = store_key(b"the cluster's key")

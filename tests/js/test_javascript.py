@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.records.state import Activity, RankState
+from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets.assets import script
-from axon_nb.widgets.history import RankHistory
+from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
 from axon_nb.widgets.palette import ACTIVITY_CODES
-from axon_nb.widgets.series import Point, pack_points
-from axon_nb.widgets.wire import Clock, encode
+from axon_nb.widgets.watch.series import Point, pack_points
 
 HERE = Path(__file__).parent
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.span import Span
-from axon_nb.widgets.span_paints import SPAN_CODES
-from axon_nb.widgets.span_wire import BYTES_PER_SPAN, pack
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.widgets.palette import SPAN_CODES
+from axon_nb.widgets.timeline.wire import BYTES_PER_SPAN, pack
 from tests.js.test_javascript import node, saved
 
 READ = """

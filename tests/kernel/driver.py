@@ -20,7 +20,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 
-from axon_nb.host.rundir import base_dir
+from axon_nb.host.run_dir import base_dir
 from tests.kernel.labelled import merged, ranks_of
 
 __all__ = ["Kernel", "Reply"]

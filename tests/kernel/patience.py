@@ -17,7 +17,7 @@ _PATIENT = """
 import contextlib
 from unittest import mock
 from axon_nb.cluster import current
-from axon_nb.cluster.span_feed import SpanFeed, span_feed
+from axon_nb.cluster.inspection.span_feed import SpanFeed, span_feed
 patience, patience_collect = contextlib.ExitStack(), SpanFeed.collect
 def patience_collect_all(self, *, limit_s=2.0, watch_s=0.0):
     patience_collect(self, limit_s=60.0, watch_s=600.0 if watch_s else 0.0)

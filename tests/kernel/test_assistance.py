@@ -143,7 +143,9 @@ def test_names_of_ranks_behind_magics_that_take_them(typed: Kernel) -> None:
 
 
 def test_the_private_hooks_are_there(typed: Kernel) -> None:
-    assert typed.value("__import__('axon_nb.magics.front_end', fromlist=['x']).missing(get_ipython().kernel)") == []
+    assert (
+        typed.value("__import__('axon_nb.magics.kernel_requests', fromlist=['x']).missing(get_ipython().kernel)") == []
+    )
 
 
 def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:

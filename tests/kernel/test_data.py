@@ -261,7 +261,7 @@ def test_a_rank_that_dies_in_a_transfer_is_told_and_leaves_nothing() -> None:
 
 
 def test_python_api_runs_pushes_and_pulls(kernel: Kernel) -> None:
-    kernel.ok("import axon_nb\nt_c = axon_nb.cluster.current.get()\nt_c.push({'t_p': 3}, ranks=[0, 2])")
+    kernel.ok("import axon_nb\nt_c = axon_nb.cluster.session.current.get()\nt_c.push({'t_p': 3}, ranks=[0, 2])")
     assert kernel.value("t_c.pull('t_p + rank', ranks=[0, 2])") == {0: 3, 2: 5}
     kernel.ok("t_c.scatter({'t_p': list(range(8))})")
     assert kernel.value("t_c.gather('t_p'), t_c.pull('t_p', ranks=3)") == (list(range(8)), [6, 7])

@@ -87,7 +87,7 @@ def test_a_death_outside_of_a_cell_does_not_hide_its_deadlock(mortal: Kernel) ->
 def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb")
-        request = kernel.submit("axon_nb.cluster.current.get().signal(1, 9)")
+        request = kernel.submit("axon_nb.cluster.session.current.get().signal(1, 9)")
         reply = kernel.collect(request)
         kernel.follow(request, reply, until=lambda: "rank 1 was killed by SIGKILL, while it was idle." in reply.stderr)
         assert "rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback

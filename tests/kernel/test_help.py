@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.magics.examples import EXAMPLES
+from axon_nb.magics.arguments import EXAMPLES
 from tests.kernel.driver import Kernel
 
 
@@ -26,7 +26,7 @@ def test_asking_for_help_does_nothing_else(kernel: Kernel) -> None:
     for name in _commands(kernel):
         reply = kernel.ok(f"%distributed {name} --help")
         assert reply.stdout.startswith(f"usage: %distributed {name}"), name
-        assert name in EXAMPLES, f"magics/examples.py has none for {name}"
+        assert name in EXAMPLES, f"magics/arguments.py has none for {name}"
         assert f"example:\n  {EXAMPLES[name]}" in reply.stdout
         assert f"%distributed {name}" in EXAMPLES[name]
     assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-3] 1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster import client
+from axon_nb.cluster.rpc import client
 from tests.kernel.driver import Kernel
 
 
@@ -22,4 +22,4 @@ def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
 
 def test_a_restart_and_a_shutdown_are_told_apart(kernel: Kernel) -> None:
     code = "from axon_nb.cluster import lifecycle\nget_ipython().kernel.do_shutdown.__module__"
-    assert kernel.ok(code).result == "'axon_nb.cluster.lifecycle'"
+    assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"

@@ -13,7 +13,7 @@ from tests.kernel.processes import until
 
 ASK = """import dataclasses, json
 from axon_nb.cluster import current
-from axon_nb.cluster.job import ask_job
+from axon_nb.cluster.inspection.job import ask_job
 from axon_nb.widgets import open_job
 def t_ask(before={}):
     while True:  # a busy rank may answer late
@@ -109,7 +109,7 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
 
 def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
     reply = ready.ok(
-        "%%rank 1\nfrom axon_nb.engine.rounds import rounds\n"
+        "%%rank 1\nfrom axon_nb.engine.inspection.job import rounds\n"
         "t_w = torch.nn.Parameter(torch.ones(3))\nt_w.grad = torch.ones(3)\n"
         "t_two = [torch.optim.SGD([t_w], lr=0.1), torch.optim.Adam([t_w])]\n"
         # The first round may be taken for a part of the last one of another test.
@@ -173,7 +173,7 @@ def test_the_button_ends_the_cell_from_another_thread(ready: Kernel) -> None:
 def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
     ready.ok(MODEL)
     ready.ok(
-        "from axon_nb.cluster.memory import ask_memory\n"
+        "from axon_nb.cluster.inspection.memory import ask_memory\n"
         "t_of = lambda *names: ask_memory(current.require('test').state, names)\n"
         "t_sizes = lambda uses: {rank: dict(use.by_role) for rank, use in uses.items()}"
     )

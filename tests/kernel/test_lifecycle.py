@@ -58,7 +58,7 @@ def test_kernel_shutdown_ends_everything(new_kernel: MakeKernel) -> None:
 def test_shutdown_while_warming_up_ends_everything(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb")
-    base = kernel.value("str(__import__('axon_nb.host.rundir', fromlist=['x']).base_dir())")
+    base = kernel.value("str(__import__('axon_nb.host.run_dir', fromlist=['x']).base_dir())")
     mine = kernel.value("__import__('os').getpid()")
     assert mine == kernel.pid
     kernel.shutdown()

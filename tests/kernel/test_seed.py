@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.hints import shared_draws
+from axon_nb.cluster.failures.hints import shared_draws
 from tests.kernel.driver import Kernel
 
 DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"

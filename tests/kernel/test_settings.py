@@ -123,7 +123,7 @@ def test_warm_up_starts_and_ends_the_waiting_host_agent(new_kernel: MakeKernel) 
     kernel = new_kernel(AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
     assert "warm_up = off (default on)" in kernel.ok("%distributed config").lines()
-    base = Path(kernel.value("str(__import__('axon_nb.host.rundir', fromlist=['x']).base_dir())"))
+    base = Path(kernel.value("str(__import__('axon_nb.host.run_dir', fromlist=['x']).base_dir())"))
 
     def waiting() -> list[str]:
         return [name for name in os.listdir(base) if _starter(base / name) == kernel.pid]

@@ -35,7 +35,7 @@ own = torch.zeros(rank + 1)
 """
 ASK = """import dataclasses, json
 from axon_nb.cluster import current
-from axon_nb.cluster.layouts import ask_layouts
+from axon_nb.cluster.inspection.shards import ask_layouts
 shards, notes = ask_layouts(current.require("test").state, {names!r}, gradients={gradients})
 print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
 
@@ -125,8 +125,8 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
 
 def test_hooks_are_there(ready: Kernel) -> None:
     code = (
-        "%%rank 0\nfrom axon_nb.engine.gathered import missing_gathering_hooks\n"
-        "from axon_nb.engine.placed import missing_placement_hooks\n"
+        "%%rank 0\nfrom axon_nb.engine.sharding.placement import missing_gathering_hooks\n"
+        "from axon_nb.engine.sharding.placement import missing_placement_hooks\n"
         "print(missing_gathering_hooks(), missing_placement_hooks())"
     )
     assert ready.ok(code).lines() == ["[rank 0] [] []"]
@@ -251,7 +251,7 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
 
 def test_what_is_as_it_was_is_not_sent_again(ready: Kernel) -> None:
     ready.ok(
-        "from axon_nb.cluster import current\nfrom axon_nb.cluster.layouts import LayoutQuestion\n"
+        "from axon_nb.cluster import current\nfrom axon_nb.cluster.inspection.shards import LayoutQuestion\n"
         "t_asked = LayoutQuestion(current.require('test').state, ['sharded'])\nt_first = t_asked.ask()"
     )
     asked = "t_again = t_asked.ask()\n(t_again == t_first, t_asked.is_news, t_asked.spent_s > 0)"

@@ -49,7 +49,7 @@ other(range(4), 'GPipe', 4, 16)"""
 """Pipelines of other groups, and of the same one, whose spans are there already."""
 HOOKS = """%%distributed
 from torch.nn.modules import module as torch_modules
-from axon_nb.engine.step_spans import missing_span_hooks
+from axon_nb.engine.inspection.spans import missing_span_hooks
 is_wrapped = hasattr(torch.autograd.backward, '__wrapped__')
 print(len(torch_modules._global_forward_pre_hooks), is_wrapped, missing_span_hooks())"""
 
@@ -187,7 +187,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
     ready.ok("%timeline")
     assert ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []")
     ready.ok(
-        "from axon_nb.cluster import current\nfrom axon_nb.cluster.span_feed import span_feed\n"
+        "from axon_nb.cluster import current\nfrom axon_nb.cluster.inspection.span_feed import span_feed\n"
         "t_feed = span_feed(current.require('test').state)\n"
         "for t_view in list(t_feed._views):\n    t_feed.close(t_view)\n"
         "patience_collect(t_feed, limit_s=60.0, watch_s=0.01)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.namespace_table import agreement
+from axon_nb.cluster.inspection.variables import agreement
 from tests.kernel.driver import Kernel
 
 SETUP = """%%distributed

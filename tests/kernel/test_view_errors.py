@@ -44,9 +44,9 @@ def test_what_cannot_be_shown_is_one_sentence(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("command", "place"),
     [
-        ("%shards t_tensor", "axon_nb.widgets.shards:ShardsView.to_bundle"),
-        ("%memory t_layer", "axon_nb.widgets.memory:MemoryView.make_content"),
-        ("%watch", "axon_nb.widgets.watch:WatchView.to_bundle"),
+        ("%shards t_tensor", "axon_nb.widgets.shards.view:ShardsView.to_bundle"),
+        ("%memory t_layer", "axon_nb.widgets.memory.view:MemoryView.make_content"),
+        ("%watch", "axon_nb.widgets.watch.view:WatchView.to_bundle"),
     ],
 )
 def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str, place: str) -> None:

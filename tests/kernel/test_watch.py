@@ -14,7 +14,7 @@ from tests.kernel.processes import until
 
 SEES = """
 import pathlib
-from axon_nb.widgets.strip import RankStrip
+from axon_nb.widgets.cell.strip import RankStrip
 t_add = RankStrip.add
 def t_sees(self, states):
     states = list(states)
@@ -99,7 +99,7 @@ def test_a_result_opens_its_views_again(kernel: Kernel) -> None:
 
 def test_a_view_that_fails_does_not_break_the_cell(kernel: Kernel) -> None:
     kernel.ok(
-        "from axon_nb.widgets.strip import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
+        "from axon_nb.widgets.cell.strip import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
         "def t_broken(*_): raise RuntimeError('t_broken')"
     )
     try:

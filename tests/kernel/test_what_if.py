@@ -48,7 +48,7 @@ t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
 ASK = """import dataclasses, json, time
 from axon_nb.cluster import current
-from axon_nb.cluster.memory import ask_plan
+from axon_nb.cluster.inspection.memory import ask_plan
 from axon_nb.widgets import open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180

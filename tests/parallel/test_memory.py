@@ -28,8 +28,8 @@ from axon_nb.parallel import (
     make_mesh,
     model_states,
 )
+from axon_nb.parallel.data.offload import missing_hooks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.offload import missing_hooks
 
 S = ShardingStrategy
 OPTIMIZERS: dict[str, Any] = {
@@ -232,7 +232,7 @@ def test_checkpointing_keeps_names_and_refuses_misuse() -> None:
 
 
 def test_torch_has_the_hooks_for_offloading_parameters(two: Any) -> None:
-    """If this fails, torch has changed: `axon_nb/parallel/offload.py` documents which internals it uses, and why."""
+    """If this fails, torch has changed: `axon_nb/parallel/data/offload.py` documents the internals that it uses."""
     assert two.run(lambda world: missing_hooks(FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts)) == [
         [],
         [],

@@ -16,7 +16,7 @@ from tests.comm.models import batch, blocks, loss_of
 @pytest.mark.parametrize("strategy", [GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS])
 def test_buckets_are_sent_during_backward(two: Any, strategy: GradSyncStrategy) -> None:
     def work(world: World) -> Any:
-        from axon_nb.records.trace import ring  # the ring of the rank's own process
+        from axon_nb.records.spans import ring  # the ring of the rank's own process
 
         model = DDP(blocks(6, 32), bucket_size_mb=0.01, strategy=strategy)
         hook = model.register_hook(BF16())

@@ -12,7 +12,7 @@ from torch import nn
 
 from axon_nb.comm import World
 from axon_nb.parallel import DDP, Pipeline, PipelineStage, axis_group, make_mesh
-from axon_nb.records import trace
+from axon_nb.records import spans as trace
 from tests.comm.models import blocks, loss_of
 from tests.parallel.pipelines import batches, merged, whole
 

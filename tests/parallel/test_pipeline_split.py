@@ -14,7 +14,7 @@ from torch import nn
 from axon_nb.comm import World
 from axon_nb.parallel import Pipeline
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.parallel.pipeline.split import balance, child_costs
+from axon_nb.parallel.pipeline.stages import balance, child_costs
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

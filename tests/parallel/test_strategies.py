@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from axon_nb.comm import World
-from axon_nb.comm.reduce import all_reduce_mean
+from axon_nb.comm.collectives.reduction import all_reduce_mean
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, checkpoint_blocks, make_mesh
-from axon_nb.parallel.gathering import full_value
+from axon_nb.parallel.data.gathering import full_value
 from tests.comm.gloo import GlooWorld
 from tests.comm.models import Block, batch, blocks, loss_of
 

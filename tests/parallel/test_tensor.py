@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from axon_nb.comm import TensorError, World
-from axon_nb.comm.move import all_gather
+from axon_nb.comm.collectives.movement import all_gather
 from axon_nb.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -24,7 +24,7 @@ from axon_nb.comm import (
     barrier,
     broadcast,
 )
-from axon_nb.comm.launch_env import torchrun_environment
+from axon_nb.comm.world import torchrun_environment
 from axon_nb.parallel import DDP, load_checkpoint, save_on_main
 
 

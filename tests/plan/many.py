@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest
-from axon_nb.plan.simulate import simulate
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.simulate import simulate
 
 __all__ = ["plans"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.mock.group import MockGroup
-from axon_nb.plan.communication_recorded import OPERATIONS
+from axon_nb.plan.traffic.recorded import OPERATIONS
 
 __all__ = ["begin", "calls_of", "recording"]
 

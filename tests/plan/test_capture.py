@@ -13,9 +13,9 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.plan.capture_model import capture_or_reason
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.skeleton import capture_or_reason
 from tests.plan.wrapped import described, plain
 
 

@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from axon_nb.plan.communication_table import format_flops, format_ms
-from axon_nb.plan.memory_record import MemoryParts, MemoryPlan, RankMemory
-from axon_nb.plan.search_plan import Candidate, SearchPlan
-from axon_nb.plan.table_units import unit_for
+from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, RankMemory
+from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
+from axon_nb.plan.tables import format_flops, format_ms, unit_for
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.plan.calibrate_collectives import fit_line, fit_link
-from axon_nb.plan.calibrate_record import Sample
-from axon_nb.plan.links import OPERATIONS, rounds_and_volume
-from axon_nb.plan.links_presets import resolve_links
+from axon_nb.plan.calibration.collectives import fit_line, fit_link
+from axon_nb.plan.calibration.result import Sample
+from axon_nb.plan.hardware.links import OPERATIONS, rounds_and_volume
+from axon_nb.plan.hardware.presets import resolve_links
 
 RANKS = st.integers(2, 1024)
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,11 +16,11 @@ from torch import nn
 from axon_nb import plan
 from axon_nb.parallel import CPUOffload, ShardingStrategy
 from axon_nb.parallel.models import GPT, Block, GPTConfig
-from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.footprint.fake_world import missing_hooks
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.simulate_hooks import missing_hooks
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.process.worker import run_in_process
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from axon_nb.parallel.models import GPTConfig
-from axon_nb.plan.memory_record import MemoryPlan, RankMemory
-from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
+from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.process.worker import run_in_process
 
 CONFIG = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 CASES: dict[str, dict[str, Any]] = {

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from axon_nb import plan
-from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.process.worker import run_in_process
 from tests.plan.megatron import Layers
 
 GB = 10**9

@@ -9,8 +9,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from axon_nb.plan.memory_record import MemoryPlan
-from axon_nb.plan.worker import run_in_process
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.process.worker import run_in_process
 from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
 

@@ -16,7 +16,7 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import ShardingStrategy
 from axon_nb.parallel.models import GPT, Block, GPTConfig
-from axon_nb.plan.mesh_axes import STRATEGIES
+from axon_nb.plan.arguments import STRATEGIES
 
 SMALL = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 LINEAR = partial(nn.Linear, 8, 4)

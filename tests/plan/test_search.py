@@ -11,11 +11,11 @@ import torch
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.communication_layout import ParallelLayout
-from axon_nb.plan.search_memory import estimate_memory
-from axon_nb.plan.search_traces import TraceInterpolator
-from axon_nb.plan.step_time_model import ModelSource
-from axon_nb.plan.step_time_trace import ModelTrace, trace_model
+from axon_nb.plan.layout_search.memory import estimate_memory
+from axon_nb.plan.tracing.interpolation import TraceInterpolator
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import ModelTrace, trace_model
+from axon_nb.plan.traffic.layout import ParallelLayout
 from tests.plan.megatron import Layers
 
 pytestmark = pytest.mark.timeout(900)
@@ -235,7 +235,7 @@ def test_states_match_the_formula_and_checkpointing_saves_memory() -> None:
 
 def test_activation_checkpointing_repeats_what_tp_sends() -> None:
     options = {"mesh": {"tp": 2}, "batch": 2}
-    from axon_nb.plan.communication_call import traffic_of
+    from axon_nb.plan.traffic.communication import traffic_of
 
     plain, again = (
         traffic_of(ParallelLayout.from_options(CONFIG, None, options, activation_checkpointing=r), None)

@@ -13,9 +13,9 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.step_time_model import ModelSource
-from axon_nb.plan.step_time_trace import trace_model
-from axon_nb.plan.step_time_work import Rates, Work
+from axon_nb.plan.hardware.rates import Rates, Work
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import trace_model
 from tests.comm.gloo import GlooWorld
 
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
@@ -195,7 +195,7 @@ SMALL: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeats": 1, "budget_s": 
 
 def _load(_: Any) -> None:
     """Import what takes long on a busy machine, ahead of the measurement."""
-    from axon_nb.plan.calibrate_call import calibrate
+    from axon_nb.plan.calibration.calibrate import calibrate
 
     assert callable(calibrate)
 

@@ -24,8 +24,8 @@ from axon_nb.parallel import (
     parallelize,
 )
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.optimizer_state import optimizer_states
-from axon_nb.plan.memory_request import MemoryRequest
+from axon_nb.parallel.optimizer_kind import optimizer_states
+from axon_nb.plan.footprint.request import MemoryRequest
 from tests.plan.allocator import allocated
 
 __all__ = ["CONFIG", "Case", "measured"]

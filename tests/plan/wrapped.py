@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.parallel import FSDP, checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig
-from axon_nb.plan.capture_model import capture
-from axon_nb.plan.simulate_hooks import fake_world, mesh_of
+from axon_nb.plan.footprint.fake_world import fake_world, mesh_of
+from axon_nb.plan.skeleton import capture
 
 __all__ = ["described", "plain", "seen"]
 

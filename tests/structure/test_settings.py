@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from axon_nb.cluster.settings import Settings
-from axon_nb.compat import accelerate_state
+from axon_nb.compat import accelerate
 from axon_nb.engine.groups import nccl
 from axon_nb.records import environment
 from scripts import settings_table
@@ -48,8 +48,8 @@ def test_every_variable_that_the_package_reads_is_registered(package_files: list
         read[name] = own | (set() if name.startswith(_TEMPLATES) else read_by_name(ast.parse(text)))
     unknown = {name: sorted(found - registered()) for name, found in read.items() if found - registered()}
     assert not unknown, f"not in axon_nb/records/environment.py: {unknown}"
-    assert "RANK" in read["axon_nb/records/progress.py"], "reads are found"
-    assert {*nccl.DEFAULTS, *accelerate_state._PLUGINS} <= registered()
+    assert "RANK" in read["axon_nb/records/training/progress.py"], "reads are found"
+    assert {*nccl.DEFAULTS, *accelerate._PLUGINS} <= registered()
 
 
 def test_every_setting_and_variable_has_a_docstring() -> None:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from axon_nb.cluster.output.clears import Clears
+from axon_nb.cluster.output.displays import Clears
 from axon_nb.cluster.output.intake import Intake
 from axon_nb.cluster.output.limits import Budget, Verdict
-from axon_nb.cluster.output.live import LiveArea
+from axon_nb.cluster.output.live_area import LiveArea
 from axon_nb.cluster.output.merge import Choice
 from axon_nb.cluster.output.printer import Printer
 from axon_nb.cluster.output.sinks import Sink, is_in_place

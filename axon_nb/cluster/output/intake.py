@@ -1,21 +1,61 @@
-"""What ranks send, taken apart: lines, bars and displays for the queue, rows that still change, text to keep."""
+"""What ranks send, taken apart: lines, bars and displays for the queue, rows that still change, text to keep.
+
+The text that one rank printed, in bounded memory.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.cluster.output.displays import Bundle, read_bundle
-from axon_nb.cluster.output.dropped import Dropped
-from axon_nb.cluster.output.labels import num_bytes, valid_text
-from axon_nb.cluster.output.limits import Budget
+from axon_nb.cluster.output.limits import Budget, Dropped
 from axon_nb.cluster.output.lines import LineAssembler
-from axon_nb.cluster.output.live import LiveRow
+from axon_nb.cluster.output.live_area import LiveRow
 from axon_nb.cluster.output.merge import Item, MergeQueue
 from axon_nb.cluster.output.rows import Finished
-from axon_nb.cluster.output.transcript import Transcript
+from axon_nb.cluster.output.sinks import num_bytes, valid_text
 
-__all__ = ["FixedBar", "Intake"]
+__all__ = ["FixedBar", "Intake", "Transcript"]
+
+
+class Transcript:
+    """Keeps the first and the last characters, and says in between how many are left out.
+
+    Args:
+        limit: Characters kept, half of them from the beginning.
+    """
+
+    def __init__(self, limit: int = 1 << 20) -> None:
+        self._half = max(1, limit // 2)
+        self._head: list[str] = []
+        self._head_size = 0
+        self._tail: deque[str] = deque()
+        self._tail_size = 0
+        self._num_left_out = 0
+
+    def add(self, text: str) -> None:
+        """Add text at the end."""
+        if (room := self._half - self._head_size) > 0:
+            self._head.append(text[:room])
+            self._head_size += len(self._head[-1])
+            text = text[room:]
+        if not text:
+            return
+        self._tail.append(text[-self._half :])
+        self._num_left_out += len(text) - len(self._tail[-1])
+        self._tail_size += len(self._tail[-1])
+        while self._tail_size - len(self._tail[0]) >= self._half:
+            gone = len(self._tail.popleft())
+            self._tail_size -= gone
+            self._num_left_out += gone
+
+    def text(self) -> str:
+        """All that is kept."""
+        note = f"\n… {self._num_left_out:,} characters left out …\n" if self._num_left_out else ""
+        return "".join([*self._head, note, *self._tail])
+
 
 _LABEL_SIZE = 12
 """About the bytes of a label and a newline."""

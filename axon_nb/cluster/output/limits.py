@@ -1,13 +1,21 @@
-"""How much one cell may show: a total, and a rate."""
+"""How much one cell may show: a total, and a rate.
+
+An honest count of what is not shown, and the last lines of it.
+"""
 
 from __future__ import annotations
 
+import bisect
 import enum
-from collections import deque
+import operator
+from collections import Counter, defaultdict, deque
+from typing import NamedTuple
 
-from axon_nb.cluster.output.merge import Item
+from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
+from axon_nb.cluster.output.sinks import num_bytes
+from axon_nb.records.units import exact_bytes
 
-__all__ = ["Budget", "Rate", "Verdict"]
+__all__ = ["Budget", "Dropped", "Rate", "Verdict"]
 
 RATE = 400_000
 """Bytes in any one second. Jupyter's server drops every message of a kernel that sends 1 MB of text a second."""
@@ -116,3 +124,119 @@ class Budget:
         """The cell's output was cleared: what was shown no longer counts, but for `text` bytes that follow."""
         self.over = False
         self._text, self._displays, self._num_displays, self._bars = text, 0, 0, 0
+
+
+_TAIL_LINES = 40
+_TAIL_WIDTH = 2000
+_order = operator.attrgetter("order")
+
+
+class _Line(NamedTuple):
+    """One of the last lines."""
+
+    order: int
+    text: str
+    size: int
+    """In bytes, as printed."""
+
+
+class Dropped:
+    """Counts what is not shown, by rank, and keeps the last lines of each rank."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._tails: defaultdict[tuple[int, str], deque[_Line]] = defaultdict(deque)
+
+    def add(self, rank: int, name: str, text: str, order: int) -> None:
+        """One or more lines of a stream that are over the limit; the last ones are those of the highest `order`."""
+        tail = self._tails[rank, name]
+        for line in text.split("\n"):
+            entry = _Line(order, _narrow(line), num_bytes(line) + 1)
+            if not tail or order >= tail[-1].order:
+                tail.append(entry)
+            else:
+                bisect.insort(tail, entry, key=_order)
+            if len(tail) > _TAIL_LINES:
+                self.count(rank, lines=1, size=tail.popleft().size)
+
+    def count(self, rank: int, *, lines: int = 0, size: int = 0, displays: int = 0) -> None:
+        """Lines, bytes or displays that nobody sees."""
+        count = self._counts[rank]
+        count["lines"] += lines
+        count["size"] += size
+        count["displays"] += displays
+
+    def forget(self, rank: int) -> None:
+        """The rank's output was cleared."""
+        self._counts.pop(rank, None)
+        for name in ("stdout", "stderr"):
+            self._tails.pop((rank, name), None)
+
+    def close(self, limit: int, *, exceeded: bool) -> list[Choice]:
+        """Notes that say what is not shown, and the last lines; empties itself.
+
+        Args:
+            limit: Bytes of text that the cell may show.
+            exceeded: Whether that is why; else it was too much at once.
+        """
+        last = self._last_lines()
+        by_count: dict[tuple[int, int, int], list[int]] = {}
+        for rank, count in sorted(self._counts.items()):
+            by_count.setdefault((count["lines"], count["displays"], count["size"]), []).append(rank)
+        notes = [
+            Choice(ranks, Item(sentence, "stderr", sentence, 0, 0.0))
+            for counts, ranks in by_count.items()
+            if any(counts)
+            for sentence in [_sentence(*counts, limit, each=len(ranks) > 1, exceeded=exceeded)]
+        ]
+        self._counts.clear()
+        self._tails.clear()
+        return [*notes, *last]
+
+    def _last_lines(self) -> list[Choice]:
+        # Few ranks show 40 lines each when they are the same; many different ones 2 each.
+        ranks = sorted({rank for rank, _ in self._tails})
+        for num_lines in (_TAIL_LINES, 20, 10, 5, 2):
+            queue = MergeQueue(ranks)
+            for rank in ranks:
+                lines = [
+                    (line.order, name, line.text)
+                    for name in ("stdout", "stderr")
+                    for line in [*self._tails.get((rank, name), ())][-num_lines:]
+                ]
+                for _, name, text in sorted(lines, key=operator.itemgetter(0)):
+                    queue.put(rank, Item((name, text), name, text, 0, 0.0))
+            kept = _drain(queue)
+            if len(kept) <= _TAIL_LINES + 8:
+                break
+        for (rank, _), tail in self._tails.items():
+            for line in [*tail][:-num_lines]:
+                self.count(rank, lines=1, size=line.size)
+        return kept
+
+
+def _drain(queue: MergeQueue) -> list[Choice]:
+    drained = []
+    while (choice := queue.peek(0.0, 0.0, final=True)) is not None:
+        queue.take(choice)
+        drained.append(choice)
+    return drained
+
+
+def _narrow(line: str) -> str:
+    return line if len(line) <= _TAIL_WIDTH else f"{line[:_TAIL_WIDTH]} … {len(line) - _TAIL_WIDTH:,} more characters …"
+
+
+def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, exceeded: bool) -> str:
+    parts = [_plural(number, noun) for number, noun in ((lines, "line"), (displays, "display")) if number]
+    amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    what = f"… {' and '.join(parts) or 'text'} ({amount}){' each' if each else ''} not shown: "
+    if not exceeded:
+        return what + "more at once than a notebook takes …"
+    larger = max(4, -(-4 * limit // 2**20))
+    shown = exact_bytes(limit)
+    return what + f"a cell shows {shown}; `%distributed config output_limit={larger}MiB` raises that …"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from axon_nb.cluster.output.rows import Finished, Row, append, take_intruder, whole_line
-from axon_nb.cluster.output.terminal import CONTROL, INCOMPLETE, METER, METER_NAME, UNUSUAL, close_colours
+from axon_nb.cluster.output.rows import (
+    CONTROL,
+    INCOMPLETE,
+    METER,
+    METER_NAME,
+    UNUSUAL,
+    Finished,
+    Row,
+    append,
+    close_colours,
+    take_intruder,
+    whole_line,
+)
 
 __all__ = ["LineAssembler"]
 

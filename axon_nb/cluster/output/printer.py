@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from axon_nb.cluster.output.displays import Bundle
-from axon_nb.cluster.output.labels import label, labelled
-from axon_nb.cluster.output.live import LiveArea, LiveRow
+from axon_nb.cluster.output.live_area import LiveArea, LiveRow
 from axon_nb.cluster.output.merge import Choice
-from axon_nb.cluster.output.sinks import Sink, StreamName
+from axon_nb.cluster.output.sinks import Sink, StreamName, label, labelled
 
 __all__ = ["Printer"]
 

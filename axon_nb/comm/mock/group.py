@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import DeadlockError, TensorMismatchError
-from axon_nb.comm.mock.combine import combine
-from axon_nb.comm.mock.hub import Hub
-from axon_nb.comm.mock.turns import TurnScheduler
+from axon_nb.comm.mock.hub import Hub, combine
+from axon_nb.comm.mock.scheduler import TurnScheduler
 from axon_nb.comm.mock.work import MockWork
-from axon_nb.comm.named_group import PythonProcessGroup
+from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["NAME", "MockGroup"]

@@ -7,46 +7,14 @@ documentation of version 0.28; `docs/horovod.md` lists what is the same and what
 from __future__ import annotations
 
 from axon_nb.compat.horovod import elastic
-from axon_nb.compat.horovod.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import HorovodInternalError
-from axon_nb.compat.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from axon_nb.compat.horovod.gathering import (
+from axon_nb.compat.horovod.allgather import (
     allgather,
     allgather_async,
     grouped_allgather,
     grouped_allgather_async,
     sparse_allreduce_async,
 )
-from axon_nb.compat.horovod.handles import barrier, join, poll, synchronize
-from axon_nb.compat.horovod.moving import (
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-)
-from axon_nb.compat.horovod.optimizer import DistributedOptimizer
-from axon_nb.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from axon_nb.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from axon_nb.compat.horovod.reductions import (
+from axon_nb.compat.horovod.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -56,23 +24,58 @@ from axon_nb.compat.horovod.reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from axon_nb.compat.horovod.scattering import (
+from axon_nb.compat.horovod.broadcast import (
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from axon_nb.compat.horovod.compression import Compression, Compressor
+from axon_nb.compat.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from axon_nb.compat.horovod.optimizer import DistributedOptimizer
+from axon_nb.compat.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from axon_nb.compat.horovod.runtime.errors import HorovodInternalError
+from axon_nb.compat.horovod.runtime.handles import barrier, join, poll, synchronize
+from axon_nb.compat.horovod.runtime.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from axon_nb.compat.horovod.runtime.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from axon_nb.compat.horovod.sync_batch_norm import SyncBatchNorm
 from axon_nb.compat.horovod.timeline import start_timeline, stop_timeline
 from axon_nb.compat.horovod.world import (
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     shutdown,
     size,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from axon_nb.compat.horovod.errors import NotSupportedError
+from axon_nb.compat.horovod.runtime.errors import NotSupportedError
 
 __all__: list[str] = []
 

@@ -9,11 +9,11 @@ import cloudpickle
 import torch
 from torch import nn
 
-from axon_nb.compat.horovod.gathering import allgather
-from axon_nb.compat.horovod.handles import synchronize
-from axon_nb.compat.horovod.moving import broadcast_, broadcast_async_
-from axon_nb.compat.horovod.process_sets import ProcessSet, global_process_set
-from axon_nb.compat.horovod.state import current
+from axon_nb.compat.horovod.allgather import allgather
+from axon_nb.compat.horovod.broadcast import broadcast_, broadcast_async_
+from axon_nb.compat.horovod.runtime.handles import synchronize
+from axon_nb.compat.horovod.runtime.process_sets import ProcessSet, global_process_set
+from axon_nb.compat.horovod.runtime.state import current
 from axon_nb.errors import UsageError
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

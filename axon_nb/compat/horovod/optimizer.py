@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import StepOrderError
-from axon_nb.compat.horovod.gradients import GradientReduction, How, Unit
-from axon_nb.compat.horovod.process_sets import ProcessSet, global_process_set
-from axon_nb.compat.horovod.reduce_ops import Op, chosen_op
-from axon_nb.compat.horovod.state import current
-from axon_nb.compat.horovod.units import check_names, make_units
+from axon_nb.compat.horovod.gradients import GradientReduction, How, Unit, check_names, make_units
+from axon_nb.compat.horovod.runtime.errors import StepOrderError
+from axon_nb.compat.horovod.runtime.process_sets import ProcessSet, global_process_set
+from axon_nb.compat.horovod.runtime.reduce_ops import Op, chosen_op
+from axon_nb.compat.horovod.runtime.state import current
 from axon_nb.errors import UsageError
 
 __all__ = ["DistributedOptimizer", "ReducingOptimizer"]

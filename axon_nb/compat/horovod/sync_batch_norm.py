@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from axon_nb.compat.horovod.state import current
+from axon_nb.compat.horovod.runtime.state import current
 from axon_nb.parallel import SyncBatchNorm as _SyncBatchNorm
 
 __all__ = ["SyncBatchNorm"]

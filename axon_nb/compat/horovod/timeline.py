@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from axon_nb.compat.horovod.state import current
+from axon_nb.compat.horovod.runtime.state import current
 from axon_nb.errors import UsageError
-from axon_nb.records.chrome import write_chrome_trace
-from axon_nb.records.trace import ring
+from axon_nb.records.spans import ring, write_chrome_trace
 
 __all__ = ["start_timeline", "stop_timeline"]
 

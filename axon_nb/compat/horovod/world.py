@@ -1,4 +1,7 @@
-"""`init` and `shutdown`, and queries such as `rank` and `local_size`."""
+"""`init` and `shutdown`, and queries such as `rank` and `local_size`.
+
+Horovod's queries about available backends, such as `nccl_built`.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,36 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm import World
-from axon_nb.comm.launch_env import torchrun_environment
-from axon_nb.compat.horovod.errors import NotSupportedError
-from axon_nb.compat.horovod.failing import carried
-from axon_nb.compat.horovod.process_sets import ProcessSet, check_ranks, register
-from axon_nb.compat.horovod.state import State, current, end_member, find, forget, make_member, remember
+from axon_nb.comm.world import torchrun_environment
+from axon_nb.compat.horovod.runtime.errors import NotSupportedError, carried
+from axon_nb.compat.horovod.runtime.process_sets import ProcessSet, check_ranks, register
+from axon_nb.compat.horovod.runtime.state import State, current, end_member, find, forget, make_member, remember
 from axon_nb.errors import UsageError
 
 __all__ = [
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
@@ -182,3 +195,60 @@ def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
     state = current()
     return len({len(_neighbours(state, host)) for host in state.hosts}) == 1
+
+
+def mpi_enabled() -> bool:
+    """False: nothing here uses MPI."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False: nothing here uses MPI."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Raise: this cannot be answered without MPI.
+
+    Raises:
+        NotSupportedError: always; a ValueError, as in Horovod without MPI.
+    """
+    raise NotSupportedError("Horovod MPI is not enabled here; see hvd.gloo_enabled() and hvd.nccl_built().")
+
+
+def gloo_enabled() -> bool:
+    """Whether torch has Gloo, which is used for CPU tensors."""
+    return dist.is_gloo_available()
+
+
+def gloo_built() -> bool:
+    """Whether torch has Gloo."""
+    return dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """NCCL's version as a number, such as 22703 for 2.27.3; 0 if torch lacks NCCL."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """False: DDL is not supported."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: oneCCL is not supported."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return bool(torch.backends.cuda.is_built())
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None

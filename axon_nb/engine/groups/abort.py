@@ -1,13 +1,67 @@
-"""The abort flag of this rank: while it is set no wait lasts and no communication begins."""
+"""The abort flag of this rank: while it is set no wait lasts and no communication begins.
+
+Helper threads for waits that only C++ can do; reused, and left behind when stuck.
+
+Whether an optimizer's step is on a stack. Private hook into torch: the wrapper that every `step` runs in.
+
+Where it is missing no step is ever found: an interrupt may then tear one.
+"""
 
 from __future__ import annotations
 
+import functools
+import queue
 import sys
 import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
 
-from axon_nb.engine.groups.stepping import step_depth
+__all__ = [
+    "ABORT",
+    "Aborted",
+    "GroupBroken",
+    "count_as_step",
+    "is_to_stop",
+    "missing_step_hooks",
+    "raise_at_cut",
+    "raise_if_aborted",
+    "run_in_helper",
+    "stand_down",
+    "step_depth",
+    "stop_at",
+]
 
-__all__ = ["ABORT", "Aborted", "GroupBroken", "is_to_stop", "raise_at_cut", "raise_if_aborted", "stand_down", "stop_at"]
+_other_steps: dict[int, CodeType] = {}
+"""By identity: to hash code is to hash all of it, for every frame that is looked at."""
+
+
+@functools.cache
+def _wrapper_code() -> CodeType | None:
+    from torch.optim import Optimizer
+
+    hook = getattr(Optimizer, "profile_hook_step", None)
+    # All wrappers share one code object.
+    return getattr(hook(lambda self: None), "__code__", None) if hook is not None else None
+
+
+def missing_step_hooks() -> list[str]:
+    """Names of the hooks that this torch does not have."""
+    return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
+
+
+def count_as_step(code: CodeType) -> None:
+    """What runs under this code is a step, too: of an optimizer that is none of torch's."""
+    _other_steps[id(code)] = code
+
+
+def step_depth(frame: FrameType | None) -> int:
+    """How many steps are on this stack: 2 in an optimizer that steps another, such as ZeroRedundancyOptimizer."""
+    depth, step = 0, _wrapper_code()
+    while frame is not None:
+        depth += frame.f_code is step or id(frame.f_code) in _other_steps
+        frame = frame.f_back
+    return depth
+
 
 ABORT = threading.Event()
 """Set by the control thread, cleared when the groups are formed anew."""
@@ -69,3 +123,22 @@ def raise_if_aborted(where: str = "") -> None:
         raise Aborted(f"aborted{' before ' + where if where else ''}")
     if _broken:
         raise GroupBroken(f"{where or 'communication'} is not possible: {_broken[0]}.")
+
+
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+
+def run_in_helper(work: Callable[[], None]) -> None:
+    """Run `work` in a daemon thread; the thread waits for more when it is done."""
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), name="axon_nb-wait", daemon=True).start()
+    jobs.put(work)
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()
+        _idle.append(jobs)

@@ -2,6 +2,8 @@
 
 Users go on writing "gloo". The self-test tries the hooks; where they do not work, torch's own groups are used, with
 their timeouts, and the start says so.
+
+The default process group: formed once, when the rank joins its world.
 """
 
 from __future__ import annotations
@@ -12,13 +14,22 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.engine.groups.nccl import install_fence, install_native_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.torch_api import torch_api
 
-__all__ = ["all_groups", "groups_state", "install_recoverable_groups", "missing_group_hooks", "named_group"]
+__all__ = [
+    "all_groups",
+    "form_default_group",
+    "groups_state",
+    "install_recoverable_groups",
+    "missing_group_hooks",
+    "named_group",
+]
 
 _NAME = "axon_nb"
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
@@ -105,3 +116,51 @@ def all_groups() -> list[RecoverableGroup]:
     """The recoverable groups of this rank, by name: the same order on all ranks that share them."""
     groups = [group for group in list(c10d._world.pg_names) if isinstance(group, RecoverableGroup)]
     return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
+
+
+def form_default_group(
+    backend: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout_s: float,
+    epoch: int = 0,
+    recoverable: bool,
+) -> None:
+    """Join the default group; collective over all ranks.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        store: Rendezvous store that all ranks reach.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
+        timeout_s: Limit of every collective, in seconds, also in groups made later without a `timeout=`.
+        epoch: How often the groups have been rebuilt.
+        recoverable: Whether groups are rebuilt after a failure; else they are torch's own, with their timeout.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    _limit_new_groups(timeout)
+    late = False
+    if recoverable:
+        install_recoverable_groups(store, rank=rank, epoch=epoch)
+        if backend == "nccl":
+            install_native_groups(store, device=device, timeout=timeout)
+            install_fence()
+            # A newcomer connects as those do that were there before: in `NativeGroups.reform`, all groups in order.
+            late = epoch > 0
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"join{epoch}/", store),  # who joins later finds no keys of those before
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" and not late else None,
+    )
+
+
+def _limit_new_groups(timeout: timedelta) -> None:
+    """Replace torch's 30 minutes (10 on NCCL) for groups made without a `timeout=`."""
+    vars(dist.distributed_c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)

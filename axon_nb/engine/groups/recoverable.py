@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.comm.named_group import PythonProcessGroup
-from axon_nb.engine.groups import activity, membership
+from axon_nb.comm.torch_group import PythonProcessGroup
+from axon_nb.engine.groups import activity
+from axon_nb.engine.groups import activity as membership
 from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
-from axon_nb.engine.groups.arrivals import wait_for_all
-from axon_nb.engine.groups.gloo import connect, leak, poison
-from axon_nb.engine.groups.part_of_sum import PartOfSum, in_sight
-from axon_nb.engine.groups.sizes import Table, open_table
+from axon_nb.engine.groups.gloo import PartOfSum, connect, in_sight, leak, poison
+from axon_nb.engine.groups.size_check import Table, open_table
+from axon_nb.engine.groups.store import wait_for_all
 from axon_nb.engine.groups.work import RecoverableWork
-from axon_nb.records.span import span_of
-from axon_nb.records.trace import emit
+from axon_nb.records.spans import emit, span_of
 
 __all__ = ["RecoverableGroup", "operations"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.forming import mark_rebuilt
-from axon_nb.compat.deepspeed_reset import clear_cached_groups
+from axon_nb.comm.group import mark_rebuilt
+from axon_nb.compat.deepspeed import clear_cached_groups
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
-from axon_nb.engine.groups.arrivals import nobody_to_wait_for
+from axon_nb.engine.groups.flight_recorder import native_waits
 from axon_nb.engine.groups.gloo import leaked
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
-from axon_nb.engine.groups.native_waits import native_waits
+from axon_nb.engine.groups.store import nobody_to_wait_for
 from axon_nb.engine.groups.work import fail_all
-from axon_nb.engine.groups.wrappers import rebuild_reducers, reset_wrappers
+from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
 
 __all__ = [
     "abort",

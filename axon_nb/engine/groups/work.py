@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from axon_nb.engine.groups.abort import ABORT, Aborted
+from axon_nb.engine.groups.abort import ABORT, Aborted, run_in_helper
 from axon_nb.engine.groups.activity import Call
-from axon_nb.engine.groups.threads import run_in_helper
 from axon_nb.errors import UsageError
-from axon_nb.records.trace import is_suppressed, ring
+from axon_nb.records.spans import is_suppressed, ring
 
 __all__ = ["RecoverableWork", "fail_all"]
 

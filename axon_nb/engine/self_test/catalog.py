@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axon_nb.records.capability import Capability
-from axon_nb.records.tested_versions import install_command
+from axon_nb.records.compatibility import Capability, install_command
 
 __all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_out_of_time", "passed"]
 

@@ -17,10 +17,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.abort import Aborted, raise_if_aborted
-from axon_nb.engine.groups.default import form_default_group
 from axon_nb.engine.groups.gloo import connect
-from axon_nb.engine.groups.install import all_groups
-from axon_nb.engine.groups.swap import swap_backend
+from axon_nb.engine.groups.install import all_groups, form_default_group
+from axon_nb.engine.groups.native import swap_backend
 from axon_nb.engine.self_test.place import Place
 from axon_nb.errors import UsageError
 

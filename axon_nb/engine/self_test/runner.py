@@ -18,8 +18,8 @@ import psutil
 
 from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
 from axon_nb.engine.self_test.place import Place
-from axon_nb.host.parentage import set_parent_death_signal
-from axon_nb.records.capability import Capability
+from axon_nb.host.children import set_parent_death_signal
+from axon_nb.records.compatibility import Capability
 
 __all__ = ["run"]
 

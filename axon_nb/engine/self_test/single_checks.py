@@ -36,13 +36,13 @@ def _raise_if_missing(names: list[str]) -> None:
 
 def whole_steps(_: Place) -> None:
     """A step of an optimizer is found on the stack."""
-    from axon_nb.engine.groups import stepping
+    from axon_nb.engine.groups import abort
 
     depths: list[int] = []
 
     class Looking(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            depths.append(stepping.step_depth(sys._getframe()))
+            depths.append(abort.step_depth(sys._getframe()))
             return super().step(closure)
 
     model = nn.Linear(2, 2)
@@ -54,7 +54,7 @@ def whole_steps(_: Place) -> None:
 
 def interrupts(_: Place) -> None:
     """A loop that catches everything is left at a line that no `try` guards."""
-    from axon_nb.engine import insist
+    from axon_nb.engine.kernel import interrupts as insist
 
     _raise_if_missing(insist.missing_interrupt_hooks())
 
@@ -87,7 +87,7 @@ def kernel_hooks(_: Place) -> None:
     """The kernel of an engine has what is replaced in it."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    from axon_nb.engine.kernel_hooks import missing
+    from axon_nb.engine.kernel.hooks import missing
 
     _raise_if_missing(missing(IPythonParallelKernel()))
 
@@ -96,12 +96,12 @@ def short_tracebacks(_: Place) -> None:
     """The shell of an engine shows the ends of a traceback of 500 calls alone."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    from axon_nb.engine import traceback_size
+    from axon_nb.engine.kernel import tracebacks
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
-    _raise_if_missing(traceback_size.missing_traceback_hooks(shell))
-    traceback_size.install_bounded_traceback(shell)
+    _raise_if_missing(tracebacks.missing_traceback_hooks(shell))
+    tracebacks.install_bounded_traceback(shell)
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
     if "are not shown" not in shown or shown.count("fall") > 200:
@@ -110,10 +110,15 @@ def short_tracebacks(_: Place) -> None:
 
 def sharding_views(_: Place) -> None:
     """What the views read of DTensor and FSDP2 is there."""
-    from axon_nb.engine import gathered, living, placed
+    from axon_nb.engine import live_objects
+    from axon_nb.engine.sharding import placement
 
     _raise_if_missing(
-        [*placed.missing_placement_hooks(), *gathered.missing_gathering_hooks(), *living.missing_search_hooks()]
+        [
+            *placement.missing_placement_hooks(),
+            *placement.missing_gathering_hooks(),
+            *live_objects.missing_search_hooks(),
+        ]
     )
 
 
@@ -141,11 +146,11 @@ def simulation(_: Place) -> None:
     """A rank of a world that does not exist runs a sharded step on tensors without data."""
     from torch.distributed.fsdp import fully_shard
 
-    from axon_nb.plan import simulate_hooks
+    from axon_nb.plan.footprint import fake_world
 
-    with simulate_hooks.fake_world(0, 2):
-        mesh = simulate_hooks.mesh_of({"dp": 2})
-        with simulate_hooks.fake_tensors():
+    with fake_world.fake_world(0, 2):
+        mesh = fake_world.mesh_of({"dp": 2})
+        with fake_world.fake_tensors():
             model = nn.Linear(8, 8)
             fully_shard(model, mesh=mesh)
             model(torch.ones(2, 8)).sum().backward()

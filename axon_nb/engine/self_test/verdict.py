@@ -25,9 +25,8 @@ from axon_nb._version import __version__
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_out_of_time
 from axon_nb.engine.self_test.locking import held
 from axon_nb.engine.self_test.pruning import mark_used, prune
-from axon_nb.records.capability import Capability, Verdict
+from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
-from axon_nb.records.tested_versions import are_tested
 
 __all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
 

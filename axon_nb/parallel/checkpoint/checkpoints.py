@@ -21,10 +21,9 @@ from axon_nb.parallel.checkpoint.errors import (
 )
 from axon_nb.parallel.checkpoint.folder import CheckpointFolder, Manifest, check
 from axon_nb.parallel.checkpoint.loading import restore
-from axon_nb.parallel.checkpoint.optimizers import Optimizers
 from axon_nb.parallel.checkpoint.peers import Peers
-from axon_nb.parallel.checkpoint.preparing import Contents, prepare
-from axon_nb.parallel.checkpoint.saving import PendingSave, commit, finish_pending
+from axon_nb.parallel.checkpoint.saving import Contents, PendingSave, commit, finish_pending, prepare
+from axon_nb.parallel.checkpoint.states import Optimizers
 from axon_nb.parallel.checkpoint.tensors import TensorWriter
 
 __all__ = ["Checkpoints", "Resumed"]

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointSaveError
 from axon_nb.parallel.checkpoint.folder import sync_folder
-from axon_nb.parallel.checkpoint.model_state import model_state
 from axon_nb.parallel.checkpoint.peers import Peers
-from axon_nb.parallel.checkpoint.shards import Shards, plain_model
+from axon_nb.parallel.checkpoint.states import model_state
+from axon_nb.parallel.checkpoint.tensors import Shards, plain_model
 
 __all__ = ["export_safetensors"]
 

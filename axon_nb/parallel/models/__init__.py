@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from axon_nb.parallel.models.corpus import standard_library, windows
 from axon_nb.parallel.models.gpt import GPT, Attention, Block, Embedding, GPTConfig, Head, next_byte_loss
-from axon_nb.parallel.models.images import CNN, MLP
+from axon_nb.parallel.models.small import CNN, MLP, standard_library, windows
 
 __all__ = [
     "CNN",

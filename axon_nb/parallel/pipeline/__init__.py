@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from axon_nb.parallel.pipeline.memory import PipelineMemoryStats
 from axon_nb.parallel.pipeline.pipeline import Pipeline
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.pipeline.split import Section
-from axon_nb.parallel.pipeline.stage import PipelineStage
-from axon_nb.parallel.pipeline.timeline import bubble_fraction, ideal_timeline
+from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats, bubble_fraction, ideal_timeline
+from axon_nb.parallel.pipeline.stages import PipelineStage, Section
 
 __all__ = [
     "Pipeline",

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from axon_nb.comm.collectives.direct import all_gather_single
 from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.kinds import Backend
-from axon_nb.comm.torch_names import all_gather_single
+from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
 __all__ = [

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from axon_nb.comm.collectives.point_to_point import recv, send
 from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.point import recv, send
 from axon_nb.comm.spans import now
-from axon_nb.records.span import Span
-from axon_nb.records.trace import emit, suppress_spans
+from axon_nb.records.spans import Span, emit, suppress_spans
 
 __all__ = ["ForwardPass"]
 

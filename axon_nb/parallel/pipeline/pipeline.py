@@ -8,8 +8,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
+from axon_nb.comm.collectives.movement import broadcast
 from axon_nb.comm.group import GroupLike, resolve
-from axon_nb.comm.move import broadcast
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.batch import (
     agree,
@@ -21,12 +21,17 @@ from axon_nb.parallel.pipeline.batch import (
     split_microbatches,
 )
 from axon_nb.parallel.pipeline.forward import ForwardPass
-from axon_nb.parallel.pipeline.held import HeldStages
-from axon_nb.parallel.pipeline.memory import PipelineMemoryStats
+from axon_nb.parallel.pipeline.held_stages import HeldStages
 from axon_nb.parallel.pipeline.runner import Runner
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
-from axon_nb.parallel.pipeline.split import Cost, balanced_stage_starts, split_sections
-from axon_nb.parallel.pipeline.stage import PipelineStage, check_no_shared_parameters
+from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats
+from axon_nb.parallel.pipeline.stages import (
+    Cost,
+    PipelineStage,
+    balanced_stage_starts,
+    check_no_shared_parameters,
+    split_sections,
+)
 
 __all__ = ["Loss", "Pipeline", "PipelineOptions"]
 

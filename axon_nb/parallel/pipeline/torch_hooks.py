@@ -16,8 +16,7 @@ from typing import Any
 from axon_nb.comm.spans import now
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
-from axon_nb.records.span import Span
-from axon_nb.records.trace import emit, suppress_spans
+from axon_nb.records.spans import Span, emit, suppress_spans
 
 __all__ = ["StageWatch", "actions", "is_prepared", "missing_hooks", "quiet", "schedule_class"]
 

@@ -5,12 +5,15 @@ Use `parallelize` for your own models. The layers show how tensor parallelism wo
 
 from __future__ import annotations
 
-from axon_nb.parallel.tensor.attention import TensorParallelAttention
-from axon_nb.parallel.tensor.block import ParallelMLP, TensorParallelBlock
+from axon_nb.parallel.tensor.blocks import (
+    ParallelMLP,
+    SequenceParallelNorm,
+    TensorParallelAttention,
+    TensorParallelBlock,
+)
 from axon_nb.parallel.tensor.functions import gather_sequence, split_sequence
 from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from axon_nb.parallel.tensor.loss import parallel_cross_entropy
-from axon_nb.parallel.tensor.norm import SequenceParallelNorm
 from axon_nb.parallel.tensor.parallelize import parallelize
 from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
 

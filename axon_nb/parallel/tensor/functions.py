@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from axon_nb.comm.collectives.movement import all_gather
+from axon_nb.comm.collectives.reduction import all_reduce_sum, reduce_scatter_sum
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.move import all_gather
-from axon_nb.comm.reduce import all_reduce_sum, reduce_scatter_sum
 
 __all__ = [
     "copy_to_ranks",

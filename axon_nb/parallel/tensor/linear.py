@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from axon_nb.comm.collectives.movement import broadcast
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.move import broadcast
 from axon_nb.parallel.tensor.functions import (
     copy_to_ranks,
     gather_features,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from axon_nb.comm.collectives.reduction import all_reduce_max, all_reduce_sum
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.reduce import all_reduce_max, all_reduce_sum
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from axon_nb.comm.collectives.movement import broadcast
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.move import broadcast
 from axon_nb.errors import UsageError
-from axon_nb.parallel.tensor.recognise import automatic_plan
 from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
-from axon_nb.parallel.tensor.styles import STYLES, check_divisible, create_style
+from axon_nb.parallel.tensor.styles import STYLES, automatic_plan, check_divisible, create_style
 
 __all__ = ["parallelize"]
 
@@ -49,7 +48,7 @@ def parallelize(
             ``split+row`` (replicated on the unsharded side), ``sequence`` (a norm), ``share`` (a module whose column
             layers use one input: fewer sums), ``gather`` and ``split`` (of positions, at the input or output of any
             module), or one of torch's own. ``auto``: modules known to compute the same when sharded, see
-            `axon_nb.parallel.tensor.recognise`; the rest is not sharded.
+            `axon_nb.parallel.tensor.styles`; the rest is not sharded.
         mesh: A mesh with one axis, or a group; None means all ranks.
         sequence: Shard (batch, positions, hidden) between blocks by position, and with it norms, residuals and what
             they store for backward. A plan of patterns says where, with the last three styles.

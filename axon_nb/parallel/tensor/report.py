@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from axon_nb.records.quantity import format_bytes
+from axon_nb.records.units import format_bytes
 
 __all__ = ["ModuleReport", "ParallelReport"]
 

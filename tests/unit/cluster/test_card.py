@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from axon_nb.cluster.card import cluster_card
-from axon_nb.records.cluster_info import ClusterInfo, RankInfo
+from axon_nb.cluster.inspection.card import cluster_card
+from axon_nb.records.telemetry import ClusterInfo, RankInfo
 
 RANKS = (
     RankInfo(0, "node-1", 4711, "cpu", "gloo", "idle", 300 * 2**20, 0, None),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.deaths import describe_death, last_line, place_of_crash
+from axon_nb.cluster.failures.deaths import describe_death, last_line, place_of_crash
 
 CRASH = """Fatal Python error: {what}
 

@@ -6,8 +6,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from axon_nb.cluster.deadlock import DeadlockWatch
-from axon_nb.cluster.ending import Ending
+from axon_nb.cluster.cells.abort import Ending
+from axon_nb.cluster.cells.deadlock import DeadlockWatch
 
 WAITS = {
     "number": 7, "name": "barrier", "group": "0", "ranks": [0, 1, 2], "sequence": 1, "peer": -1, "bytes": 0,

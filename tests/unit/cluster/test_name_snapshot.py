@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.name_snapshot import NameSnapshot
+from axon_nb.cluster.inspection.completion import NameSnapshot
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from axon_nb.cluster.pace import Pace
-from axon_nb.records.beat import TICK_S, seconds_to_tick
+from axon_nb.records.telemetry import TICK_S, seconds_to_tick
+from axon_nb.widgets.panel import Pace
 
 
 def test_what_costs_much_is_asked_more_seldom() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster.part import Part
+from axon_nb.cluster.cells.options import Part
 
 
 def test_output_that_is_late_is_waited_for() -> None:

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.cluster.timeline import cell_window
+from axon_nb.cluster.inspection.span_feed import cell_window
+from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.errors import UsageError
-from axon_nb.records.span import Span
+from axon_nb.records.spans import Span
 
 
 def span(rank: int, start: int, end: int, kind: str = "forward", **more: object) -> Span:

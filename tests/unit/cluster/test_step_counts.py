@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.cut import moving_group, place_of_cut
-from axon_nb.cluster.step_counts import steps_apart
-from axon_nb.cluster.sync import plan_sync
+from axon_nb.cluster.cells.consistent_cut import moving_group, place_of_cut
+from axon_nb.cluster.recovery.recovery import steps_apart
+from axon_nb.cluster.transfer.broadcast import plan_sync
 from axon_nb.errors import UsageError
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.cluster.what_if import WhatIf
+from axon_nb.cluster.inspection.memory_what_if import WhatIf
 from axon_nb.engine import session as rank_session
-from axon_nb.engine.last_call import called_with
-from axon_nb.engine.memory_plan import tell_plan
-from axon_nb.engine.model_facts import model_key
+from axon_nb.engine.inspection.last_call import called_with
+from axon_nb.engine.inspection.memory_plan import tell_plan
+from axon_nb.engine.inspection.model_facts import model_key
 from axon_nb.engine.session import JoinConfig, RankSession
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.records.what_if import WhatIfState
+from axon_nb.records.memory import WhatIfState
 
 LIMIT_S = 150.0
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from axon_nb.engine import rounds as rounds_module
-from axon_nb.engine import tqdm_bars as tqdm_module
-from axon_nb.engine.capacity import capacity
-from axon_nb.engine.living_tensors import LivingTensors, storages_of
-from axon_nb.records.pace import RateMeter
+from axon_nb.engine.inspection import job as rounds_module
+from axon_nb.engine.inspection import job as tqdm_module
+from axon_nb.engine.inspection.memory import capacity
+from axon_nb.engine.live_objects import LivingTensors, storages_of
+from axon_nb.records.training.job import RateMeter
 
 
 def test_a_storage_counts_once_whoever_views_it() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from axon_nb.engine.skeleton import NoSkeleton, inner_model, is_recomputed, plain_class, skeleton
+from axon_nb.engine.inspection.model_skeleton import NoSkeleton, inner_model, is_recomputed, plain_class, skeleton
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from axon_nb.export.flow import effects
-from axon_nb.export.liveness import defining_statements, live_cells
+from axon_nb.export.dataflow import defining_statements, effects, live_cells
 
 GIVEN = ("rank", "torch", "dist", "F")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster import journal
+from axon_nb.cluster import history as journal
 from axon_nb.errors import UsageError
 from axon_nb.export import export_history
-from axon_nb.export.lint import apply_ruff
 from axon_nb.export.script import make_script
+from axon_nb.export.style import apply_ruff
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 FACTS = SessionFacts(4, "gloo", threads=3)

@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
+from axon_nb.cluster.output.intake import Transcript
 from axon_nb.cluster.output.limits import Rate
-from axon_nb.cluster.output.transcript import Transcript
 from tests.unit.output.bench import Bench
 
 MIB = 1 << 20

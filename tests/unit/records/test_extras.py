@@ -6,9 +6,8 @@ from importlib.metadata import metadata
 
 import pytest
 
-from axon_nb.cluster.failures import RankError, cell_error
-from axon_nb.cluster.hints import hint_for
-from axon_nb.records.extras import missing_package
+from axon_nb.cluster.failures.hints import hint_for, missing_package
+from axon_nb.cluster.failures.report import RankError, cell_error
 
 
 def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.meetings import CollectiveMatcher, CollectiveWait
-from axon_nb.records.span import Span
+from axon_nb.cluster.inspection.span_store import CollectiveMatcher, CollectiveWait
+from axon_nb.records.spans import Span
 
 
 def call(rank: int, start: int, end: int, sequence: int = 1, name: str = "all_reduce") -> Span:

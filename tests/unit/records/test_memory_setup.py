@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from axon_nb.errors import UsageError
-from axon_nb.records.by_name import HasClassName, LazyFunction
-from axon_nb.records.memory_setup import WITH_MOMENTUM, MemorySetup, changed
+from axon_nb.records.memory import WITH_MOMENTUM, HasClassName, LazyFunction, MemorySetup, changed
 
 
 def test_a_page_changes_some_fields() -> None:

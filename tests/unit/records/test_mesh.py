@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_nb.records.mesh import MeshInfo, MeshSlice, read_mesh
+from axon_nb.records.placement import MeshInfo, MeshSlice, read_mesh
 
 
 def test_three_axes_are_slices_of_two() -> None:

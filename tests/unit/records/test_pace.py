@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.coverage import covered_ns
-from axon_nb.records.pace import RateMeter, Throughput
+from axon_nb.records.spans import covered_ns
+from axon_nb.records.training.job import RateMeter, Throughput
 
 S = 1_000_000_000
 

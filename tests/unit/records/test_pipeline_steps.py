@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.pipeline import Action, bubble_fraction, play
-from axon_nb.records.pipeline_play import simulate_orders
-from axon_nb.records.pipeline_steps import last_steps
-from axon_nb.records.span import Span
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import Action, bubble_fraction, play, simulate_orders
+from axon_nb.records.training.pipeline_steps import last_steps
 
 LENGTHS = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 import axon_nb
-from axon_nb.cluster.output.terminal import METER, METER_NAME
+from axon_nb.cluster.output.rows import METER, METER_NAME
 from axon_nb.errors import UsageError
-from axon_nb.records import progress
-from axon_nb.records.progress import Bar, bars
-from axon_nb.records.running_cell import set_cell_source
+from axon_nb.records.telemetry import set_cell_source
+from axon_nb.records.training import progress
+from axon_nb.records.training.progress import Bar, bars
 
 
 @pytest.fixture(autouse=True)

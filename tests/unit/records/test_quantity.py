@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.records.quantity import exact_bytes, format_bytes, format_seconds
+from axon_nb.records.units import exact_bytes, format_bytes, format_seconds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

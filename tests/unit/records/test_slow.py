@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from axon_nb.records.advice import advice_for
-from axon_nb.records.slow import describe_slow_ranks
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
-from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock, missing_ranks
+from axon_nb.records.waits import (
+    PendingCall,
+    RankWaits,
+    advice_for,
+    describe_slow_ranks,
+    explain_deadlock,
+    missing_ranks,
+)
 
 
 def waiting(rank: int, *, seconds: float = 3.24, call: str = "all_reduce", via: str = "", **more: object) -> RankWaits:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records import MemoryUse, Shard, Span
-from axon_nb.records.chrome import write_chrome_trace
-from axon_nb.records.trace import SpanRing, is_suppressed, suppress_spans
+from axon_nb.records.spans import SpanRing, is_suppressed, suppress_spans, write_chrome_trace
 
 
 def span(number: int, **more: object) -> Span:

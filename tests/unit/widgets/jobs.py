@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.job import JobAnswers
-from axon_nb.records.job import JobReport, MetricRow
-from axon_nb.records.progress import Bar
-from axon_nb.records.state import Activity, RankState
+from axon_nb.cluster.inspection.job import JobAnswers
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.records.training.job import JobReport, MetricRow
+from axon_nb.records.training.progress import Bar
 
 __all__ = ["answers", "report", "row"]
 

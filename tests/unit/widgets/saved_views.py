@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.pipeline import play
-from axon_nb.records.progress import Bar
-from axon_nb.records.span import Span
-from axon_nb.widgets.job_store import JobStore
-from axon_nb.widgets.memory_page import memory_bundle
-from axon_nb.widgets.memory_rows import MemoryRows
-from axon_nb.widgets.shard_page import shards_bundle
-from axon_nb.widgets.shard_tensors import put_together
-from axon_nb.widgets.timeline_page import timeline_bundle
-from axon_nb.widgets.watch_page import watch_bundle
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import play
+from axon_nb.records.training.progress import Bar
+from axon_nb.widgets.memory.page import memory_bundle
+from axon_nb.widgets.memory.rows import MemoryRows
+from axon_nb.widgets.shards.page import shards_bundle
+from axon_nb.widgets.shards.tensors import put_together
+from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.watch.page import watch_bundle
+from axon_nb.widgets.watch.store import JobStore
 from tests.unit.widgets.jobs import answers, report, row
 from tests.unit.widgets.test_memory import SIZES, use
 from tests.unit.widgets.test_memory import answers as memory_answers

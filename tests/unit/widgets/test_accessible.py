@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.widgets.memory_page import role_swatch
-from axon_nb.widgets.palette import OKABE_ITO, PAINTS, contrast, needs_outline
-from axon_nb.widgets.shard_boxes import rank_color, text_color
-from axon_nb.widgets.span_paints import SPAN_PAINTS
-from axon_nb.widgets.span_picture import swatch_svg
+from axon_nb.widgets.memory.page import role_swatch
+from axon_nb.widgets.palette import OKABE_ITO, PAINTS, SPAN_PAINTS, contrast, needs_outline
+from axon_nb.widgets.shards.boxes import rank_color, text_color
+from axon_nb.widgets.timeline.svg import swatch_svg
 from tests.unit.widgets.saved_views import VIEWS
 
 STATIC = Path(__file__).parents[3] / "axon_nb" / "widgets" / "static"

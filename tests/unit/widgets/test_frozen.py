@@ -8,10 +8,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from axon_nb.records.state import Activity, RankState
-from axon_nb.widgets.frozen import strip_bundle
-from axon_nb.widgets.history import RankHistory
-from axon_nb.widgets.picture import WIDTH, row_svg
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.widgets.cell.page import strip_bundle
+from axon_nb.widgets.cell.segments import RankHistory
+from axon_nb.widgets.cell.svg import WIDTH, row_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from axon_nb.records.state import Activity, RankState
-from axon_nb.widgets.history import SILENCE_S, LongestWait, RankHistory
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.widgets.cell.segments import SILENCE_S, LongestWait, RankHistory
 
 RUNNING, COLLECTIVE, WAITING, DONE = Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING, Activity.DONE
 

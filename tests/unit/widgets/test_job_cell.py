@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.job import JobAnswers, running_cell
-from axon_nb.widgets.job_store import JobStore
-from axon_nb.widgets.job_words import heading
+from axon_nb.cluster.inspection.job import JobAnswers, running_cell
+from axon_nb.widgets.watch.page import heading
+from axon_nb.widgets.watch.store import JobStore
 from tests.unit.widgets.jobs import answers, report
 
 SILENT = {0: "has not answered", 1: "has not answered"}

@@ -10,11 +10,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from axon_nb.cluster.memory import MemoryAnswers
+from axon_nb.cluster.inspection.memory import MemoryAnswers
 from axon_nb.records.memory import ROLES, MemoryUse
-from axon_nb.widgets.memory import MemoryView
-from axon_nb.widgets.memory_page import bar_svg, memory_bundle, role_swatch
-from axon_nb.widgets.memory_rows import MemoryRows
+from axon_nb.widgets.memory.page import bar_svg, memory_bundle, role_swatch
+from axon_nb.widgets.memory.rows import MemoryRows
+from axon_nb.widgets.memory.view import MemoryView
 
 MIB = 2**20
 GIB = 2**30

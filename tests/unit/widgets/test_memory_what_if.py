@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.memory import MemoryAnswers
-from axon_nb.records.memory import MemoryUse
-from axon_nb.records.memory_setup import MemorySetup
-from axon_nb.records.what_if import MemoryPrediction, WhatIfState
-from axon_nb.widgets.memory import MemoryView
-from axon_nb.widgets.memory_what_if import answer_bars, setup_in_words, state_in_words, what_if_content
+from axon_nb.cluster.inspection.memory import MemoryAnswers
+from axon_nb.records.memory import MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
+from axon_nb.widgets.memory.view import MemoryView
+from axon_nb.widgets.memory.what_if import answer_bars, setup_in_words, state_in_words, what_if_content
 
 MIB = 2**20
 AS_IS = MemorySetup(2, "full_shard", 2, optimizer="lion", batch=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.records.state import Activity
+from axon_nb.records.telemetry import Activity
 from axon_nb.widgets.palette import ACTIVITY_CODES, OKABE_ITO, PAINTS, contrast, needs_outline
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.widgets.chart_svg import chart_svg
-from axon_nb.widgets.series import MAX_POINTS, Point, Series, pack_points
+from axon_nb.widgets.watch.series import MAX_POINTS, Point, Series, chart_svg, pack_points
 
 
 def test_a_point_is_lowest_mean_and_highest_of_a_step() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.records.shard import Shard
+from axon_nb.records.placement import Shard
 from axon_nb.widgets.palette import contrast
-from axon_nb.widgets.shard_boxes import draw, drawing_svg, rank_color, text_color
-from axon_nb.widgets.shard_page import shards_bundle
-from axon_nb.widgets.shard_tensors import bytes_by_rank, in_words, put_together
-from axon_nb.widgets.shards import ShardsView
+from axon_nb.widgets.shards.boxes import draw, drawing_svg, rank_color, text_color
+from axon_nb.widgets.shards.page import shards_bundle
+from axon_nb.widgets.shards.tensors import bytes_by_rank, in_words, put_together
+from axon_nb.widgets.shards.view import ShardsView
 
 
 def split(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], name: str = "w") -> list[Shard]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.pipeline import play
-from axon_nb.records.span import Span
-from axon_nb.widgets.span_steps import pipeline_steps
-from axon_nb.widgets.timeline_page import facts_of, page_facts, timeline_bundle
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import play
+from axon_nb.widgets.timeline.facts import pipeline_steps
+from axon_nb.widgets.timeline.page import facts_of, page_facts, timeline_bundle
 
 STEP_NS = 1_000_000_000
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from axon_nb.records.state import Activity, RankState
+from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets import RankStrip
 from tests.kernel.driver import Kernel
 
@@ -94,7 +94,7 @@ def test_finish_ends_it_once(strip: RankStrip) -> None:
 
 CELL = """
 import json, time
-from axon_nb.records.state import Activity, RankState
+from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets import RankStrip
 strip = RankStrip([0, 1], title="In [1]")
 strip.start()

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.span_store import SpanStore
-from axon_nb.records.pipeline import play
-from axon_nb.records.span import Span
-from axon_nb.widgets.span_facts import timeline_facts
-from axon_nb.widgets.span_paints import SPAN_PAINTS
-from axon_nb.widgets.span_picture import rank_svg, step_svg
-from axon_nb.widgets.timeline import TimelineView
-from axon_nb.widgets.timeline_file import timeline_file
-from axon_nb.widgets.timeline_page import timeline_bundle
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import play
+from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.timeline.facts import timeline_facts
+from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.record import timeline_file
+from axon_nb.widgets.timeline.svg import rank_svg, step_svg
+from axon_nb.widgets.timeline.view import TimelineView
 
 MS = 1_000_000
 
@@ -225,7 +225,7 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
 def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
     page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("axon_nb.widgets.timeline._PATIENCE_S", 1e6)
+    monkeypatch.setattr("axon_nb.widgets.timeline.view._PATIENCE_S", 1e6)
     page.note({"op": "here"})
     feed.store.add([span(0, 0, 1, "forward")])
     page.pump()

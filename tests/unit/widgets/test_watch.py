@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from axon_nb.records.job import read_job
-from axon_nb.records.progress import Bar
-from axon_nb.widgets import live_view
-from axon_nb.widgets.job_bars import merge_bars
-from axon_nb.widgets.job_store import JobStore
-from axon_nb.widgets.watch import WatchView
-from axon_nb.widgets.watch_page import watch_bundle
+from axon_nb.records.training.job import read_job
+from axon_nb.records.training.progress import Bar
+from axon_nb.widgets import view as live_view
+from axon_nb.widgets.watch.page import watch_bundle
+from axon_nb.widgets.watch.store import JobStore, merge_bars
+from axon_nb.widgets.watch.view import WatchView
 from tests.unit.widgets.jobs import answers, report, row
 
 MAX_UPDATE = 50_000

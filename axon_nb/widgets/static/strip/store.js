@@ -45,7 +45,7 @@ import { unpack } from "../shared/wire.js";
  */
 
 /**
- * A message of the kernel, as axon_nb/widgets/wire.py packs it.
+ * A message of the kernel, as axon_nb/widgets/cell/segments.py packs it.
  *
  * @typedef {object} Message
  * @property {{count: number, calls: string[], generations: number[], replaced: number[], now: number, lost: number,

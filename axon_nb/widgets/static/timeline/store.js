@@ -46,7 +46,7 @@ import { unpack } from "../shared/wire.js";
 /** @typedef {[from: number | null, to: number | null]} Focus the last cell, in seconds; no end: it runs */
 
 /**
- * A message of the kernel, as axon_nb/widgets/span_wire.py packs it.
+ * A message of the kernel, as axon_nb/widgets/timeline/wire.py packs it.
  *
  * @typedef {object} Message
  * @property {{count: number, patched: number, first: number, oldest: number, labels: Label[], labelsFrom: number,

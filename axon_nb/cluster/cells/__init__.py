@@ -1,0 +1,1 @@
+"""Running a cell on ranks, from its source to its result."""

@@ -1,0 +1,1 @@
+"""How failures read: deaths, health, hints."""

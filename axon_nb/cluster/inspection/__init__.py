@@ -1,0 +1,1 @@
+"""Asking ranks what they do and hold; `axon_nb.engine.inspection` answers."""

@@ -1,0 +1,158 @@
+"""A cluster as a card: what `%distributed status` and a cluster at the end of a cell show.
+
+A mesh as a picture for the cluster's card: a table for each two axes, a rank in each cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from axon_nb.records.placement import MeshInfo, MeshSlice
+from axon_nb.records.telemetry import ClusterInfo, RankInfo
+from axon_nb.records.units import format_bytes
+
+__all__ = ["MUTED", "cluster_card", "mesh_html", "mesh_text"]
+
+_MAX_RANKS = 1024
+MUTED = "color:var(--jp-ui-font-color2, inherit)"
+_HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{MUTED}"
+_BOX = "padding:3px 10px;border:1px solid var(--jp-border-color1, #767676);text-align:center;min-width:1.5em"
+_DEAD = ";text-decoration:line-through;opacity:.6"
+
+
+def mesh_html(mesh: MeshInfo, states: Mapping[int, str]) -> str:
+    """The mesh as tables side by side.
+
+    Args:
+        mesh: The mesh.
+        states: What each rank that lives does, in words; ranks without one are struck out.
+    """
+    slices = mesh.slices() if len(mesh.ranks) <= _MAX_RANKS else []
+    tables = "".join(_table(mesh, part, states) for part in slices)
+    return (
+        f'<div style="margin-top:6px"><b style="font-weight:600">{escape(str(mesh))}</b>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{tables}</div></div>'
+    )
+
+
+def _table(mesh: MeshInfo, part: MeshSlice, states: Mapping[int, str]) -> str:
+    across, down = f"{mesh.axes[-1]} ", f"{mesh.axes[-2]} " if len(mesh.axes) > 1 else ""
+    head = "".join(f'<th scope="col" style="{_HEAD}">{escape(across)}{i}</th>' for i in range(len(part.rows[0])))
+    body = "".join(
+        f'<tr style="background:none"><th scope="row" style="{_HEAD}">{f"{escape(down)}{i}" if down else ""}</th>'
+        + "".join(_cell(rank, states.get(rank)) for rank in ranks)
+        + "</tr>"
+        for i, ranks in enumerate(part.rows)
+    )
+    caption = f'<caption style="caption-side:top;text-align:left;padding:0;{MUTED}">{escape(part.place)}</caption>'
+    return (
+        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:2px 0;font-size:inherit;'
+        f'color:inherit">{caption if part.place else ""}<thead><tr style="background:none"><th style="{_HEAD}"></th>'
+        f"{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _cell(rank: int, state: str | None) -> str:
+    said = escape(f"rank {rank}: {state or 'is gone'}")
+    return f'<td title="{said}" style="{_BOX}{"" if state else _DEAD}">{rank}</td>'
+
+
+def mesh_text(mesh: MeshInfo) -> list[str]:
+    """The mesh as lines of text."""
+    lines = [str(mesh)]
+    if len(mesh.ranks) > _MAX_RANKS:
+        return lines
+    width = len(str(max(mesh.ranks, default=0)))
+    for part in mesh.slices():
+        if part.place:
+            lines.append(f"  {part.place}")
+        for number, ranks in enumerate(part.rows):
+            name = f"{mesh.axes[-2]} {number}: " if len(mesh.axes) > 1 else f"{mesh.axes[-1]}: "
+            lines.append(f"  {name}{' '.join(str(rank).rjust(width) for rank in ranks)}")
+    return lines
+
+
+_OPEN_UP_TO = 16
+_CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
+_NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
+_RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
+
+
+def cluster_card(info: ClusterInfo) -> dict[str, str]:
+    """A cluster and its ranks as `text/html` (no scripts, light and dark) and `text/plain`."""
+    return {"text/html": _html(info), "text/plain": _text(info)}
+
+
+def _heading(info: ClusterInfo) -> list[str]:
+    ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
+    return [ranks, info.backend, f"on {info.host}", f"engines: {info.engines}"]
+
+
+def _columns(info: ClusterInfo) -> list[tuple[str, bool, list[str]]]:
+    """(title, whether it holds numbers, one text a rank) for each column."""
+    rows = info.ranks
+    columns = [
+        ("rank", True, [str(row.rank) for row in rows]),
+        ("host", False, [row.host for row in rows]),
+        ("pid", True, [str(row.pid) for row in rows]),
+        ("device", False, [row.device for row in rows]),
+        ("backend", False, [row.backend for row in rows]),
+        ("state", False, [_state(row) for row in rows]),
+        ("memory", True, [format_bytes(row.rss_bytes) if row.rss_bytes else "–" for row in rows]),
+    ]
+    if any(row.device_bytes for row in rows):
+        columns.append(("on device", True, [format_bytes(row.device_bytes) for row in rows]))
+    return columns
+
+
+def _state(row: RankInfo) -> str:
+    return row.state if row.cell is None else f"{row.state} · In [{row.cell}]"
+
+
+def _html(info: ClusterInfo) -> str:
+    columns = _columns(info)
+    head = "".join(
+        f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{MUTED}">{title}</th>'
+        for title, number, _ in columns
+    )
+    body = "".join(
+        '<tr style="background:none">'
+        + "".join(f'<td style="{_NUMBER if number else _CELL}">{escape(text[i])}</td>' for _, number, text in columns)
+        + "</tr>"
+        for i in range(len(info.ranks))
+    )
+    table = (
+        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:0;'
+        'font-size:inherit;color:inherit">'
+        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table>'
+    )
+    measured = any(row.rss_bytes for row in info.ranks)
+    states = {row.rank: row.state for row in info.ranks if row.rss_bytes or not measured}
+    mesh = mesh_html(info.mesh, states) if info.mesh is not None else ""
+    opened = " open" if len(info.ranks) <= _OPEN_UP_TO else ""
+    return (
+        '<div style="display:inline-block;max-width:100%;overflow-x:auto;padding:8px 12px;border-radius:4px;'
+        "border:1px solid var(--jp-border-color2, currentColor);color:var(--jp-ui-font-color1, inherit);"
+        'font-size:var(--jp-ui-font-size1, 13px)">'
+        f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
+        f"{'running' if info.running else 'not running'}"
+        f'<span style="{MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
+        f"<details{opened}><summary>ranks</summary>{table}</details>{mesh}</div>"
+    )
+
+
+def _text(info: ClusterInfo) -> str:
+    columns = _columns(info)
+    widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
+    lines = [[title for title, _, _ in columns], *([text[i] for _, _, text in columns] for i in range(len(info.ranks)))]
+    table = (
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, (_, number, _) in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+    state = "running" if info.running else "not running"
+    mesh = mesh_text(info.mesh) if info.mesh is not None else []
+    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table, *mesh])

@@ -1,0 +1,225 @@
+"""The spans of a cluster's ranks that the notebook keeps: bounded, the oldest are dropped.
+
+Matches the calls of a collective on all ranks: which rank was last, and how long the others waited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from axon_nb.cluster.inspection.span_table import COLUMNS, Label, SpanTable
+from axon_nb.records.spans import Span
+
+__all__ = ["LIMIT", "CollectiveMatcher", "CollectiveWait", "SpanStore"]
+
+_MAX_OPEN = 8192
+"""Maximum number of incomplete collectives; beyond it the oldest is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWait:
+    """How long one rank's call of a collective waited; known once all ranks' calls are."""
+
+    number: int
+    """The call's number, as given to `add`."""
+    waited_ns: int
+    """Nanoseconds that the rank was in the call before the last rank started it."""
+    last_rank: int
+    """The rank that started it last."""
+
+
+@dataclass(slots=True)
+class _OpenCollective:
+    name: str
+    calls: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """By rank: number, start and end in nanoseconds."""
+
+
+class CollectiveMatcher:
+    """Matches calls by group and sequence number in the group.
+
+    Spans of ranks on several hosts must be on a common clock.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, frozenset[int]] = {}
+        self._open: dict[tuple[str, int], _OpenCollective] = {}
+
+    def set_members(self, group: str, ranks: tuple[int, ...]) -> None:
+        """Set the ranks of a group; calls in unknown groups are ignored."""
+        self._members[group] = frozenset(ranks)
+
+    def add(self, number: int, span: Span) -> list[CollectiveWait]:
+        """Add a finished call; if it completes the collective, return the waits of all its calls."""
+        members = self._members.get(span.group)
+        if members is None or span.rank not in members or len(members) < 2 or not span.sequence:
+            return []
+        key = (span.group, span.sequence)
+        collective = self._open.get(key)
+        # Sequence numbers restart when a group is rebuilt: incomplete calls from before do not belong to it.
+        if collective is None or collective.name != span.name or span.rank in collective.calls:
+            self._open.pop(key, None)
+            collective = self._open[key] = _OpenCollective(span.name)
+            if len(self._open) > _MAX_OPEN:
+                del self._open[next(iter(self._open))]
+        collective.calls[span.rank] = (number, span.start_ns, span.end_ns)
+        if len(collective.calls) < len(members):
+            return []
+        del self._open[key]
+        last = max(collective.calls, key=lambda rank: collective.calls[rank][1])
+        latest = collective.calls[last][1]
+        # The source of a broadcast may leave before the others arrive: it has waited no longer than until then.
+        return [
+            CollectiveWait(own, max(0, min(latest, end) - start), last) for own, start, end in collective.calls.values()
+        ]
+
+
+LIMIT = 100_000
+"""How many spans are kept at least; a fifth more may be there before the oldest are dropped."""
+
+_MAX_LABELS = 60_000
+_MAX_PATCHES = 50_000
+_OTHER: Label = ("other", "other", "")
+
+
+class SpanStore:
+    """Numbered from 0 in the order in which they come; safe from any thread."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._batch = max(1, limit // 10)
+        self._columns = {name: np.zeros(limit + limit // 5, dtype) for name, dtype in COLUMNS.items()}
+        self._count = 0
+        self._lock = threading.RLock()
+        self._labels: list[Label] = []
+        self._number_of: dict[Label, int] = {}
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._matcher = CollectiveMatcher()
+        self._patched: deque[int] = deque(maxlen=_MAX_PATCHES)
+        self.first = 0
+        """Number of the oldest span that is kept: so many were dropped."""
+        self.lost = 0
+        """Spans that came too fast on their ranks."""
+        self.num_patched = 0
+        """How often something has become known of spans that were there already."""
+        self.last_cell: tuple[str, int, int] | None = None
+        """Name, start and end in nanoseconds of the last cell that is over."""
+
+    @property
+    def end(self) -> int:
+        """The number that the next span gets."""
+        return self.first + self._count
+
+    def know_groups(self, groups: Mapping[str, Sequence[int]]) -> None:
+        """The ranks of process groups, by name."""
+        with self._lock:
+            for name, ranks in groups.items():
+                self._groups[name] = tuple(ranks)
+                self._matcher.set_members(name, tuple(ranks))
+
+    def add(self, spans: Iterable[Span], *, offset_ns: int = 0, lost: int = 0) -> None:
+        """Take spans in.
+
+        Args:
+            spans: Of one rank, in the order of their ends.
+            offset_ns: What to add to their times: another host has another clock.
+            lost: How many the rank could not give.
+        """
+        with self._lock:
+            self.lost += lost
+            fresh = [_shown(span) for span in spans]
+            if offset_ns:
+                fresh = [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in fresh]
+            for start in range(0, len(fresh), self._batch):
+                self._extend(fresh[start : start + self._batch])
+
+    def _extend(self, spans: Sequence[Span]) -> None:
+        if self._count + len(spans) > len(self._columns["start"]):
+            self._drop()
+        columns, place, number = self._columns, slice(self._count, self._count + len(spans)), self.end
+        columns["start"][place] = [span.start_ns for span in spans]
+        columns["end"][place] = [max(span.start_ns, span.end_ns) for span in spans]
+        columns["bytes"][place] = [span.bytes for span in spans]
+        columns["rank"][place] = [span.rank for span in spans]
+        columns["stage"][place] = [span.stage for span in spans]
+        columns["microbatch"][place] = [span.microbatch for span in spans]
+        columns["sequence"][place] = [span.sequence for span in spans]
+        columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
+        columns["late"][place], columns["by"][place] = 0, -1
+        self._count += len(spans)
+        for own, span in enumerate(spans, start=number):
+            if span.kind == "collective":
+                self._meet(own, span)
+            elif span.kind == "cell":
+                self._note_cell(span)
+
+    def _meet(self, number: int, span: Span) -> None:
+        for late in self._matcher.add(number, span):
+            row = late.number - self.first
+            if row >= 0:
+                self._columns["late"][row], self._columns["by"][row] = late.waited_ns, late.last_rank
+                self._patched.append(late.number)
+                self.num_patched += 1
+
+    def _note_cell(self, span: Span) -> None:
+        name, start, end = self.last_cell or ("", 0, 0)
+        # One cell ends on each rank on its own; its spans overlap.
+        if name == span.name and span.start_ns < end and span.end_ns > start:
+            self.last_cell = (name, min(start, span.start_ns), max(end, span.end_ns))
+        elif span.end_ns > end:
+            self.last_cell = (span.name, span.start_ns, span.end_ns)
+
+    def _label(self, label: Label) -> int:
+        if label not in self._number_of and len(self._labels) >= _MAX_LABELS:
+            label = _OTHER
+        number = self._number_of.setdefault(label, len(self._labels))
+        if number == len(self._labels):
+            self._labels.append(label)
+        return number
+
+    def _drop(self) -> None:
+        dropped = self._count - self._limit
+        for column in self._columns.values():
+            column[: self._limit] = column[dropped : self._count].copy()
+        self._count = self._limit
+        self.first += dropped
+
+    def table(self, start: int = 0, stop: int | None = None) -> SpanTable:
+        """The spans with numbers from `start` to `stop`, without it, as far as they are kept; a copy."""
+        with self._lock:
+            low = min(max(start - self.first, 0), self._count)
+            high = self._count if stop is None else min(max(stop - self.first, low), self._count)
+            columns = {name: column[low:high].astype(np.int64) for name, column in self._columns.items()}
+            dropped = max(0, self.first - start)
+            return SpanTable(columns, tuple(self._labels), dict(self._groups), self.first + low, self.lost, dropped)
+
+    def ending_after(self, time_ns: int, start: int = 0) -> SpanTable:
+        """The spans with numbers from `start` on, without those before the first one that ends after `time_ns`; a copy.
+
+        Spans come about in the order of their ends: of a cell that has just begun these are few.
+        """
+        with self._lock:
+            low = min(max(start - self.first, 0), self._count)
+            late = self._columns["end"][low : self._count] > time_ns
+            skipped = int(late.argmax()) if late.any() else len(late)
+            return self.table(self.first + low + skipped)
+
+    def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Of which spans something is known since `num_patched` was `since`: number, late, by; and its value now."""
+        with self._lock:
+            count = min(self.num_patched - since, len(self._patched))
+            rows = [number - self.first for number in itertools.islice(reversed(self._patched), count)]
+            late, by = self._columns["late"], self._columns["by"]
+            fresh = [(row + self.first, int(late[row]), int(by[row])) for row in reversed(rows) if row >= 0]
+            return fresh, self.num_patched
+
+
+def _shown(span: Span) -> Span:
+    """A pipeline tells of a message how long it was waited for; its group tells how long it was under way."""
+    return span._replace(kind="wait") if span.kind == "p2p" and span.stage >= 0 else span

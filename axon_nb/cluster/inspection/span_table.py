@@ -1,0 +1,117 @@
+"""Spans of many ranks as columns: small, quick to look through, and a picture of one moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from axon_nb.records.spans import Span
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["COLUMNS", "Label", "SpanTable"]
+
+COLUMNS = {
+    "start": np.int64,
+    "end": np.int64,
+    "bytes": np.int64,
+    "sequence": np.int64,
+    "late": np.int64,
+    "label": np.int32,
+    "rank": np.int32,
+    "stage": np.int32,
+    "microbatch": np.int32,
+    "by": np.int32,
+}
+"""Name and type of each column: times in nanoseconds of the notebook's monotonic clock, `late` how long the call waited
+for the last rank to begin it too, `by` that rank (-1: not known), `label` a place in `labels`."""
+
+Label = tuple[str, str, str]
+"""Kind, name, group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTable:
+    """Spans in the order in which they came; all columns are of one length."""
+
+    columns: dict[str, npt.NDArray[np.int64]]
+    """By the names of `COLUMNS`."""
+    labels: tuple[Label, ...]
+    """What `label` refers to."""
+    groups: dict[str, tuple[int, ...]]
+    """The ranks of process groups, by name."""
+    first: int = 0
+    """Number of the first span; older ones were dropped."""
+    lost: int = 0
+    """How many spans came too fast to be taken."""
+    dropped: int = 0
+    """How many that were asked for were dropped before."""
+
+    def __len__(self) -> int:
+        return len(self.columns["start"])
+
+    def of_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
+        """Which spans are of one of these kinds."""
+        wanted = np.array([label[0] in kinds for label in self.labels], dtype=bool)
+        labels = self.columns["label"]
+        return wanted[labels] if len(self.labels) else np.zeros(len(labels), dtype=bool)
+
+    def pick(self, which: npt.NDArray[np.bool_]) -> SpanTable:
+        """Some of the spans; numbers begin at 0 again."""
+        columns = {name: column[which] for name, column in self.columns.items()}
+        return SpanTable(columns, self.labels, self.groups, lost=self.lost, dropped=self.dropped)
+
+    def head(self, count: int) -> SpanTable:
+        """The first spans."""
+        columns = {name: column[:count] for name, column in self.columns.items()}
+        return dataclasses.replace(self, columns=columns)
+
+    def between(self, start_ns: int, end_ns: int | None = None) -> SpanTable:
+        """The spans that end after `start_ns`, and begin before `end_ns` where that is given."""
+        which = self.columns["end"] > start_ns
+        return self.pick(which if end_ns is None else which & (self.columns["start"] < end_ns))
+
+    def spans(self) -> Iterator[Span]:
+        """Each as a record."""
+        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence")
+        for rank, label, start, end, size, stage, microbatch, sequence in zip(
+            *(self.columns[name].tolist() for name in names), strict=True
+        ):
+            kind, name, group = self.labels[label]
+            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a span, by start: rank, kind, name, group, start in seconds from the first span on, and so on.
+
+        `waited_s` is how long a collective waited for the last rank to begin it, and `waited_for` that rank; missing
+        where it is not known.
+        """
+        import pandas as pd
+
+        columns, origin = self.columns, int(self.columns["start"].min()) if len(self) else 0
+        known = columns["by"] >= 0
+        labels = [self.labels[label] for label in columns["label"].tolist()]
+        frame = pd.DataFrame(
+            {
+                "rank": columns["rank"],
+                "kind": [label[0] for label in labels],
+                "name": [label[1] for label in labels],
+                "group": [label[2] for label in labels],
+                "start": (columns["start"] - origin) / 1e9,
+                "seconds": (columns["end"] - columns["start"]) / 1e9,
+                "bytes": columns["bytes"],
+                "stage": pd.array(columns["stage"], dtype="Int64"),
+                "microbatch": pd.array(columns["microbatch"], dtype="Int64"),
+                "waited_s": np.where(known, columns["late"] / 1e9, np.nan),
+                "waited_for": pd.array(columns["by"], dtype="Int64"),
+            }
+        )
+        for name in ("stage", "microbatch", "waited_for"):
+            frame[name] = frame[name].mask(frame[name] < 0)
+        return frame.sort_values("start", kind="stable", ignore_index=True)

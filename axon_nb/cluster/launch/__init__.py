@@ -1,0 +1,1 @@
+"""Starting engines on hosts and joining them into a world."""

@@ -1,0 +1,121 @@
+"""The ends that a notebook holds of one cluster: its folder, the host agent, the ipyparallel client.
+
+Who this notebook is, so that it finds its own cluster again after a kernel restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.placement import LOOPBACK
+from axon_nb.cluster.rpc.client import RankClient, connect
+from axon_nb.errors import StartError
+from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.run_dir import RunDir
+from axon_nb.records.environment import SESSION_NAME
+
+__all__ = ["Connection", "default_name", "open_existing", "open_new", "owner_id"]
+
+
+def _kernel_file() -> str:
+    app = sys.modules.get("ipykernel.kernelapp")
+    if app is not None and app.IPKernelApp.initialized():
+        return Path(app.IPKernelApp.instance().connection_file).stem
+    return ""
+
+
+def owner_id() -> str:
+    """The same before and after a restart of the kernel: its connection file keeps its name. In a script: the pid."""
+    return _kernel_file() or f"pid-{os.getpid()}"
+
+
+def default_name() -> str:
+    """What a cluster is called if the user does not say: the notebook's name where the server tells it."""
+    session = SESSION_NAME.get()
+    stem = Path(session).stem if session.endswith(".ipynb") else ""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
+
+
+_CONTROLLER_S = 120.0
+"""A controller that has ended is noticed at once; one that lives may be kept waiting by a busy machine."""
+_PORT_TAKEN = "Address already in use"
+"""ipyparallel looks for free ports and opens them a moment later: another process may have taken one meanwhile."""
+
+# ipyparallel and tornado log what happens at a stop; the notebook is not their place.
+logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
+
+
+@dataclass
+class Connection:
+    """Agent and client of one cluster, open."""
+
+    run_dir: RunDir
+    agent: AgentClient
+    client: RankClient
+    ip: str = LOOPBACK
+    """The address on which the controller listens, and the rendezvous store for ranks on other hosts."""
+
+    def close(self) -> None:
+        """Leave the cluster as it is."""
+        with contextlib.suppress(Exception):
+            self.client.close(linger=0)
+        self.agent.close()
+
+    def stop(self) -> bool:
+        """End everything; True when the agent is gone."""
+        with contextlib.suppress(Exception):
+            self.client.close(linger=0)
+        return self.agent.stop()
+
+
+def open_new(*, ip: str = LOOPBACK) -> Connection:
+    """Start a host agent and a controller, and connect to both; the agent goes on importing meanwhile.
+
+    Raises:
+        StartError: one of them did not come up.
+    """
+    try:
+        return _open_new(ip)
+    except StartError as error:
+        if _PORT_TAKEN not in str(error):
+            raise
+    return _open_new(ip)
+
+
+def _open_new(ip: str) -> Connection:
+    run_dir = RunDir.create()
+    try:
+        pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
+        agent = AgentClient(run_dir, owner=owner_id(), agent_pid=pid)
+    except BaseException:
+        run_dir.remove()
+        raise
+    return _with_client(run_dir, agent, ip)
+
+
+def open_existing(run_dir: RunDir) -> Connection:
+    """Connect to a cluster that runs already, and become its owner."""
+    agent = AgentClient(run_dir, owner=owner_id())
+    return _with_client(run_dir, agent, agent.hello_reply["info"].get("ip", LOOPBACK))
+
+
+def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
+    try:
+        client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
+    except Exception:
+        reason = agent.end_reason  # before the agent is asked to stop, which ends a controller that was merely slow
+        agent.stop()
+        if reason:
+            raise StartError(reason) from None
+        raise
+    except BaseException:
+        agent.stop()
+        raise
+    return Connection(run_dir, agent, client, ip)

@@ -1,0 +1,1 @@
+"""After a failure: recover groups and replace ranks."""

@@ -1,0 +1,1 @@
+"""Requests to ranks over ipyparallel's channels."""

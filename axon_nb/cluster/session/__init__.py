@@ -1,0 +1,1 @@
+"""Which cluster this notebook has: start one, find one, reattach to one."""

@@ -1,0 +1,104 @@
+"""The cluster that this notebook's cells run on.
+
+What becomes of the cluster when the kernel ends: shut down means the end, restarted means wait for the next kernel.
+
+Private hook into ipykernel: `Kernel.do_shutdown(restart)` is the only place that says which of the two it is. Where it
+is missing a restart counts as a shutdown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster.launch import prewarm
+from axon_nb.cluster.settings import settings
+from axon_nb.errors import NoClusterError
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.cluster import Cluster
+
+__all__ = ["at_exit", "drop", "get", "put", "require", "restarting", "watch_shutdown"]
+
+_lock = threading.Lock()
+_current: list[Cluster] = []
+
+
+def get() -> Cluster | None:
+    """The current cluster; None when there is none or it has ended."""
+    with _lock:
+        return _current[0] if _current and _current[0].running else None
+
+
+def require(command: str) -> Cluster:
+    """The current cluster.
+
+    Raises:
+        NoClusterError: there is none.
+    """
+    cluster = get()
+    if cluster is None:
+        raise NoClusterError(f"`{command}`")
+    return cluster
+
+
+def put(cluster: Cluster) -> None:
+    """Make `cluster` the current one; it ends with this process unless the kernel is being restarted."""
+    from axon_nb.cluster import history
+
+    history.started(cluster.state)
+    settings.running = get
+    with _lock:
+        _current[:] = [cluster]
+    watch_shutdown(cluster)
+    atexit.register(at_exit, cluster)
+
+
+def drop(cluster: Cluster) -> None:
+    """Forget `cluster`."""
+    with _lock:
+        if _current and _current[0] is cluster:
+            _current.clear()
+
+
+_state = {"restart": False, "installed": False}
+_clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+def restarting() -> bool:
+    """Whether the kernel ends in order to come back."""
+    return _state["restart"]
+
+
+def watch_shutdown(cluster: Cluster | None = None) -> None:
+    """Watch for the kernel's shutdown request, on behalf of `cluster` too; safe to call again, and without a kernel."""
+    if cluster is not None:
+        _clusters.add(cluster)
+    app = sys.modules.get("ipykernel.kernelapp")
+    if _state["installed"] or app is None or not app.IPKernelApp.initialized():
+        return
+    kernel = app.IPKernelApp.instance().kernel
+    original = kernel.do_shutdown
+
+    def do_shutdown(restart: bool) -> Any:
+        _state["restart"] = bool(restart)
+        for mine in list(_clusters) if restart else ():
+            mine.leave_cells()  # Jupyter has interrupted the cell that runs: that was not meant for the ranks
+        return original(restart)
+
+    kernel.do_shutdown = do_shutdown
+    _state["installed"] = True
+
+
+def at_exit(cluster: Cluster) -> None:
+    """At the end of this process: leave the cluster to the next kernel, or end it."""
+    prewarm.discard()
+    if not cluster.running:
+        return
+    if restarting():
+        cluster.detach()
+    else:
+        cluster.stop()

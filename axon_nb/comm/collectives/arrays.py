@@ -1,0 +1,197 @@
+"""View tensors, NumPy and CuPy arrays as torch tensors that share their memory.
+
+Prepare tensors for the wire: dense, and of a dtype that every backend supports.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from axon_nb.comm.errors import TensorError
+from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.types import Backend, ReduceOp
+
+__all__ = [
+    "Array",
+    "WireTensor",
+    "as_input_type",
+    "as_tensor",
+    "check_device",
+    "check_in_place",
+    "prepare_move",
+    "prepare_reduce",
+]
+
+_KINDS = "torch.Tensor, a NumPy array or a CuPy array"
+Array = Any
+"""A `torch.Tensor`, `numpy.ndarray` or `cupy.ndarray`."""
+
+
+def as_tensor(array: Array, name: str = "tensor") -> torch.Tensor:
+    """Return a tensor that shares the memory of `array`: writing to it changes the array.
+
+    Raises:
+        TensorError: `array` is not an array, is read-only, or has a dtype or layout that torch does not support.
+    """
+    if type(array) is torch.Tensor or isinstance(array, torch.Tensor):
+        if array.layout is not torch.strided:
+            raise TensorError(f"{name} has layout {array.layout}; collectives need a dense tensor, so use to_dense().")
+        return array.detach() if array.requires_grad else array
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(array, numpy.ndarray):
+        return _from_numpy(array, name)
+    if hasattr(array, "__dlpack__"):
+        try:
+            return from_dlpack(array)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TensorError(f"{name}: torch cannot share the memory of this array: {error}.") from None
+    raise TensorError(f"{name} must be a {_KINDS}; got {type(array).__name__}.")
+
+
+def _from_numpy(array: Any, name: str) -> torch.Tensor:
+    if not array.flags.writeable:
+        raise TensorError(f"{name} is a read-only NumPy array, and results are written in place; pass a copy.")
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise TensorError(f"{name}: torch cannot share the memory of this NumPy array: {error}.") from None
+
+
+def as_input_type(result: torch.Tensor, given: Array) -> Array:
+    """Return `result` as the same kind of array as `given`."""
+    if isinstance(given, torch.Tensor):
+        return result
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(given, numpy.ndarray):
+        return result.cpu().numpy()
+    module = sys.modules.get(type(given).__module__.partition(".")[0])
+    return module.from_dlpack(result) if module is not None and hasattr(module, "from_dlpack") else result
+
+
+# Dtypes that both Gloo and NCCL reduce and move (torch 2.11 to 2.13).
+NATIVE = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Integer dtypes that no backend reduces, and a wider one that does. Overflow wraps around as in the narrow dtype."""
+
+
+@dataclass(slots=True)  # not frozen: a frozen one takes five times as long to create
+class WireTensor:
+    """A tensor prepared for communication."""
+
+    given: torch.Tensor
+    buffer: torch.Tensor
+    """The tensor that is communicated; `given` itself where possible."""
+    op: ReduceOp | None = None
+    """The operation that gives the right result on `buffer`."""
+
+    @property
+    def needs_gathered_product(self) -> bool:
+        """Whether the values must be gathered and multiplied locally, because no backend can reduce them."""
+        return self.op is ReduceOp.PRODUCT and self.buffer.is_complex()
+
+    def copy_back(self, num_ranks: int = 1) -> torch.Tensor:
+        """Copy the result back into `given`; divide here if the operation is an average."""
+        given, buffer = self.given, self.buffer
+        if self.op is ReduceOp.AVERAGE and num_ranks > 1:
+            buffer.div_(num_ranks)
+        if buffer.data_ptr() != given.data_ptr():  # else the same memory, viewed in another dtype
+            given.copy_(self.restore(buffer))
+        return given
+
+    def restore(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Convert `buffer` (whole rows in wire format) to the dtype and row shape of `given`."""
+        given = self.given
+        if buffer.dtype is given.dtype:
+            return buffer.view(given.shape) if buffer.numel() == given.numel() else buffer
+        if given.is_complex() and buffer.is_floating_point():
+            return torch.view_as_complex(buffer.view(-1, 2)).view(-1, *given.shape[1:] if given.ndim else ())
+        if self.op is None:
+            rows = buffer.reshape(-1).view(given.dtype)
+            return rows.view(given.shape) if rows.numel() == given.numel() else rows.view(-1, *given.shape[1:])
+        return buffer.to(given.dtype)
+
+
+def check_device(tensor: torch.Tensor, group: ProcessGroup, what: str) -> None:
+    """Raise if the backend cannot access the tensor.
+
+    Raises:
+        TensorError: NCCL with a tensor that is not on a GPU, or a meta tensor.
+    """
+    if tensor.is_cpu and group.info.backend is not Backend.NCCL:
+        return
+    if tensor.is_meta:
+        raise TensorError(f"{what}: the tensor is on the meta device and has no data; create it with device=….")
+    if group.backend is Backend.NCCL and not tensor.is_cuda:
+        raise TensorError(
+            f"{what}: NCCL needs CUDA tensors; got one on {tensor.device}. "
+            "Use tensor.to(device), or a Gloo group for CPU tensors."
+        )
+
+
+def check_in_place(tensor: torch.Tensor, what: str) -> None:
+    """Raise if a result cannot be written into the tensor.
+
+    Raises:
+        TensorError: several of its elements share memory, as after `expand`.
+    """
+    if tensor.is_contiguous():
+        return
+    if any(step == 0 and count > 1 for step, count in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise TensorError(
+            f"{what}: elements of the tensor (shape {tuple(tensor.shape)}, stride {tensor.stride()}) share memory, "
+            "and the result is written in place; use tensor.clone()."
+        )
+
+
+def prepare_move(tensor: torch.Tensor) -> WireTensor:
+    """Prepare a tensor that is copied unchanged; dtypes that the backends do not support travel as bytes."""
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    if dense.dtype in NATIVE:
+        return WireTensor(tensor, dense)
+    if not dense.numel():  # torch cannot view some strides of empty NumPy arrays as bytes
+        return WireTensor(tensor, torch.empty(0, dtype=torch.uint8, device=dense.device))
+    return WireTensor(tensor, dense.reshape(-1).view(torch.uint8))
+
+
+def prepare_reduce(tensor: torch.Tensor, op: ReduceOp, what: str) -> WireTensor:
+    """Prepare a tensor that is reduced over ranks.
+
+    Raises:
+        TensorError: the operation is undefined for the dtype, or no backend supports it.
+    """
+    dtype = tensor.dtype
+    if dtype in NATIVE and (dtype.is_floating_point or op is not ReduceOp.AVERAGE):
+        return WireTensor(tensor, tensor if tensor.is_contiguous() else tensor.contiguous(), op)
+    what = f"{what} ({op.value})"
+    if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        raise TensorError(
+            f"{what}: cannot average {dtype} tensors; use tensor.float(), or divide the sum by world_size."
+        )
+    if dtype is torch.bool:
+        # As in NumPy: the sum of booleans is "any", the product is "all".
+        any_of = op in (ReduceOp.SUM, ReduceOp.MAX)
+        return WireTensor(tensor, tensor.to(torch.uint8), ReduceOp.MAX if any_of else ReduceOp.MIN)
+    if dtype.is_complex:
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise TensorError(f"{what} of {dtype}: complex numbers have no order; reduce .abs(), .real or .imag.")
+        dense = tensor.contiguous()
+        return WireTensor(tensor, dense if op is ReduceOp.PRODUCT else torch.view_as_real(dense), op)
+    if dtype in _WIDER:
+        return WireTensor(tensor, tensor.to(_WIDER[dtype]).contiguous(), op)
+    raise TensorError(f"{what}: no backend reduces {dtype}; use tensor.float() or tensor.bfloat16().")

@@ -1,0 +1,7 @@
+"""NCCL by itself: versions, unique ids, and worlds over GPUs that are made by hand."""
+
+from __future__ import annotations
+
+from axon_nb.comm.nccl.backend import NcclBackend, NcclUniqueId, devices, is_available, nccl_version, why_not
+
+__all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "why_not"]

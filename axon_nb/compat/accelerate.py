@@ -1,0 +1,124 @@
+"""Accelerate's launchers in a cell: they use the ranks instead of starting processes.
+
+Keeps Accelerate synchronised on CPU ranks, where by default it silently trains every rank independently.
+
+Its `PartialState` assumes that a process without a GPU is the only one, whatever torchrun's variables say, unless it
+gets ``cpu=True``. ``ACCELERATE_USE_CPU`` makes `Accelerator` pass that on. But a `PartialState()` created earlier,
+directly or by a logger, does not read it, and every later `Accelerator` shares its state.
+
+A private hook into Accelerate: where `missing_state_hooks()` names something, the variable alone is left, and a warning
+says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["call_on_ranks", "missing_launch_hooks", "missing_state_hooks", "synchronise_on_cpus"]
+
+_NAMES = ("debug_launcher", "notebook_launcher")
+
+
+def missing_launch_hooks(launchers: ModuleType) -> list[str]:
+    """Names of the hooks that this Accelerate does not have.
+
+    Args:
+        launchers: The module ``accelerate.launchers``.
+    """
+    return [name for name in (*_NAMES, "patch_environment") if not hasattr(launchers, name)]
+
+
+def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
+    """Make the launchers call the training function on this rank, as they do if there is nothing to start.
+
+    Processes started from ranks would try to rendezvous on a port where nothing listens.
+
+    Args:
+        launchers: The module ``accelerate.launchers``, just imported; ``accelerate`` itself takes them from there.
+        world_size: Number of ranks.
+    """
+    for name in _NAMES:
+        if not missing_launch_hooks(launchers):
+            setattr(launchers, name, _caller(getattr(launchers, name), launchers.patch_environment, world_size))
+
+
+def _caller(
+    original: Callable[..., Any], patch_environment: Callable[..., Any], world_size: int
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def launch(
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        num_processes: int | None = None,
+        mixed_precision: str = "no",
+        **_: Any,
+    ) -> None:
+        if num_processes not in (None, world_size):
+            print(
+                f"axon_nb: {original.__name__}({num_processes} processes) runs on the {world_size} ranks of this cell."
+            )
+        with patch_environment(accelerate_mixed_precision=str(mixed_precision).lower()):
+            function(*args)
+
+    return launch
+
+
+_TESTED = "1.15"
+_PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
+
+
+def missing_state_hooks(state: ModuleType) -> list[str]:
+    """Names of the hooks that this Accelerate does not have.
+
+    Args:
+        state: The module ``accelerate.state``.
+    """
+    kind: Any = getattr(state, "PartialState", None)
+    absent = [
+        f"PartialState.{name}"
+        for name in ("__init__", "_reset_state", "_shared_state", "initialized")
+        if not hasattr(kind, name)
+    ]
+    if not absent and "cpu" not in inspect.signature(kind.__init__).parameters:
+        absent.append("PartialState(cpu=)")
+    return absent
+
+
+def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
+    """Make every `PartialState` of this process belong to all ranks.
+
+    Args:
+        state: The module ``accelerate.state``, just imported.
+        world_size: Number of ranks.
+    """
+    if absent := missing_state_hooks(state):
+        warnings.warn(
+            f"axon_nb was tested with accelerate {_TESTED}; this version lacks {absent[0]}. Check "
+            "`accelerator.num_processes` before you train.",
+            stacklevel=2,
+        )
+        return
+    kind = state.PartialState
+    original = kind.__init__
+    reported: list[str] = []
+
+    @functools.wraps(original)
+    def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        original(self, True, **kwargs)
+        for variable, name in _PLUGINS.items():
+            if os.environ.get(variable, "").lower() == "true" and name not in reported:
+                reported.append(name)
+                print(
+                    f"axon_nb: Accelerate does not support {name} on CPUs; it trains this model with "
+                    "DistributedDataParallel, with full weights on every rank."
+                )
+
+    kind.__init__ = __init__
+    if kind._shared_state and kind().num_processes != world_size:  # created before this process was a rank
+        state.AcceleratorState._reset_state(reset_partial_state=True)

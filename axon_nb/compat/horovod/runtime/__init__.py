@@ -1,0 +1,1 @@
+"""What Horovod's API runs on: negotiation, transfers, state."""

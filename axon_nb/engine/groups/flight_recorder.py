@@ -1,0 +1,143 @@
+"""Who is in which collective, from torch's flight recorder: for groups whose operations run no Python.
+
+A private hook: `_dump_nccl_trace_json`, in builds with NCCL, and `_dump_fr_trace_json` for Gloo write the same format,
+which `parse` reads; without it nobody looks for deadlocks on NCCL.
+
+What this rank waits in, where its groups are torch's own: the recorder's operations, and what the stack proves.
+
+On NCCL a collective is only put into the GPU's queue, and the thread stops later, where it needs a value. Which of the
+queued operations that value depends on cannot be seen from outside: an `irecv` for the next step may wait for long and
+nobody for it. So a wait counts in two places only: `torch.cuda.synchronize`, which needs all of them, and a blocking
+function of torch.distributed, such as `barrier`, which needs the one begun last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from axon_nb.engine.frames import main_frame
+from axon_nb.engine.groups.native import NativeGroups
+
+__all__ = ["Flight", "dump", "native_waits", "parse", "synchronizes"]
+
+_BYTES = {
+    "Bool": 1,
+    "Byte": 1,
+    "Char": 1,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+    "BFloat16": 2,
+    "Half": 2,
+    "Short": 2,
+    "Float": 4,
+    "Int": 4,
+    "ComplexFloat": 8,
+    "Double": 8,
+    "Long": 8,
+}
+_NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
+_POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What the recorder says of some groups."""
+
+    pending: tuple[dict[str, Any], ...]
+    """The operations that have not ended, oldest first; the fields of `records.waits.PendingCall`."""
+    counts: Mapping[str, int]
+    """Collectives begun, by group, as far back as the recorder reaches."""
+
+
+def dump(kind: str = "nccl") -> bytes:
+    """The recorder's content as JSON; empty when this torch has none for `kind`, ``nccl`` or ``fr`` (Gloo)."""
+    hook = getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None)
+    return b"" if hook is None else bytes(hook(True, False))
+
+
+def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Flight:
+    """Read a dump.
+
+    Args:
+        content: What `dump` returned.
+        groups: Global ranks by group name, in the order of group ranks; others are left out.
+        since_ns: Operations begun before, in nanoseconds since 1970, are of backends that are no more.
+    """
+    now = time.time_ns()
+    pending: list[dict[str, Any]] = []
+    counts = dict.fromkeys(groups, 0)
+    for entry in json.loads(content).get("entries", []) if content else []:
+        group = entry["process_group"][0]
+        if group not in groups or entry["time_created_ns"] < since_ns:
+            continue
+        if not entry["is_p2p"]:
+            counts[group] = max(counts[group], entry["collective_seq_id"])
+        if entry["retired"] or entry["state"] == "completed":
+            continue
+        pending.append(_call(entry, group, groups[group], now))
+    return Flight(tuple(sorted(pending, key=lambda call: call["number"])), counts)
+
+
+def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> dict[str, Any]:
+    name, peer = entry["profiling_name"].partition(":")[2], -1
+    if match := _POINT_TO_POINT.match(name):
+        name, peer = match[1], ranks[int(match[3])]
+    return {
+        "number": entry["record_id"],
+        "name": _NAMES.get(name, name),
+        "group": group,
+        "ranks": sorted(ranks),
+        "sequence": 0 if entry["is_p2p"] else entry["collective_seq_id"],
+        "peer": peer,
+        "bytes": _payload(entry),
+        "seconds": max(0, now - entry["time_created_ns"]) / 1e9,
+    }
+
+
+def _payload(entry: dict[str, Any]) -> int:
+    kinds = entry["input_dtypes"]
+    return sum(prod(size) * _BYTES.get(kind, 0) for size, kind in zip(entry["input_sizes"], kinds, strict=False))
+
+
+_CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
+
+
+def native_waits(
+    native: NativeGroups, pending: list[dict[str, Any]], counts: dict[str, int], *, recorder: str = "nccl"
+) -> dict[str, Any]:
+    """The answer to ``axon_waits``: calls that have begun and not ended, collectives begun by group.
+
+    It holds ``call`` too while the main thread is in `torch.cuda.synchronize` and an operation is under way.
+
+    Args:
+        native: The groups.
+        pending: Calls of other groups of this rank.
+        counts: Collectives begun in those.
+        recorder: As for `dump`.
+    """
+    groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
+    seen = parse(dump(recorder), groups, since_ns=native.formed_at_ns)
+    own = list(seen.pending)
+    counts = {**counts, **seen.counts}
+    if own and not pending and synchronizes(main_frame()):
+        return {"pending": own, "counts": counts, "call": f"torch.cuda.synchronize() behind {own[0]['name']}"}
+    newest = [call for call in own if call["sequence"]][-1:]
+    return {"pending": [*pending, *newest], "counts": counts}
+
+
+def synchronizes(frame: FrameType | None) -> bool:
+    """Whether the innermost `frame` waits for all that its GPU has been asked to do."""
+    if frame is None:
+        return False
+    return frame.f_code.co_name == "synchronize" and frame.f_code.co_filename.endswith(_CUDA_FILE)

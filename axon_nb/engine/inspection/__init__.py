@@ -1,0 +1,1 @@
+"""Answers to what `axon_nb.cluster.inspection` asks of a rank."""

@@ -1,0 +1,1 @@
+"""The rank's IPython kernel: cells, streams, interrupts, tracebacks."""

@@ -1,0 +1,142 @@
+"""The main thread's Python stack from the cell's own frame on, read by another thread at any time.
+
+Whose code a file is: a library's or the user's.
+
+Threads that may still communicate while the main thread waits, or when it has ended the cell.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from axon_nb.engine.frames import code_by_thread, collecting_nothing, main_frame
+from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.session import RankSession
+from axon_nb.engine.user_frame import RUN_CODE, user_frame
+
+__all__ = ["cell_stack", "library_of", "users_threads"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_FOLDERS = tuple(
+    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+)
+
+
+@functools.lru_cache(4096)  # asked for each frame of each thread
+def library_of(filename: str) -> str:
+    """The package that a file belongs to, ``Python`` for the standard library; empty for the user's own code."""
+    if filename.startswith(os.path.join(_PACKAGE, "")):
+        return os.path.basename(_PACKAGE)
+    for folder in _FOLDERS:
+        if filename.startswith(folder):
+            first = filename.removeprefix(folder).split(os.sep)
+            return first[0].removesuffix(".py") if "packages" in folder else "Python"
+    return "Python" if filename.startswith("<frozen") else ""
+
+
+_MAX_WALK = 5000
+_FIRST, _LAST = 15, 25
+"""Of a deep stack so many entries are kept at its two ends."""
+_MAX_WIDTH = 160
+
+Point = tuple[Any, int]
+"""(code object, line)"""
+
+
+def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, str]]:
+    """Places and source lines, outermost first; those of libraries folded. Empty when no cell runs."""
+    if session.cell is None:
+        return []
+    points = _from_thread() or list(_from_task(interrupts.task))
+    entries: list[dict[str, str]] = []
+    folded: list[Point] = []
+    for code, line in points:
+        library = library_of(code.co_filename)
+        if library:
+            folded.append((code, line))
+            continue
+        entries += _fold(folded)
+        folded = []
+        entries.append(_own(session, code, line))
+    entries += _fold(folded)
+    if len(entries) > _FIRST + _LAST:
+        left_out = len(entries) - _FIRST - _LAST
+        entries[_FIRST:-_LAST] = [{"place": f"… {left_out:,} more of the user's frames …"}]
+    return entries
+
+
+def _from_thread() -> list[Point]:
+    frame = main_frame()
+    user = user_frame(frame)
+    points: list[Point] = []
+    while user is not None and frame is not None and len(points) < _MAX_WALK:
+        points.append((frame.f_code, frame.f_lineno))
+        if frame is user:
+            break
+        frame = frame.f_back
+    return points[::-1]
+
+
+def _from_task(task: Any) -> Iterator[Point]:
+    """The chain of awaits of an async cell, which is not on the thread's stack while it waits."""
+    waiting = task.get_coro() if task is not None and not task.done() else None
+    inside = False
+    for _ in range(_MAX_WALK):
+        with collecting_nothing():
+            frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
+        if frame is None:
+            return
+        if inside:
+            yield frame.f_code, frame.f_lineno
+        inside = inside or frame.f_code is RUN_CODE
+        names = ("cr_await", "gi_yieldfrom", "ag_await")
+        waiting = next((w for n in names if (w := getattr(waiting, n, None)) is not None), None)
+
+
+def _fold(points: list[Point]) -> list[dict[str, str]]:
+    if not points:
+        return []
+    packages = ", ".join(dict.fromkeys(library_of(code.co_filename) for code, _ in points))
+    first, last = points[0][0].co_name, points[-1][0].co_name
+    if len(points) == 1:
+        return [{"place": f"… 1 frame of {packages}: {first}"}]
+    return [{"place": f"… {len(points):,} frames of {packages}: {first} … {last}"}]
+
+
+def _own(session: RankSession, code: Any, line: int) -> dict[str, str]:
+    named = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
+    file = " ".join(named) if named else code.co_filename
+    function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
+    source = linecache.getline(code.co_filename, line).strip()
+    return {"place": f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", "code": source[:_MAX_WIDTH]}
+
+
+_COMMUNICATES = os.path.join("", "torch", "distributed", "")
+
+
+def users_threads() -> list[str]:
+    """Names of the threads that run the user's code, communicate or wait to begin (`threading.Timer`) right now.
+
+    Those of libraries run code of their own: of data loaders, progress bars, log writers. One of a pool that has
+    nothing to do gets work from the user's code alone, and so counts when that runs.
+    """
+    running = code_by_thread()
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and not thread.name.startswith("axon_nb")
+        and (isinstance(thread, threading.Timer) or any(map(_may_communicate, running.get(thread.ident or 0, ()))))
+    ]
+
+
+def _may_communicate(code: CodeType) -> bool:
+    return not library_of(code.co_filename) or _COMMUNICATES in code.co_filename

@@ -1,0 +1,1 @@
+"""Which part of a sharded tensor this rank holds."""

@@ -1,0 +1,1 @@
+"""The rank's end of `axon_nb.cluster.transfer`."""

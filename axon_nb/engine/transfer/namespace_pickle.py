@@ -1,0 +1,144 @@
+"""Pickling a rank's namespace for another rank: one graph, so that optimizers keep pointing at their parameters.
+
+On the other rank functions and classes of cells live in its own namespace, process groups are its own groups of the
+same name, and what belongs to a rank (its sampler's place, its device) is the other's.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import types
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.distributed import DistributedSampler
+
+from axon_nb.comm.world import World
+from axon_nb.engine.groups import install
+from axon_nb.engine.groups.wrapper_reset import renew_reducer
+from axon_nb.engine.session import current
+from axon_nb.engine.sharding.sharded import is_sharded, is_stage, mesh_type
+from axon_nb.engine.transfer.value_pickle import namespace, reduce_function
+
+__all__ = ["CannotCopy", "NamespacePickler", "reason"]
+
+_CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
+_PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
+
+
+class CannotCopy(Exception):
+    """This object cannot be on another rank; the message says what it is."""
+
+
+class NamespacePickler(cloudpickle.Pickler):
+    """See the module."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is made anew; called for all but the plainest types."""
+        kind = type(obj)
+        if kind is types.FunctionType and obj.__globals__ is namespace():
+            return reduce_function(obj)
+        _refuse(obj, kind)
+        if issubclass(kind, dist.ProcessGroup):
+            return _group, (obj.group_name,)
+        if kind is World:
+            return World.init, ()
+        if kind is torch.device:
+            return _device, (str(obj), obj == current().device)
+        if kind is torch.Generator:
+            return _generator, (str(obj.device), obj.get_state())
+        if issubclass(kind, DistributedDataParallel):
+            return _reduce_ddp(obj)
+        if issubclass(kind, DistributedSampler):
+            own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
+            return _new, (kind,), (dict(vars(obj)), own), None, None, _set_sampler
+        if issubclass(kind, LRScheduler):
+            return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
+        return super().reducer_override(obj)
+
+
+def reason(error: BaseException) -> str:
+    """Why an object cannot be copied, in a few words."""
+    if isinstance(error, CannotCopy):
+        return str(error)
+    match = _CANNOT_PICKLE.search(str(error))
+    if match:
+        return f"holds {_PLAIN.get(match.group(1), f'a {match.group(1)}')}, which stays with its process"
+    return f"does not pickle ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
+
+
+def _refuse(obj: Any, kind: type) -> None:
+    if is_sharded(obj):
+        raise CannotCopy("is sharded: each rank holds its own part")
+    if is_stage(obj):
+        raise CannotCopy("is a pipeline stage: each rank holds its own")
+    if issubclass(kind, mesh_type()):
+        raise CannotCopy("is a device mesh: make it anew on all ranks")
+    if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
+        raise CannotCopy("is an open file, which stays with its process")
+    if issubclass(kind, types.GeneratorType):
+        raise CannotCopy("is a generator, which stays with its process")
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _group(name: str) -> Any:
+    for group in install.all_groups():
+        if group.group_name == name:
+            return group
+    return dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _device(name: str, own: bool) -> torch.device:
+    return current().device if own else torch.device(name)
+
+
+def _generator(device: str, state: torch.Tensor) -> torch.Generator:
+    own = current().device if device.startswith("cuda") else torch.device(device)
+    return torch.Generator(own).set_state(state)
+
+
+def _reduce_ddp(model: DistributedDataParallel) -> Any:
+    state = dict(vars(model))
+    group = state.pop("process_group")
+    for name in ("reducer", "logger"):
+        state.pop(name, None)
+    return _new, (type(model),), (state, group), None, None, _set_ddp
+
+
+def _set_ddp(model: DistributedDataParallel, state: tuple[dict[str, Any], Any]) -> None:
+    # Its reducer does not talk to the others: theirs were made anew when this rank was replaced.
+    attributes, model.process_group = state
+    torch.nn.Module.__setstate__(model, attributes)
+    renew_reducer(model)
+
+
+def _set_sampler(sampler: Any, state: tuple[dict[str, Any], bool]) -> None:
+    vars(sampler).update(state[0])
+    if state[1]:
+        sampler.rank = dist.get_rank()
+
+
+def _set_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    vars(scheduler).update(state)
+    optimizer = getattr(scheduler, "optimizer", None)
+    step = getattr(optimizer, "step", None)
+    if step is None or hasattr(step, "_wrapped_by_lr_sched"):
+        return
+
+    # A scheduler marks its optimizer's `step` to warn when it was not called first; the mark is not pickled.
+    @functools.wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        vars(optimizer)["_opt_called"] = True
+        return step(*args, **kwargs)
+
+    vars(marked)["_wrapped_by_lr_sched"] = True
+    vars(optimizer).update(step=marked, _opt_called=True)

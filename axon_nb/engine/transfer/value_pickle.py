@@ -1,0 +1,202 @@
+"""Values as parts that travel without a copy: a pickle (protocol 5), and the memory of tensors, arrays and tables.
+
+The notebook uses it as well, and imports torch only when a tensor comes. Where torch cannot be imported, a tensor comes
+as a NumPy array (bfloat16 as float32).
+
+Functions of cells on their way to another process: there they live in its namespace, as if defined in a cell of it.
+
+cloudpickle would give each a private copy of the names it uses, and what later cells assign would not reach it.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+from IPython.core.getipython import get_ipython
+
+__all__ = ["namespace", "pack", "reduce_function", "unpack"]
+
+_ATTRIBUTES = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__annotations__",
+)
+
+
+def namespace() -> dict[str, Any]:
+    """The variables that this process's cells see; without IPython those of the main module."""
+    shell = get_ipython()
+    return vars(sys.modules["__main__"]) if shell is None else shell.user_ns
+
+
+def reduce_function(function: types.FunctionType, *, with_names: bool = False) -> Any:
+    """How a function whose globals are `namespace()` is made anew.
+
+    Args:
+        function: The function.
+        with_names: Whether the global names that it uses go with it; they never replace a variable there.
+    """
+    cells = function.__closure__ or ()
+    state = {
+        "attributes": {name: getattr(function, name) for name in _ATTRIBUTES},
+        "dict": dict(vars(function)),
+        "closure": [_contents(cell) for cell in cells],
+        "names": _used(function) if with_names else {},
+    }
+    return _function, (function.__code__, len(cells)), state, None, None, _set_function
+
+
+def _used(function: types.FunctionType) -> dict[str, Any]:
+    known = function.__globals__
+    shells = getattr(get_ipython(), "user_ns_hidden", {})  # its own names, such as `get_ipython`
+    names = dict.fromkeys(_global_names(function.__code__))
+    return {name: known[name] for name in names if name in known and name not in shells}
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _contents(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # not bound yet
+        return []
+
+
+def _function(code: types.CodeType, num_cells: int) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in range(num_cells))
+    return types.FunctionType(code, namespace(), code.co_name, None, cells)
+
+
+def _set_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    for name, value in state["attributes"].items():
+        setattr(function, name, value)
+    vars(function).update(state["dict"])
+    for cell, contents in zip(function.__closure__ or (), state["closure"], strict=True):
+        if contents:
+            cell.cell_contents = contents[0]
+    for name, value in state["names"].items():
+        function.__globals__.setdefault(name, value)
+
+
+_WITHIN = 4 << 10
+"""Memory of fewer bytes travels within the pickle."""
+
+
+class _Content:
+    """The memory of one tensor; tensors that are views of the same elements share it, as tied weights do."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+class _Packer(cloudpickle.Pickler):
+    def __init__(self, file: Any, buffer_callback: Any, *, with_names: bool) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self._with_names = with_names
+        self._contents: dict[Any, _Content] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is made anew; called for all but the plainest types."""
+        kind = type(obj)
+        if kind is _Content:
+            return _same, (pickle.PickleBuffer(obj.data),)
+        if kind is types.FunctionType and obj.__globals__ is namespace():
+            return reduce_function(obj, with_names=self._with_names)
+        torch = sys.modules.get("torch")
+        if torch is not None and kind in (torch.Tensor, torch.nn.Parameter) and _is_dense(torch, obj):
+            return self._reduce_tensor(torch, obj)
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
+        order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+        if not tensor.detach().permute(order).is_contiguous():
+            order = list(range(tensor.ndim))
+        key = (str(tensor.device), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape, tensor.is_conj())
+        content = self._contents.get(key) if tensor.numel() else None
+        moved = tensor.detach().resolve_conj().resolve_neg().cpu().permute(order).contiguous()
+        if content is None:
+            flat = moved.reshape(-1)
+            data = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            content = self._contents[key] = _Content(data)
+        name = str(tensor.dtype).removeprefix("torch.")
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        wants_gradient = tensor.requires_grad and tensor.is_leaf
+        return _tensor, (content, name, tuple(moved.shape), tuple(order), (parameter, wants_gradient))
+
+
+def _is_dense(torch: Any, tensor: Any) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and tensor.device.type != "meta" and not vars(tensor)
+
+
+def _same(data: Any) -> Any:
+    return data
+
+
+def _tensor(content: Any, name: str, shape: tuple[int, ...], order: tuple[int, ...], kind: tuple[bool, bool]) -> Any:
+    parameter, wants_gradient = kind
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return _array(content, name, shape).transpose(inverse)
+    flat = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+    tensor = flat.view(getattr(torch, name)).reshape(shape).permute(inverse)
+    return torch.nn.Parameter(tensor, wants_gradient) if parameter else tensor.requires_grad_(wants_gradient)
+
+
+def _array(content: Any, name: str, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    if name == "bfloat16":  # the upper half of a float32
+        upper = np.frombuffer(content, np.uint16).astype(np.uint32)
+        return (upper << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(content, np.dtype(name)).reshape(shape)
+
+
+def pack(value: Any, *, with_names: bool = False) -> list[Any]:
+    """A value as parts: the pickle, then memory that the value still holds; keep it unchanged until they are sent.
+
+    Args:
+        value: Anything that cloudpickle takes.
+        with_names: Whether functions of cells bring the global names that they use.
+    """
+    stream, memory = io.BytesIO(), []
+
+    def outside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _WITHIN:
+            return True
+        memory.append(raw)
+        return False
+
+    _Packer(stream, outside, with_names=with_names).dump(value)
+    return [stream.getbuffer(), *memory]
+
+
+def unpack(parts: Sequence[Any]) -> Any:
+    """The value; its arrays and tensors are views of `parts`, which nobody else may use.
+
+    Raises:
+        Exception: whatever its classes raise, such as ImportError.
+    """
+    return pickle.loads(parts[0], buffers=parts[1:])

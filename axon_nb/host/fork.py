@@ -1,0 +1,182 @@
+"""What a forked rank does first: detach from the agent, set up its own environment, run the engine.
+
+Modules that the agent imports so that forked ranks already have them: one per step of the event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from axon_nb.host.children import set_parent_death_signal
+
+__all__ = ["ForkRequest", "Preload", "become_rank", "signals_blocked"]
+
+_OOM_SCORE = "300"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """Parameters of a new rank."""
+
+    rank: int
+    env: dict[str, str]
+    """The complete environment, captured at `start`."""
+    cwd: str
+    path: list[str]
+    """`sys.path`, captured at `start`."""
+    argv: list[str]
+    """The engine's arguments."""
+    log: Path
+    umask: int
+    entry: str
+    """Function that runs the engine, as `module:function`: takes `argv`, returns when the engine exits."""
+
+    @classmethod
+    def from_json(cls, message: dict[str, Any]) -> ForkRequest:
+        """Create from a `fork` command."""
+        names = ("rank", "env", "cwd", "path", "argv", "umask", "entry")
+        return cls(log=Path(message["log"]), **{name: message[name] for name in names})
+
+
+_BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block signals while forking: a child that ran the agent's handlers would terminate its siblings."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) -> NoReturn:
+    """Run the engine in a freshly forked child; never returns."""
+    code = 1
+    try:
+        _detach_from_agent(agent_pid, inherited)
+        _redirect_stdio(request.log)
+        _apply(request)
+        module, _, function = request.entry.partition(":")
+        getattr(importlib.import_module(module), function)(request.argv)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _detach_from_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
+    for resource in inherited:
+        with contextlib.suppress(OSError):
+            resource.close()
+    os.setsid()
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != agent_pid:
+        os._exit(1)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+
+
+def _redirect_stdio(log: Path) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(null)
+    os.close(out)
+
+
+def _apply(request: ForkRequest) -> None:
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.umask(request.umask)
+    os.chdir(request.cwd)
+    sys.path[:] = request.path
+    sys.argv = ["ipengine", *request.argv]
+    importlib.invalidate_caches()
+    random.seed()
+    if "numpy" in sys.modules:
+        # NumPy's global generator was seeded in the agent: without this all ranks would draw the same numbers.
+        sys.modules["numpy"].random.seed()
+
+
+_REQUIRED = (
+    "torch",
+    "torch.distributed",
+    "ipykernel.ipkernel",
+    "ipykernel.displayhook",
+    "ipyparallel.engine.app",
+    "ipyparallel.engine.kernel",
+    "axon_nb.engine.bootstrap",
+)
+# Imported while the agent is idle. The first optimizer alone makes a rank import torch._dynamo, which takes
+# longer than everything else together, and four ranks would do it at once.
+_OPTIONAL = (
+    "IPython.extensions.storemagic",
+    "IPython.core.completer",
+    "psutil",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+    "matplotlib_inline.backend_inline",
+)
+
+
+class Preload:
+    """Imports modules step by step; a failing import is left to the rank, which reports it where it uses the module."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._required = list(_REQUIRED) if enabled else []
+        self._optional = list(_OPTIONAL) if enabled else []
+
+    @property
+    def ready(self) -> bool:
+        """Whether ranks can be forked."""
+        return not self._required
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is imported, including the optional modules."""
+        return not self._required and not self._optional
+
+    def step(self, *, busy: bool) -> bool:
+        """Import the next module, optional ones only while not `busy`; return whether there was one to import."""
+        if self._required:
+            name = self._required.pop(0)
+        elif self._optional and not busy:
+            name = self._optional.pop(0)
+        else:
+            return False
+        try:
+            importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+        if not self._required and name == _REQUIRED[-1]:
+            gc.collect()
+        return True

@@ -1,0 +1,279 @@
+"""How many CPU cores this process may use: affinity and the container's quota, not what the machine has.
+
+Available GPUs according to `nvidia-smi`: CUDA itself must not be initialised here.
+
+A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent asks torch.
+
+How much memory this process can still take without another one being ended for it.
+
+The cgroups that limit this process: its own and every one above it, for a limit on any of them counts.
+
+Which container this runs in: the fix of a limit is another one in each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from axon_nb.records.environment import VISIBLE_GPUS
+
+__all__ = [
+    "CGROUPS",
+    "OWN_CGROUP",
+    "Gpu",
+    "choose",
+    "folders",
+    "free_memory",
+    "instances_of",
+    "kind",
+    "list_gpus",
+    "usable_cores",
+]
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where cgroups are mounted."""
+OWN_CGROUP = Path("/proc/self/cgroup")
+"""Lists the cgroups of this process, a line for each hierarchy."""
+
+
+def folders(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[tuple[Path, int]]:
+    """The folders of this process's cgroup and of all above it, lowest first, each with its version (1 or 2).
+
+    In a container the listed path often is the host's, which is not mounted: such folders do not exist, and the topmost
+    one is the container's own.
+
+    Args:
+        controller: Such as ``cpu`` or ``memory``.
+        root: Where cgroups are mounted.
+        own: A file like /proc/self/cgroup.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    found: list[tuple[Path, int]] = []
+    for _, names, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if names == "":
+            base, version = root, 2
+        elif controller in names.split(","):
+            mounts = [root / names, root / controller]  # "cpu,cpuacct", often with a link to it called "cpu"
+            base, version = next((mount for mount in mounts if mount.is_dir()), root / controller), 1
+        else:
+            continue
+        below = Path(path.lstrip("/"))
+        if ".." in below.parts:  # the process was moved out of the container's namespace
+            below = Path()
+        found += [(base / part, version) for part in dict.fromkeys((below, *below.parents))]
+    return found
+
+
+def usable_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Cores by CPU affinity, lowered to the least quota of this process's cgroup and those above it; at least 1.
+
+    Args:
+        root: Where cgroups are mounted: v2 with `cpu.max`, v1 with `cpu.cfs_quota_us`.
+        own: A file like /proc/self/cgroup.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    quotas = [_quota(folder, version) for folder, version in folders("cpu", root=root, own=own)]
+    return max(1, min([cores, *(math.ceil(quota) for quota in quotas if quota is not None)]))
+
+
+def _quota(folder: Path, version: int) -> float | None:
+    """CPUs that the processes of one cgroup may use; None: any number."""
+    try:
+        if version == 2:
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        return None
+
+
+_BUSY_BYTES = 512 << 20
+_QUERY = "index,uuid,name,memory.total,memory.used"
+_MIG = "MIG-"
+_LISTED = re.compile(r"(?:GPU \d+|\s+MIG (?P<profile>\S+) .*): .*\(UUID: (?P<uuid>(?:GPU|MIG)-[^)]+)\)\s*")
+"""A line of `nvidia-smi -L`: a card, or one of the MIG instances of the card above it."""
+_BY_PARENT = re.compile(r"MIG-(?P<card>GPU-[^/]+)/\d+/\d+")
+"""An instance as drivers before R470 list it and newer ones still take it: card, GPU instance, compute instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this host."""
+
+    index: int
+    """The driver's index, as used in `CUDA_VISIBLE_DEVICES`."""
+    name: str
+    total_bytes: int
+    used_bytes: int
+    mig: str = ""
+    """The one MIG instance of it that may be used, as `CUDA_VISIBLE_DEVICES` names it; empty: the whole card.
+
+    Memory of an instance is not known: 0 bytes.
+    """
+
+    @property
+    def selector(self) -> str:
+        """What `CUDA_VISIBLE_DEVICES` takes for it."""
+        return self.mig or str(self.index)
+
+    @property
+    def busy(self) -> bool:
+        """Whether more than half a GiB of its memory is in use."""
+        return self.used_bytes > _BUSY_BYTES
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty where there is no driver."""
+    cards = dict(
+        card for line in _ask(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits") if (card := _parse(line))
+    )
+    visible = os.environ.get(VISIBLE_GPUS.name)
+    if visible is None:
+        return list(cards.values())
+    return choose(visible, cards, instances_of(_ask("-L")) if _MIG in visible else {})
+
+
+def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
+    """The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, in its order.
+
+    As CUDA does: an entry is a number, the UUID of a card or its beginning, or a MIG instance. The first that names
+    nothing ends the list; a card named twice, or a name that fits two, shows none at all. A process sees one instance
+    only, and no card beside it.
+
+    Args:
+        visible: The value.
+        cards: All cards by UUID.
+        instances: What `instances_of` found.
+    """
+    chosen: list[Gpu] = []
+    for item in (entry.strip() for entry in visible.split(",")):
+        if item.startswith(_MIG):
+            matching = _instance(item, cards, instances)
+        else:
+            matching = [gpu for uuid, gpu in cards.items() if item and item in (str(gpu.index), uuid[: len(item)])]
+        if not matching:
+            break
+        if len(matching) > 1 or matching[0] in chosen:
+            return []
+        if chosen and (matching[0].mig or chosen[0].mig):
+            break
+        chosen.append(matching[0])
+    return chosen
+
+
+def instances_of(lines: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The MIG instances that `nvidia-smi -L` lists: UUID of the card and profile such as ``3g.20gb``, by name."""
+    found: dict[str, tuple[str, str]] = {}
+    card = ""
+    for match in filter(None, map(_LISTED.fullmatch, lines)):
+        if match["profile"] is None:
+            card = match["uuid"]
+        else:
+            found[match["uuid"]] = card, match["profile"]
+    return found
+
+
+def _instance(name: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
+    parent, profile = instances.get(name, ("", ""))
+    if not parent and (match := _BY_PARENT.fullmatch(name)):
+        # A newer driver lists UUIDs of instances, from which their numbers cannot be told: that there are any suffices.
+        listed = [other for other, (card, _) in instances.items() if card == match["card"]]
+        parent = match["card"] if listed and not any(map(_BY_PARENT.fullmatch, listed)) else ""
+    if parent not in cards:
+        return []
+    card = cards[parent]
+    return [Gpu(card.index, f"{card.name} MIG {profile}".rstrip(), 0, 0, mig=name)]
+
+
+def _parse(line: str) -> tuple[str, Gpu] | None:
+    fields = line.split(", ")
+    if len(fields) < 5 or not fields[0].isdigit():
+        return None
+    total, used = (int(text) << 20 if text.isdigit() else 0 for text in fields[-2:])
+    return fields[1], Gpu(int(fields[0]), ", ".join(fields[2:-2]), total, used)
+
+
+def _ask(*arguments: str) -> list[str]:
+    """The lines that `nvidia-smi` prints; none where it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+_AVAILABLE = re.compile(r"^MemAvailable:\s*(\d+) kB$", re.MULTILINE)
+_MACHINE = Path("/proc/meminfo")
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+_CACHE = {
+    1: re.compile(r"^total_inactive_file (\d+)$", re.MULTILINE),
+    2: re.compile(r"^inactive_file (\d+)$", re.MULTILINE),
+}
+"""Files and fields by version of cgroups."""
+_UNLIMITED = 1 << 60
+"""Without a limit version 1 tells the largest number of whole pages."""
+
+
+def free_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = _MACHINE) -> int | None:
+    """Bytes that are free or can be freed at once, on the machine, in its cgroup and those above; None: nobody tells.
+
+    Args:
+        root: Where cgroups are mounted.
+        own: A file like /proc/self/cgroup.
+        meminfo: A file like /proc/meminfo.
+    """
+    of_groups = [_of_cgroup(folder, version) for folder, version in folders("memory", root=root, own=own)]
+    return min((value for value in (_of_machine(meminfo), *of_groups) if value is not None), default=None)
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    try:
+        match = _AVAILABLE.search(meminfo.read_text())
+    except OSError:
+        return None
+    return int(match.group(1)) << 10 if match else None
+
+
+def _of_cgroup(folder: Path, version: int) -> int | None:
+    try:
+        limit, used = (int((folder / name).read_text()) for name in _FILES[version])
+    except (OSError, ValueError):  # "max" is no number
+        return None
+    return max(0, limit - used + _cache(folder, version)) if limit < _UNLIMITED else None
+
+
+def _cache(folder: Path, version: int) -> int:
+    """Bytes of files that the kernel keeps and can drop at once."""
+    try:
+        match = _CACHE[version].search((folder / "memory.stat").read_text())
+    except OSError:
+        return 0
+    return int(match.group(1)) if match else 0
+
+
+def kind() -> str:
+    """``kubernetes``, ``docker``, ``podman``, ``apptainer``, or empty: no container that is known."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "apptainer"
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if Path("/.dockerenv").exists() else ""

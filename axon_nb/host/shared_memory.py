@@ -1,0 +1,256 @@
+"""Shared-memory blocks: bulk data between processes of one user on one host, in anonymous memory files.
+
+The files come from Linux's `memfd_create`. They have no path, so nothing is left behind when a process dies, and the
+size of /dev/shm does not matter. Only the notebook holds them open; a rank opens them through /proc, which the kernel
+allows for processes of the same user only. Pages are written once, sealed, and mapped copy-on-write.
+
+A block is a sequence of parts: their number, their sizes, then each part at a multiple of 64 bytes. It is one file, or
+two consecutive ones: see `host.parcel_filling`.
+
+Files are `FileIO` objects from the moment they are opened: an interrupt may come after any call, and a bare file
+descriptor would then stay open for ever.
+
+Mapping several files as one contiguous, copy-on-write memory region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from io import FileIO
+from typing import Any
+
+from axon_nb.host.resources import usable_cores
+from axon_nb.host.shared_memory_fill import copy_into, split_point
+
+__all__ = [
+    "BlockAddress",
+    "SharedBlock",
+    "SharedBlockUnavailableError",
+    "block_size",
+    "join_parts",
+    "map_files",
+    "memfd_supported",
+    "read_block",
+    "split_parts",
+    "write_block",
+]
+
+_MAP_FIXED = 0x10
+"""From Linux's <sys/mman.h>, the same on every architecture that torch supports; Python does not define it."""
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
+    """Map all files as one contiguous region; none of them has to stay open.
+
+    Python's own `mmap` maps a single file and keeps a duplicate file descriptor. So this maps anonymous memory and
+    replaces its pages; they are released with the last view.
+
+    Args:
+        files: File descriptor and size in bytes of each; all sizes but the last are multiples of the page size.
+
+    Raises:
+        OSError: not enough address space.
+    """
+    kind, protection = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = mmap.mmap(-1, sum(size for _, size in files), flags=kind | mmap.MAP_ANONYMOUS, prot=protection)
+    anchor = ctypes.c_char.from_buffer(mapped)
+    start = ctypes.addressof(anchor)
+    del anchor  # its export would keep the mapping from being closed
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+    for fd, size in files:
+        if libc.mmap(start, size, protection, kind | _MAP_FIXED, fd, 0) == _FAILED:
+            number = ctypes.get_errno()
+            mapped.close()
+            raise OSError(number, "cannot map the shared block")
+        start += size
+    return mapped
+
+
+BlockAddress = tuple[tuple[str, int], tuple[str, int]]
+"""Paths at which a process of the same user opens the block's files, with their inodes: descriptors get reused."""
+
+_ALIGN = 64
+_MIN_MAPPED_BYTES = 1 << 20
+"""Smaller blocks are read, which is faster than mapping them."""
+_NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
+"""Arguments for the two files."""
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class SharedBlockUnavailableError(Exception):
+    """The block cannot be opened: the processes differ in host, container or user."""
+
+
+def memfd_supported() -> bool:
+    """Whether this system has `memfd_create`."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+class SharedBlock:
+    """A shared-memory block of this process, freed when it is closed and no longer mapped."""
+
+    def __init__(self) -> None:
+        # A single C call for both files, see the module's docstring.
+        self._files = tuple(map(FileIO, map(os.memfd_create, _NAMES, _FLAGS), _MODES))
+        for file in self._files:
+            os.fchmod(file.fileno(), 0o600)
+
+    @property
+    def address(self) -> BlockAddress:
+        """Where ranks open the files."""
+        descriptors = [file.fileno() for file in self._files]
+        first, second = ((f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino) for fd in descriptors)
+        return first, second
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been written."""
+        return not os.fstat(self._files[0].fileno()).st_size
+
+    def write(self, parts: Sequence[Any]) -> None:
+        """Write all parts and seal the files."""
+        _write(self._files, parts, writers=1)
+
+    def read(self) -> list[memoryview]:
+        """Return the parts, in memory private to this call."""
+        return _read(self._files)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> SharedBlock:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_block(address: BlockAddress) -> list[memoryview]:
+    """Return the parts of another process's block, in memory private to this call.
+
+    Raises:
+        SharedBlockUnavailableError: this process cannot open the block.
+    """
+    with _opened(address, "r") as files:
+        return _read(files)
+
+
+def write_block(address: BlockAddress, parts: Sequence[Any], *, writers: int = 1) -> None:
+    """Write another process's block and seal it.
+
+    Args:
+        address: The block.
+        parts: The parts, as buffers.
+        writers: How many processes on this host write blocks at the same time.
+
+    Raises:
+        SharedBlockUnavailableError: this process cannot open the block.
+    """
+    with _opened(address, "r+") as files:
+        _write(files, parts, writers=writers)
+
+
+@contextlib.contextmanager
+def _opened(address: BlockAddress, mode: str) -> Iterator[tuple[FileIO, ...]]:
+    with _open(*address[0], mode) as first, _open(*address[1], mode) as second:
+        yield first, second
+
+
+def _open(path: str, inode: int, mode: str) -> FileIO:
+    try:
+        file = FileIO(path, mode)
+    except OSError as error:
+        raise SharedBlockUnavailableError(f"{path}: {error.strerror}") from None
+    if os.fstat(file.fileno()).st_ino != inode:
+        file.close()
+        raise SharedBlockUnavailableError(f"{path} is now a different file")
+    return file
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offset of each part and total size, in bytes."""
+    offsets, end = [], 8 * (1 + len(sizes))
+    for size in sizes:
+        start = -(-end // _ALIGN) * _ALIGN
+        offsets.append(start)
+        end = start + size
+    return offsets, end
+
+
+def _views(parts: Sequence[Any]) -> list[memoryview]:
+    return [memoryview(part).cast("B") for part in parts]
+
+
+def block_size(parts: Sequence[Any]) -> int:
+    """Size in bytes of a block with these parts."""
+    return _offsets([view.nbytes for view in _views(parts)])[1]
+
+
+def _header(sizes: Sequence[int]) -> bytes:
+    return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
+
+
+def _write(files: tuple[FileIO, ...], parts: Sequence[Any], *, writers: int) -> None:
+    first, second = (file.fileno() for file in files)
+    views = _views(parts)
+    sizes = [view.nbytes for view in views]
+    offsets, total = _offsets(sizes)
+    split = split_point(total, two_threads=usable_cores() >= 2 * writers)
+    os.ftruncate(first, split)
+    os.ftruncate(second, total - split)
+    copy_into((first, second), [(0, memoryview(_header(sizes))), *zip(offsets, views, strict=True)], split)
+    for fd in (first, second):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def _read(files: tuple[FileIO, ...]) -> list[memoryview]:
+    descriptors = [file.fileno() for file in files]
+    # Sealed, so that the files can neither change nor be truncated, which would kill this process with SIGBUS.
+    if not all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in descriptors):
+        raise ValueError("the shared block is incomplete")
+    sized = [(fd, size) for fd in descriptors if (size := os.fstat(fd).st_size)]
+    total = sum(size for _, size in sized)
+    if total >= _MIN_MAPPED_BYTES:
+        with contextlib.suppress(OSError):  # out of address space or memory: the read below reports it
+            return split_parts(map_files(sized))
+    data, done = bytearray(total), 0
+    for fd, size in sized:
+        end = done + size
+        while done < end:
+            done += os.preadv(fd, [memoryview(data)[done:end]], size - (end - done))
+    return split_parts(data)
+
+
+def join_parts(parts: Sequence[Any]) -> bytearray:
+    """Return the content of a block as bytes, for processes that share no memory."""
+    views = _views(parts)
+    sizes = [view.nbytes for view in views]
+    offsets, total = _offsets(sizes)
+    data = bytearray(total)
+    header = _header(sizes)
+    data[: len(header)] = header
+    for offset, view in zip(offsets, views, strict=True):
+        data[offset : offset + view.nbytes] = view
+    return data
+
+
+def split_parts(data: Any) -> list[memoryview]:
+    """Return the parts in a block's bytes, without copying; empty bytes have no parts."""
+    view = memoryview(data).cast("B")
+    if not view.nbytes:
+        return []
+    (count,) = struct.unpack_from("<Q", view)
+    sizes = struct.unpack_from(f"<{count}Q", view, 8)
+    offsets, _ = _offsets(sizes)
+    return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]

@@ -1,0 +1,193 @@
+"""The rendezvous store over TCP for ranks on other hosts: one address, and only for clients that know the key.
+
+Authentication of TCP connections to the rendezvous store: both ends prove that they know the key and sign messages.
+
+Only clusters with ranks on several hosts use it. The key itself is never sent. Signatures are HMAC-SHA256 (RFC 2104)
+with a separate key per connection and direction, and each includes a sequence number, which prevents replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from axon_nb.host.connections import Connection, StoreConnection
+from axon_nb.host.store import encode
+
+__all__ = [
+    "NONCE_SIZE",
+    "PROOF_SIZE",
+    "AuthenticatedStoreConnection",
+    "Handshake",
+    "MessageSigner",
+    "TcpListener",
+    "authenticate",
+    "store_key",
+]
+
+NONCE_SIZE = 32
+PROOF_SIZE = 32
+
+
+def store_key(cluster_key: bytes) -> bytes:
+    """Derive the store's key from the key that signs ipyparallel's messages, which both ends already have."""
+    return _sign(cluster_key, b"axon_nb rendezvous store")
+
+
+def _sign(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+class MessageSigner:
+    """Signs the messages that one end sends and verifies those it receives."""
+
+    def __init__(self, sending: bytes, receiving: bytes) -> None:
+        self._keys = (sending, receiving)
+        self._sent = self._received = 0
+
+    def sign(self, parts: list[bytes]) -> list[bytes]:
+        """Return the message with its signature appended as a part."""
+        self._sent += 1
+        return [*parts, _sign(self._keys[0], self._sent.to_bytes(8, "big"), encode(parts))]
+
+    def verify(self, parts: list[bytes]) -> list[bytes]:
+        """Check the signature and return the message without it.
+
+        Raises:
+            ValueError: the signature is wrong, or the message was replayed.
+        """
+        self._received += 1
+        *content, proof = parts or [b""]
+        expected = _sign(self._keys[1], self._received.to_bytes(8, "big"), encode(content))
+        if not hmac.compare_digest(proof, expected):
+            raise ValueError("store message with a wrong signature")
+        return content
+
+
+class Handshake:
+    """The store's side of the handshake: send `challenge`, then pass the reply to `check`."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.challenge = os.urandom(NONCE_SIZE)
+
+    def check(self, answer: bytes) -> tuple[bytes, MessageSigner]:
+        """Verify a client's reply; return the proof to send back and the connection's signer.
+
+        Args:
+            answer: The client's nonce and its proof, `NONCE_SIZE` + `PROOF_SIZE` bytes.
+
+        Raises:
+            ValueError: the client does not know the key.
+        """
+        nonce, proof = answer[:NONCE_SIZE], answer[NONCE_SIZE:]
+        session = _sign(self._key, self.challenge, nonce)
+        if not hmac.compare_digest(proof, _sign(session, b"rank")):
+            raise ValueError("the store client does not know the key")
+        return _sign(session, b"store"), MessageSigner(_sign(session, b"to rank"), _sign(session, b"to store"))
+
+
+def authenticate(sock: socket.socket, key: bytes) -> MessageSigner:
+    """Perform the rank's side of the handshake on a blocking socket.
+
+    Raises:
+        ConnectionError: the peer closed the connection or does not know the key.
+    """
+    challenge = _exactly(sock, NONCE_SIZE)
+    nonce = os.urandom(NONCE_SIZE)
+    session = _sign(key, challenge, nonce)
+    sock.sendall(nonce + _sign(session, b"rank"))
+    if not hmac.compare_digest(_exactly(sock, PROOF_SIZE), _sign(session, b"store")):
+        raise ConnectionError("the rendezvous store does not know the cluster's key")
+    return MessageSigner(_sign(session, b"to store"), _sign(session, b"to rank"))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise ConnectionError("the rendezvous store closed the connection: the cluster's key does not match")
+        data += chunk
+    return data
+
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class AuthenticatedStoreConnection(StoreConnection):
+    """Connection of a rank on another host; its messages are read only after it has proven that it knows the key."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        handle: Callable[[list[bytes], Callable[[list[bytes]], None]], None],
+        key: bytes,
+    ) -> None:
+        self._handshake = Handshake(key)
+        self._handshake_bytes = bytearray()
+        self._signer: MessageSigner | None = None
+        self._since = time.monotonic()
+        super().__init__(sock, selector, on_close, handle)
+        self.send(self._handshake.challenge)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the client failed to authenticate in time."""
+        return self._signer is None and time.monotonic() - self._since > _HANDSHAKE_TIMEOUT_S
+
+    def received(self, data: bytes) -> None:
+        """Complete the handshake, then answer messages."""
+        if self._signer is None:
+            self._handshake_bytes += data
+            if len(self._handshake_bytes) < NONCE_SIZE + PROOF_SIZE:
+                return
+            answer, data = bytes(self._handshake_bytes), b""
+            proof, self._signer = self._handshake.check(
+                answer
+            )  # raises if wrong or too long, which closes the connection
+            self.send(proof)
+        for message in self._decoder.feed(data):
+            self._handle(self._signer.verify(message), self._answer)
+
+    def _answer(self, parts: list[bytes]) -> None:
+        if self._signer is not None:
+            self.send(encode(self._signer.sign(parts)))
+
+
+class TcpListener:
+    """A listening TCP socket on one address.
+
+    Args:
+        ip: The only address of this host to listen on.
+        selector: The agent's selector.
+        accept: Called with each new connection.
+    """
+
+    def __init__(self, ip: str, selector: selectors.BaseSelector, accept: Callable[[socket.socket], Any]) -> None:
+        self.sock = socket.create_server((ip, 0), backlog=128)
+        self.sock.setblocking(False)
+        self._accept = accept
+        selector.register(self.sock, selectors.EVENT_READ, self.on_ready)
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.sock.getsockname()[1])
+
+    def on_ready(self, mask: int) -> None:
+        """Accept one connection."""
+        with contextlib.suppress(OSError):
+            connection, _ = self.sock.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._accept(connection)

@@ -1,0 +1,1 @@
+"""Data parallelism: DDP, FSDP, ZeRO."""

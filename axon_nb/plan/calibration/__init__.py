@@ -1,0 +1,1 @@
+"""Measured rates of this machine: `plan.calibrate`."""

@@ -1,0 +1,208 @@
+"""`plan.calibrate`: measures the links and the speed of running ranks."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from axon_nb.comm.group import resolve
+from axon_nb.comm.types import Backend
+from axon_nb.errors import UsageError
+from axon_nb.plan.arguments import SINGLE_AXIS_STRATEGIES, check_choice, check_int, check_number
+from axon_nb.plan.calibration.collectives import MEASURED_OPERATIONS, AxisBenchmark, fit_link
+from axon_nb.plan.calibration.compute import measure_overlap, measure_phases, measure_rates
+from axon_nb.plan.calibration.result import Calibration, Sample
+from axon_nb.plan.calibration.wrappers import measure_wrappers
+from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
+from axon_nb.plan.tracing.trace import trace_model
+
+__all__ = ["calibrate", "calibrate_on_rank"]
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the whole tensors that are sent."""
+
+
+def calibrate(
+    mesh: Any = None,
+    *,
+    cluster: Any = None,
+    model: Any = None,
+    inputs: Any = None,
+    target: Any = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    strategies: Sequence[Any] | str = ("ddp", "full_shard"),
+    batch: int = 1,
+    seq: int | None = None,
+    operations: Sequence[str] = MEASURED_OPERATIONS,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    budget_s: float = 5.0,
+    dtype: torch.dtype = torch.float32,
+) -> Calibration:
+    """Measure each axis's link and the ranks' compute rates. Every rank must call it; it takes some seconds.
+
+    In a `%%distributed` cell, under torchrun, or wherever there is a default group:
+
+        here = plan.calibrate(make_mesh(dp=2, tp=2))
+        plan.step_time(make, 64, inputs=make_batch, rates=here, links=here)
+
+    In the notebook, ``plan.calibrate(cluster=axon_nb.current_cluster())`` runs it on the ranks.
+
+    Args:
+        mesh: Its axes are measured; None: one axis ``all`` with all ranks. With `cluster`, the name of a mesh there.
+        cluster: Run on this cluster's ranks, from the notebook.
+        model: A model to fit the rates to, by phase, in the forms of `plan.step_time`. None: rates of plain matrix
+            products and elementwise operations.
+        inputs: The model's inputs.
+        target: What its loss takes besides the output.
+        loss: Function of output and target, or of the output alone; None: the sum of the output.
+        optimizer: With a model: a function that makes it from parameters, or its name in `torch.optim`; its step is
+            measured too. None: no optimizer step.
+        strategies: With a model: ``ddp`` or values of `ShardingStrategy` whose wrappers are measured around it; ignored
+            on a mesh of several axes.
+        batch: Samples per rank, for a GPTConfig and for described inputs.
+        seq: Tokens in a sample, for the same.
+        operations: Collectives to measure.
+        sizes: Bytes of whole tensors.
+        repeats: Number of timings; the median counts.
+        budget_s: Seconds per axis after which no larger tensor is measured.
+        dtype: Compute dtype.
+
+    Raises:
+        UsageError: there is no default group, or an option is invalid.
+    """
+    _check(operations, sizes, repeats, budget_s, dtype)
+    names = [strategies] if isinstance(strategies, str) else strategies
+    kinds = [check_choice("strategies", str(getattr(name, "value", name)), SINGLE_AXIS_STRATEGIES) for name in names]
+    options: dict[str, Any] = {
+        "source": None if model is None else ModelSource(model, inputs, target, loss, batch, seq),
+        "optimizer": resolve_optimizer(optimizer),
+        "strategies": tuple(kinds),
+        "operations": tuple(operations),
+        "sizes": tuple(sizes),
+        "repeats": repeats,
+        "budget_s": budget_s,
+        "dtype": dtype,
+    }
+    if cluster is not None:
+        return _run_on(cluster, mesh, options)
+    return calibrate_on_rank(mesh, **options)
+
+
+def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any) -> None:
+    for name, given, rule in (
+        ("operations", operations, f"one or more of {', '.join(MEASURED_OPERATIONS)}"),
+        ("sizes", sizes, "one or more sizes in bytes"),
+    ):
+        if not isinstance(given, Iterable) or isinstance(given, str) or not list(given):
+            raise UsageError(f"{name} must be {rule}; got {given!r}.")
+    for operation in operations:
+        check_choice("operations", operation, MEASURED_OPERATIONS)
+    for size in sizes:
+        check_int("sizes", size, what="bytes")
+    check_int("repeats", repeats)
+    check_number("budget_s", budget_s, rule="seconds, 0 or more")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype must be a floating-point dtype, such as torch.float32; got {dtype!r}.")
+
+
+def _run_on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
+    """Run it on a cluster's ranks and return rank 0's result, which equals all others'."""
+    if mesh is not None and not (isinstance(mesh, str) and mesh.isidentifier()):
+        raise UsageError(f"With cluster=, mesh must be the name of a mesh on the ranks, such as 'mesh'; got {mesh!r}.")
+    if not hasattr(cluster, "run"):
+        raise UsageError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
+    sent = base64.b85encode(cloudpickle.dumps(options)).decode()
+    module = "__import__('axon_nb.plan.calibration.calibrate', fromlist=['calibrate_on_rank'])"
+    code = f"{module}.calibrate_on_rank({mesh}, sent={sent!r})"
+    answer = cluster.run(code, quiet=True)
+    found: Calibration = answer.values[min(answer.values)]
+    return found
+
+
+def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Calibration:
+    """Run `calibrate` on a rank.
+
+    Args:
+        mesh: As there.
+        sent: The options, as the notebook sends them.
+        **options: The options of `calibrate`, with the model and its inputs as `source`.
+
+    Raises:
+        UsageError: there is no default group.
+    """
+    if sent:
+        options = cloudpickle.loads(base64.b85decode(sent))
+    if not dist.is_initialized():
+        raise UsageError(
+            "No process group to measure: call it in a `%%distributed` cell, under torchrun after World.init(), or "
+            "with cluster=axon_nb.current_cluster()."
+        )
+    world = resolve(None)
+    on_gpu = world.backend is Backend.NCCL
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    everyone = AxisBenchmark("all", dist.group.WORLD, device)
+    repeats = options["repeats"]
+    rates = measure_rates(everyone, repeats=repeats, dtype=options["dtype"])
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
+    samples: list[Sample] = []
+    links: dict[str, Link] = {}
+    for bench in _benches(mesh, everyone):
+        if bench.num_ranks < 2:
+            continue
+        own = bench.measure(
+            options["operations"],
+            options["sizes"],
+            repeats=repeats,
+            budget_s=options["budget_s"],
+            agree=everyone.slowest,
+        )
+        samples += own
+        links[bench.axis] = fit_link(bench.axis, own, where)
+    overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
+    plain = Calibration(links, rates, overlap, where, tuple(samples))
+    return plain if options["source"] is None else _fit_to_model(plain, everyone, options)
+
+
+def _fit_to_model(plain: Calibration, everyone: AxisBenchmark, options: dict[str, Any]) -> Calibration:
+    """Fit the rates to a model, and measure its wrappers."""
+    source, optimizer, repeats = options["source"], options["optimizer"], options["repeats"]
+    with torch.enable_grad(), torch.random.fork_rng():
+        trace = trace_model(source, optimizer=optimizer)
+        if not trace.has_inputs:
+            raise UsageError("inputs= is required to measure a model: one batch.")
+        rates, alone_s = measure_phases(everyone, plain.rates, source, trace, optimizer, repeats=repeats)
+        if len(plain.links) == 1 and plain.samples[0].num_ranks == everyone.num_ranks:
+            wrappers = measure_wrappers(
+                everyone,
+                source,
+                trace,
+                optimizer,
+                strategies=options["strategies"],
+                rates=rates,
+                link=next(iter(plain.links.values())),
+                overlap=plain.overlap,
+                alone_s=alone_s,
+                repeats=repeats,
+            )
+            rates = replace(rates, wrappers=wrappers)
+    return replace(plain, rates=rates)
+
+
+def _benches(mesh: Any, everyone: AxisBenchmark) -> list[AxisBenchmark]:
+    if mesh is None:
+        return [everyone]
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise UsageError(f"mesh must have named axes, as make_mesh(dp=2, tp=2) gives it; got {mesh!r}.")
+    return [AxisBenchmark(name, mesh.get_group(name), everyone.device) for name in names]

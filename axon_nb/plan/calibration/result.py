@@ -1,0 +1,108 @@
+"""The result of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.hardware.rates import Rates
+from axon_nb.plan.tables import format_flops, format_ms, html_table, text_table
+from axon_nb.records.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Calibration", "Sample"]
+
+_HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "fitted, ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement."""
+
+    axis: str
+    num_ranks: int
+    """Ranks along the axis."""
+    operation: str
+    bytes: int
+    """Size of the whole tensor."""
+    seconds: float
+    """Seconds per call: the slowest rank's median."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Links and rates of running ranks; accepted as `links=` and as `rates=`."""
+
+    links: Mapping[str, Link]
+    """By axis; ``all`` if there was no mesh."""
+    rates: Rates
+    """Of the slowest rank while all compute."""
+    overlap: float
+    """Fraction of a collective's time, 0 to 1, that computation hides."""
+    where: str
+    """Ranks, backend, device and threads, as text."""
+    samples: tuple[Sample, ...] = field(default=(), repr=False)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per measurement: axis, num_ranks, operation, mib, ms, fit_ms."""
+        import pandas as pd
+
+        rows = [
+            (s.axis, s.num_ranks, s.operation, s.bytes / 2**20, 1e3 * s.seconds, 1e3 * self._fit(s))
+            for s in self.samples
+        ]
+        return pd.DataFrame(rows, columns=["axis", "num_ranks", "operation", "mib", "ms", "fit_ms"])
+
+    def figure(self) -> Any:
+        """A plotly figure: milliseconds over bytes, log-log; points are measured, lines are fitted."""
+        traces = []
+        for key in dict.fromkeys((sample.axis, sample.operation) for sample in self.samples):
+            own = sorted((s for s in self.samples if (s.axis, s.operation) == key), key=lambda s: s.bytes)
+            name = f"{key[1]}, {key[0]}"
+            sizes = [sample.bytes for sample in own]
+            measured, fitted = [1e3 * s.seconds for s in own], [1e3 * self._fit(s) for s in own]
+            traces.append({"type": "scatter", "mode": "markers", "name": name, "x": sizes, "y": measured})
+            traces.append({"type": "scatter", "mode": "lines", "name": f"{name}, fit", "x": sizes, "y": fitted})
+        layout = {
+            "title": {"text": self.where},
+            "xaxis": {"type": "log", "title": {"text": "bytes"}},
+            "yaxis": {"type": "log", "title": {"text": "ms"}},
+        }
+        return plotly_figure(traces, layout)
+
+    def _fit(self, sample: Sample) -> float:
+        return self.links[sample.axis].seconds(sample.operation, sample.bytes, sample.num_ranks)
+
+    def _summary(self) -> str:
+        rates = self.rates
+        moving = (
+            "" if rates.bytes_per_s is None else f", {format_bytes(round(rates.bytes_per_s))}/s of other operations"
+        )
+        return (
+            f"{self.where}: {format_flops(rates.flops_per_s)} per rank{moving}, {1e6 * rates.launch_s:.3g} us per "
+            f"launch; computation hides {self.overlap:.0%} of communication"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for sample in self.samples:
+            yield (
+                sample.axis,
+                str(sample.num_ranks),
+                sample.operation,
+                format_bytes(sample.bytes),
+                format_ms(sample.seconds),
+                format_ms(self._fit(sample)),
+            )
+
+    def __str__(self) -> str:
+        return text_table(self._summary(), _HEAD, list(self._rows()))
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html_table(self._summary(), _HEAD, list(self._rows()))}

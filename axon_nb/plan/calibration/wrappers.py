@@ -1,0 +1,96 @@
+"""Measures a strategy's wrapper overhead: a wrapped model's step minus the prediction without overhead."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from axon_nb.parallel.data.ddp import DDP
+from axon_nb.parallel.data.fsdp import FSDP
+from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.calibration.collectives import AxisBenchmark
+from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.hardware.rates import Rates
+from axon_nb.plan.timing.step_time import predict_step
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import ModelTrace
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
+
+__all__ = ["measure_wrappers"]
+
+
+def measure_wrappers(
+    bench: AxisBenchmark,
+    source: ModelSource,
+    trace: ModelTrace,
+    optimizer: Callable[..., Optimizer] | None,
+    *,
+    strategies: Sequence[str],
+    rates: Rates,
+    link: Link,
+    overlap: float,
+    alone_s: float,
+    repeats: int,
+) -> Mapping[str, float]:
+    """Measure each strategy's overhead in seconds per parameter and step; 0 if a step is no slower than predicted.
+
+    Args:
+        bench: Of all ranks.
+        source: The model, its inputs and its loss.
+        trace: Of its step.
+        optimizer: Made from the parameters; None: there is none.
+        strategies: ``ddp``, or values of `ShardingStrategy`.
+        rates: Fitted to the model.
+        link: Between the ranks.
+        overlap: As `step_time` takes it.
+        alone_s: Measured seconds of a step without a wrapper, to correct the prediction.
+        repeats: Steps after two warm-up steps; the median counts.
+    """
+    one = ParallelLayout(source, {"dp": 1}, device=bench.device.type, known_trace=trace)
+    error_s = alone_s - predict_step(one, traffic_of(one, None), rates, overlap).total_s
+    found = {}
+    for strategy in strategies:
+        layout = ParallelLayout(source, {"dp": bench.num_ranks}, strategy, device=bench.device.type, known_trace=trace)
+        expected = predict_step(layout, traffic_of(layout, link), rates, overlap).total_s + error_s
+        step = _stepper(bench, source, optimizer, strategy)
+        taken = []
+        for _ in range(repeats + 2):
+            bench.wait()
+            start = time.perf_counter()
+            step()
+            bench.synchronize()
+            taken.append(time.perf_counter() - start)
+        slowest = statistics.median(bench.slowest_of(taken[2:]))
+        found[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
+    return found
+
+
+def _stepper(
+    bench: AxisBenchmark, source: ModelSource, optimizer: Callable[..., Optimizer] | None, strategy: str
+) -> Callable[[], object]:
+    subject = source.real()
+    model: nn.Module = subject.model.to(bench.device)
+    args = tuple(arg.to(bench.device) if isinstance(arg, torch.Tensor) else arg for arg in subject.args or ())
+    wrapped: Any
+    if strategy == "ddp":
+        wrapped = DDP(model, dist.group.WORLD)
+        made = None if optimizer is None else optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    else:
+        wrapped = FSDP(model, dist.group.WORLD, strategy=ShardingStrategy(strategy))
+        made = None if optimizer is None else wrapped.optimizer(optimizer)
+
+    def step() -> None:
+        wrapped.zero_grad()
+        subject.loss(wrapped(*args)).backward()
+        if made is not None:
+            made.step()
+
+    return step

@@ -1,0 +1,160 @@
+"""`plan.memory`: will it fit?"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import cloudpickle
+
+from axon_nb.plan.arguments import (
+    LayoutOptions,
+    check_callbacks,
+    check_choice,
+    check_options,
+    choice_value,
+    resolve_mesh,
+)
+from axon_nb.plan.errors import PlanError
+from axon_nb.plan.footprint.plan import MemoryPlan
+from axon_nb.plan.footprint.request import MemoryRequest, parse_ranks
+from axon_nb.plan.models import dtype_name
+from axon_nb.plan.named_models import sendable_model
+from axon_nb.plan.process.worker import run_in_process
+
+__all__ = ["memory"]
+
+_CACHE_SIZE = 64
+_cache: OrderedDict[str, MemoryPlan] = OrderedDict()
+_METHODS = ("simulate", "closed_form")
+_NAMED = ("world_size", "optimizer", "optimizer_options", "dtype", "cpu_offload", "activation_checkpointing")
+
+
+def memory(
+    model: Any,
+    world_size: int | None = None,
+    *,
+    optimizer: Any = "AdamW",
+    optimizer_options: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    cpu_offload: Any = "none",
+    activation_checkpointing: Any = None,
+    ranks: str | int | Sequence[int] = "worst",
+    fragmentation: float | None = None,
+    method: str = "simulate",
+    extrapolate: bool = True,
+    progress: Callable[[float, str], None] | None = None,
+    cancel: threading.Event | None = None,
+    refresh: bool = False,
+    cluster: Any = None,
+    **layout: Unpack[LayoutOptions],
+) -> MemoryPlan:
+    """Predict how much memory a training step takes on each rank, without the ranks and without the memory.
+
+    By default a separate process runs one rank's step on tensors without data and tracks every storage. Ctrl-C and
+    `cancel` stop it. Models with many equal blocks run at two small depths; the rest is extrapolated. Answers are
+    cached.
+
+        plan.memory(GPTConfig(hidden=4096, heads=32, blocks=34, context=2048), 64, mixed_precision="bfloat16")
+        plan.memory("model", 64, inputs=plan.TensorSpec(("batch", 1024)), batch=8)  # the ranks' variable `model`
+
+    Args:
+        model: A function without arguments that makes the model; an `axon_nb.parallel.models.GPTConfig`; a module, of
+            which only classes and shapes are used; the name of one on the ranks, planned as it was before wrapping; or
+            the result of `plan.capture`.
+        world_size: Number of ranks; None: the mesh says.
+        optimizer: Its name in `torch.optim`, its class, or a function that makes one from parameters.
+        optimizer_options: Its keyword arguments.
+        dtype: Of parameters, such as ``"bfloat16"``; None: as the model makes them.
+        cpu_offload: A `CPUOffload`, or its value.
+        activation_checkpointing: Blocks to recompute in backward: their class or its name, a function of a module that
+            returns a bool, or True for the model's equal blocks.
+        ranks: ``worst``, ``all``, or rank numbers.
+        fragmentation: Allowance for fragmentation, as a fraction of everything else; None: 0.05 on cuda, 0 on cpu.
+        method: ``simulate``, or ``closed_form``: model states only, immediately, in this process.
+        extrapolate: False: simulate every block.
+        progress: Called with the fraction done, 0 to 1, and the next step.
+        cancel: Set it to cancel the plan.
+        refresh: Simulate even if the answer is cached.
+        cluster: The cluster on which `model` is a name; None: the one that this notebook's cells run on.
+        **layout: The fields of `LayoutOptions`: mesh, strategy, inputs, target, loss, batch, seq, mixed_precision,
+            wrap, tp_plan, schedule, num_microbatches, device. A mesh with the axis tp alone wraps nothing around the
+            model. `device` decides whether optimizers use their foreach kernels and whether offloaded tensors leave the
+            device.
+
+    Raises:
+        PlanError: the model cannot be built or run on tensors without data, or an option is invalid; the message says
+            what works.
+        SimulatorError: the simulator process failed.
+        PlanCancelledError: `cancel` was set.
+        NoClusterError: the model is a name, and no ranks run.
+    """
+    check_choice("method", method, _METHODS)
+    check_callbacks(progress, cancel)
+    check_options(layout, tuple(LayoutOptions.__annotations__), named=_NAMED)
+    given: dict[str, Any] = {**layout}
+    strategy = choice_value(given.pop("strategy", "full_shard")).lower()
+    mesh = resolve_mesh(world_size, given.pop("mesh", None), strategy)
+    mixed = given.pop("mixed_precision", None)
+    device = given.setdefault("device", "cuda")
+    request = MemoryRequest(
+        sendable_model(model, cluster),
+        mesh,
+        strategy,
+        optimizer=optimizer,
+        optimizer_options=optimizer_options,
+        dtype=None if dtype is None else dtype_name(dtype, "dtype"),
+        mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
+        cpu_offload=choice_value(cpu_offload),
+        activation_checkpointing=activation_checkpointing,
+        schedule=choice_value(given.pop("schedule", "1F1B")),
+        ranks=parse_ranks(ranks),
+        fragmentation=(0.05 if device == "cuda" else 0.0) if fragmentation is None else fragmentation,
+        extrapolate=extrapolate,
+        simulate=method == "simulate",
+        **given,
+    ).check()
+    start = time.monotonic()
+    if not request.simulate:
+        from axon_nb.plan.footprint.formula import closed_form_plan
+
+        return replace(closed_form_plan(request), seconds=time.monotonic() - start)
+    return _simulated(request, start, progress, cancel, refresh)
+
+
+def _simulated(
+    request: MemoryRequest,
+    start: float,
+    progress: Callable[[float, str], None] | None,
+    cancel: threading.Event | None,
+    refresh: bool,
+) -> MemoryPlan:
+    task = _pickled(request)
+    key = hashlib.sha256(task).hexdigest()
+    if not refresh and key in _cache:
+        _cache.move_to_end(key)
+        return _cache[key]
+    made: MemoryPlan = run_in_process(
+        "axon_nb.plan.footprint.simulate:simulate", task, progress=progress, cancel=cancel
+    )
+    made = replace(made, seconds=time.monotonic() - start)
+    _cache[key] = made
+    while len(_cache) > _CACHE_SIZE:
+        _cache.popitem(last=False)
+    return made
+
+
+def _pickled(request: MemoryRequest) -> bytes:
+    try:
+        task: bytes = cloudpickle.dumps(request)
+    except Exception as error:
+        raise PlanError(
+            f"The model, its inputs or its loss cannot be sent to another process ({error}): give functions that make "
+            "what they need instead of capturing open objects."
+        ) from error
+    return task

@@ -1,0 +1,273 @@
+"""A memory plan: bytes on each rank, by purpose, between steps and at the peak.
+
+Its text, HTML and figure use the unit that suits the largest number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.arguments import check_number
+from axon_nb.plan.errors import PlanError
+from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.tables import html_table, text_table, unit_for
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["GIB", "MODEL_STATES_ONLY", "PARTS", "MemoryParts", "MemoryPlan", "ModuleMemory", "RankMemory"]
+
+GIB = 1024**3
+MODEL_STATES_ONLY = "model states only"
+"""The `method` of a closed-form plan, which has no activations and no buffers."""
+_MAX_RANKS = 16
+_LABELS = {
+    "optimizer": "optimizer states",
+    "unsharded": "unsharded buffers",
+    "communication": "communication buffers",
+    "fragmentation": "fragmentation allowance",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes on one rank at one moment, by purpose."""
+
+    parameters: int = 0
+    """The rank's shards between steps."""
+    gradients: int = 0
+    optimizer: int = 0
+    """Optimizer states of the parameters' shapes."""
+    activations: int = 0
+    """Inputs, tensors that forward saves for backward, their gradients, and temporaries."""
+    unsharded: int = 0
+    """FSDP's unsharded parameters while a unit computes, and their gradients until they are reduced."""
+    communication: int = 0
+    """Buffers of collectives: all-gather, reduce-scatter, DDP buckets, and tensors received by pipeline stages."""
+    other: int = 0
+    """The model's buffers, step counters, and temporaries of the optimizer's step."""
+    fragmentation: int = 0
+    """Allowance for memory that the allocator cannot use; not a prediction."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def with_allowance(self, share: float) -> MemoryParts:
+        """The same with a fragmentation allowance, a fraction of everything else."""
+        bare = replace(self, fragmentation=0)
+        return replace(bare, fragmentation=round(share * bare.total))
+
+    def as_dict(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {part: getattr(self, part) for part in PARTS}
+
+
+PARTS = tuple(item.name for item in fields(MemoryParts))
+"""The parts, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMemory:
+    """Bytes on one rank that belong to one module, without its submodules."""
+
+    name: str
+    """Its name in the model as given; empty: the model itself."""
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Made by its forward and still alive at the rank's peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    """Coordinates, by mesh axis."""
+    persistent: MemoryParts
+    """After the optimizer's step, before gradients are freed."""
+    peak: MemoryParts
+    """At the step's peak; in closed-form plans the same as `persistent`."""
+    phase: str = ""
+    """Phase of the peak: forward, backward or optimizer; empty in closed-form plans."""
+    module: str = ""
+    """The module that runs at the peak, if known."""
+    host_bytes: int = 0
+    """Bytes that offloading keeps in host memory; on CPU ranks the parts include them."""
+    modules: tuple[ModuleMemory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of a training step on each rank; sizes in bytes, displayed in GiB (1024³ bytes)."""
+
+    model: str
+    """Its class."""
+    num_parameters: int
+    """Of the whole model."""
+    mesh: Mapping[str, int]
+    strategy: str
+    device: str
+    method: str
+    """``simulated``, with the depths if extrapolated, or ``model states only``."""
+    ranks: tuple[RankMemory, ...]
+    """The ranks that were requested."""
+    model_states: tuple[MemoryParts, ...] = ()
+    """Closed-form parameters, gradients and optimizer states of the same ranks."""
+    notes: tuple[str, ...] = ()
+    """Assumptions behind the numbers."""
+    seconds: float = 0.0
+    """Seconds that planning took."""
+    simulator_bytes: int = 0
+    """Peak resident bytes of the simulator process; 0 in closed-form plans."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other options, as text."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        count = 1
+        for size in self.mesh.values():
+            count *= size
+        return count
+
+    @property
+    def worst(self) -> RankMemory:
+        """The requested rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of the requested ranks, in bytes."""
+        return self.worst.peak.total
+
+    def fits(self, memory_gib: float) -> bool:
+        """Return whether the highest peak is at most `memory_gib` GiB.
+
+        Raises:
+            PlanError: this is a closed-form plan, which has no peak; or `memory_gib` is not a number.
+        """
+        if self.method == MODEL_STATES_ONLY:
+            raise PlanError("This plan has model states only: use memory(…, method='simulate') for the peak.")
+        return self.peak_bytes <= check_number("memory_gib", memory_gib, rule="a number of GiB, such as 80") * GIB
+
+    def to_frame(self, by: str = "rank") -> pd.DataFrame:
+        """Return a table, sizes in GiB.
+
+        Args:
+            by: ``rank``: one row per rank and moment (persistent, peak); ``module``: one row per module of the rank
+                with the highest peak.
+
+        Raises:
+            PlanError: `by` is neither.
+        """
+        import pandas as pd
+
+        if by == "module":
+            rows: list[dict[str, Any]] = [
+                {"module": item.name or "(model)"} | _gib({f.name: getattr(item, f.name) for f in fields(item)[1:]})
+                for item in self.worst.modules
+            ]
+        elif by == "rank":
+            rows = [
+                {"rank": rank.rank, **rank.coordinates, "moment": moment}
+                | _gib(parts.as_dict() | {"total": parts.total, "host": rank.host_bytes})
+                for rank in self.ranks
+                for moment, parts in (("persistent", rank.persistent), ("peak", rank.peak))
+            ]
+        else:
+            raise PlanError(f"by must be 'rank' or 'module'; got {by!r}.")
+        return pd.DataFrame(rows)
+
+    def figure(self) -> Any:
+        """A plotly figure: stacked bars of the parts, persistent and at the peak, in GiB."""
+        return _figure(self)
+
+    def __str__(self) -> str:
+        """A table in plain text."""
+        return _text(self)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": _html(self)}
+
+
+def _gib(sizes: Mapping[str, int]) -> dict[str, float]:
+    return {f"{name}_gib": size / GIB for name, size in sizes.items()}
+
+
+def _text(plan: MemoryPlan) -> str:
+    """The worst rank's table, and the assumptions."""
+    return text_table(f"{_title(plan)}\n{_where(plan)}", *_table(plan.worst), plan.notes)
+
+
+def _html(plan: MemoryPlan) -> str:
+    """The same as HTML."""
+    return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), plan.notes)
+
+
+def _figure(plan: MemoryPlan) -> Any:
+    """Stacked bars, persistent and peak, of up to 16 ranks: those with the highest peaks."""
+    ranks = sorted(plan.ranks, key=lambda rank: rank.peak.total, reverse=True)[:_MAX_RANKS]
+    ranks.sort(key=lambda rank: rank.rank)
+    moments = [(rank, moment) for rank in ranks for moment in ("persistent", "peak")]
+    axis = [[f"rank {rank.rank}" for rank, _ in moments], [moment for _, moment in moments]]
+    unit = unit_for(rank.peak.total for rank in ranks)
+    held = [getattr(rank, moment).as_dict() for rank, moment in moments]
+    bars = [
+        {"type": "bar", "name": _label(part), "x": axis, "y": [unit.of(parts[part]) for parts in held]}
+        for part in held[0]
+        if any(parts[part] for parts in held)
+    ]
+    layout = {
+        "barmode": "stack",
+        "title": {"text": _title(plan).partition(": ")[0]},
+        "yaxis": {"title": {"text": unit.name}},
+        "legend": {"traceorder": "normal"},
+    }
+    return plotly_figure(bars, layout)
+
+
+def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows: the rank's memory between steps and at its peak."""
+    unit = unit_for((rank.persistent.total, rank.peak.total))
+    parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
+    shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
+    rows = [*shown, ("total", rank.persistent.total, rank.peak.total)]
+    return (
+        ("", f"persistent, {unit.name}", f"peak, {unit.name}"),
+        [(label, unit.text(size), unit.text(highest)) for label, size, highest in rows],
+    )
+
+
+def _label(part: str) -> str:
+    return _LABELS.get(part, part)
+
+
+def _title(plan: MemoryPlan) -> str:
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    return (
+        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.strategy} on {plan.world_size} "
+        f"rank{'s' if plan.world_size > 1 else ''} ({mesh}), {plan.device}: {plan.method}"
+    )
+
+
+def _where(plan: MemoryPlan) -> str:
+    worst, several = plan.worst, len(plan.ranks) > 1
+    place = f"Rank {worst.rank}" + (f", the highest peak of {len(plan.ranks)} ranks" if several else "")
+    if not worst.phase:
+        return place
+    where = f" of {worst.module}" if worst.module else ""
+    return f"{place}; its peak is in {worst.phase}{where}"

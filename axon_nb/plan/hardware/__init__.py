@@ -1,0 +1,1 @@
+"""Links and rates of known hardware."""

@@ -1,0 +1,1 @@
+"""Which layout fits and is fastest: `plan.search`."""

@@ -1,0 +1,270 @@
+"""The record of a search over layouts.
+
+Enumerates meshes of a number of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.tables import format_ms, html_table, text_table, unit_for
+from axon_nb.records.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Candidate", "CandidateMesh", "SearchPlan", "candidate_meshes"]
+
+_GIB = 1024.0**3
+_SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
+_TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
+_HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "checkpointing", "step, ms", "memory, {}", "reason")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout and its evaluation."""
+
+    dp: int
+    tp: int
+    pp: int
+    strategy: str = ""
+    """Strategy of the data axis; empty: none was tried."""
+    num_microbatches: int = 1
+    activation_checkpointing: bool = False
+    """Whether backward recomputes activations."""
+    step_s: float = float("inf")
+    """Seconds per step; infinite if the layout is impossible."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part of the rank that needs most."""
+    reason: str = ""
+    """Why it is rejected; empty: it fits."""
+    simulated: bool = False
+    """Whether its memory is simulated instead of estimated."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout is possible and fits."""
+        return not self.reason
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.memory.values())
+
+    @property
+    def sort_key(self) -> tuple[bool, bool, float, float]:
+        """Sort key: layouts that fit come first, by time; the others by the memory they need."""
+        numbers = (self.step_s, self.memory_bytes)
+        return not self.fits, not self.memory, *(numbers if self.fits else numbers[::-1])
+
+    def layout(self, global_batch: int) -> dict[str, Any]:
+        """Return the layout as arguments of `plan.memory`: ``plan.memory(model, **best.layout(global_batch), …)``.
+
+        Args:
+            global_batch: Samples per step over all ranks.
+        """
+        options: dict[str, Any] = {
+            "mesh": {"pp": self.pp, "dp": self.dp, "tp": self.tp},
+            "strategy": self.strategy or "full_shard",
+            "batch": global_batch // self.dp,
+            "activation_checkpointing": True if self.activation_checkpointing else None,
+        }
+        return options | ({"num_microbatches": self.num_microbatches} if self.pp > 1 else {})
+
+    def with_result(self, memory: Mapping[str, int], step_s: float, limit: float) -> Candidate:
+        """The same, with its memory in bytes and its time; rejected when it needs more than the limit."""
+        total = sum(memory.values())
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
+        reason = f"needs {format_bytes(total)} of {format_bytes(round(limit))}: {parts}" if total > limit else ""
+        return replace(self, memory=dict(memory), step_s=step_s, reason=reason)
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """Layouts, those that fit first and the fastest at the top; made by `axon_nb.plan.search`."""
+
+    title: str
+    """The request, as text."""
+    candidates: tuple[Candidate, ...]
+    notes: tuple[str, ...] = ()
+    """Assumptions behind the numbers."""
+    global_batch: int = 1
+    """Samples per step over all ranks."""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest layout that fits; None if none does."""
+        first = self.candidates[0] if self.candidates else None
+        return first if first is not None and first.fits else None
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per layout, the best first.
+
+        Columns: dp, tp, pp, strategy, num_microbatches, activation_checkpointing, step_ms, memory_gib, fits, reason,
+        simulated. Impossible layouts have neither time nor memory.
+        """
+        import pandas as pd
+
+        rows = [
+            (
+                c.dp,
+                c.tp,
+                c.pp,
+                c.strategy,
+                c.num_microbatches,
+                c.activation_checkpointing,
+                1e3 * c.step_s if c.memory else None,
+                c.memory_bytes / _GIB if c.memory else None,
+                c.fits,
+                c.reason,
+                c.simulated,
+            )
+            for c in self.candidates
+        ]
+        names = [
+            "dp",
+            "tp",
+            "pp",
+            "strategy",
+            "num_microbatches",
+            "activation_checkpointing",
+            "step_ms",
+            "memory_gib",
+            "fits",
+            "reason",
+        ]
+        return pd.DataFrame(rows, columns=[*names, "simulated"])
+
+    def figure(self) -> Any:
+        """A plotly figure: milliseconds per step over the memory of the rank that needs most, one point per layout."""
+        unit = unit_for(c.memory_bytes for c in self.candidates)
+        traces = []
+        for fits, name, colour in ((True, "fits", "#54a24b"), (False, "does not fit", "#e45756")):
+            shown = [c for c in self.candidates if c.memory and c.fits is fits]
+            trace = {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "marker": {"color": colour, "size": 8},
+                "x": [unit.of(c.memory_bytes) for c in shown],
+                "y": [1e3 * c.step_s for c in shown],
+                "text": [_describe(c) for c in shown],
+                "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {unit.name}, %{{y:.4g}} ms",
+            }
+            traces.append(trace)
+        layout = {
+            "title": {"text": self.title},
+            "xaxis": {"title": {"text": f"{unit.name} on the fullest rank"}, "type": "log", "tickvals": _TICKS},
+            "yaxis": {"title": {"text": "ms per step"}, "type": "log"},
+        }
+        return plotly_figure(traces, layout)
+
+    def _summary(self) -> str:
+        fitting = sum(c.fits for c in self.candidates)
+        text = f"{self.title}: {fitting} of {len(self.candidates)} layouts fit"
+        if len(self._shown()) < len(self.candidates):
+            text += "; to_frame() has all of them"
+        return f"{text}. Best: {_describe(self.best)}." if self.best else f"{text}."
+
+    def _shown(self) -> list[Candidate]:
+        fitting = [c for c in self.candidates if c.fits]
+        rejected = [c for c in self.candidates if not c.fits]
+        room = _SHOWN_FITTING + _SHOWN_REJECTED
+        first = fitting[: max(_SHOWN_FITTING, room - len(rejected))]
+        return first + rejected[: room - len(first)]
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Head and rows."""
+        unit = unit_for(c.memory_bytes for c in self._shown())
+        rows: list[tuple[str, ...]] = [
+            (
+                str(c.dp),
+                str(c.tp),
+                str(c.pp),
+                c.strategy if c.dp > 1 else "",
+                str(c.num_microbatches) if c.memory else "",
+                "yes" if c.activation_checkpointing else "",
+                format_ms(c.step_s) if c.memory else "",
+                f"{unit.text(c.memory_bytes, decimals=2)}{' (simulated)' if c.simulated else ''}" if c.memory else "",
+                c.reason,
+            )
+            for c in self._shown()
+        ]
+        return tuple(name.format(unit.name) for name in _HEAD), rows
+
+    def __str__(self) -> str:
+        return text_table(self._summary(), *self._table(), self.notes)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": html_table(self._summary(), *self._table(), self.notes)}
+
+
+def _describe(one: Candidate) -> str:
+    parts = [f"{name} {size}" for name, size in (("dp", one.dp), ("tp", one.tp), ("pp", one.pp)) if size > 1]
+    if one.dp > 1:
+        parts.append(one.strategy)
+    if one.pp > 1:
+        parts.append(f"{one.num_microbatches} microbatches")
+    if one.activation_checkpointing:
+        parts.append("activation checkpointing")
+    return ", ".join(parts) or "one GPU"
+
+
+_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateMesh:
+    """Ranks along three axes."""
+
+    dp: int
+    tp: int
+    pp: int
+    num_microbatches: tuple[int, ...] = (1,)
+    """Numbers of microbatches to try."""
+    reason: str = ""
+    """Why the batch cannot be split so; empty: it can."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size by axis; the last one varies fastest."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+
+def candidate_meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[CandidateMesh]:
+    """Yield all meshes of a number of GPUs.
+
+    Args:
+        num_gpus: Ranks.
+        batch: Samples per step over all ranks.
+        max_tp: Largest number of ranks along ``tp``.
+    """
+    for tp in _divisors(num_gpus, max_tp):
+        for pp in _divisors(num_gpus // tp, num_gpus // tp):
+            yield _mesh(num_gpus // tp // pp, tp, pp, batch)
+
+
+def _mesh(dp: int, tp: int, pp: int, batch: int) -> CandidateMesh:
+    own, rest = divmod(batch, dp)
+    if rest:
+        return CandidateMesh(dp, tp, pp, reason=f"global_batch={batch} is not divisible by dp={dp}")
+    if pp == 1:
+        return CandidateMesh(dp, tp, pp)
+    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if own % (times * pp) == 0)
+    if not counts:
+        samples = f"{own} sample{'s' if own > 1 else ''}"
+        return CandidateMesh(
+            dp, tp, pp, reason=f"a rank's batch of {samples} cannot be split into a multiple of pp={pp} microbatches"
+        )
+    return CandidateMesh(dp, tp, pp, counts)
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]

@@ -1,0 +1,249 @@
+"""`plan.search`: which layouts fit, and which is the fastest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from axon_nb.errors import UsageError
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule
+from axon_nb.plan.arguments import (
+    SINGLE_AXIS_STRATEGIES,
+    check_callable,
+    check_callbacks,
+    check_choice,
+    check_int,
+    check_number,
+)
+from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.hardware.presets import resolve_links, resolve_rates
+from axon_nb.plan.hardware.rates import Rates
+from axon_nb.plan.layout_search.memory import MemoryEstimator, estimate_memory
+from axon_nb.plan.layout_search.plan import Candidate, CandidateMesh, SearchPlan, candidate_meshes
+from axon_nb.plan.layout_search.simulate import Simulations
+from axon_nb.plan.named_models import model_by_name
+from axon_nb.plan.pipeline.plan import SchedulePlan
+from axon_nb.plan.tables import format_flops
+from axon_nb.plan.timing.compute import pipeline_schedule
+from axon_nb.plan.timing.step_time import predict_step
+from axon_nb.plan.tracing.interpolation import TraceInterpolator
+from axon_nb.plan.tracing.subject import ModelSource, resolve_dtype, resolve_optimizer
+from axon_nb.plan.tracing.trace import ModelTrace
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.records.units import format_bytes
+
+__all__ = ["search"]
+
+_GIB = 1024.0**3
+_NODE = 8
+"""GPUs per NVLink domain, for defaults."""
+
+
+def search(
+    model: Any,
+    num_gpus: int,
+    memory_gib: float,
+    *,
+    rates: Rates | float | str | Any = None,
+    links: Link | str | Mapping[str, Link | str] | Any = None,
+    global_batch: int | None = None,
+    seq: int | None = None,
+    inputs: Any = None,
+    target: Any = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Callable[..., Optimizer] | str = "AdamW",
+    mixed_precision: torch.dtype | str | None = None,
+    strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
+    schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
+    max_tp: int = _NODE,
+    overlap: float = 1.0,
+    simulate: int = 0,
+    progress: Callable[[float, str], None] | None = None,
+    cancel: threading.Event | None = None,
+    estimate: MemoryEstimator = estimate_memory,
+) -> SearchPlan:
+    """Rank the layouts of some GPUs: those that fit come first, the fastest at the top.
+
+        plan.search(GPTConfig(hidden=4096, heads=32, blocks=32, context=2048, vocab=50304), 64, 80)
+        plan.search(make, 16, 40, global_batch=256, inputs=TensorSpec(("batch", 3, 224, 224)), rates="a100",
+                    links={"tp": "nvlink3", "all": "ib-hdr"}, mixed_precision="bfloat16", simulate=1)
+
+    A layout is (dp, tp, pp, strategy, number of microbatches, activation checkpointing). The model takes two or three
+    steps on tensors without data; the rest is arithmetic.
+
+    Args:
+        model: As in `communication`. Pipelines need a Sequential; ``tp`` shards the model as `parallelize` does
+            automatically.
+        num_gpus: Number of ranks; all are used.
+        memory_gib: GiB of memory per GPU.
+        rates: As in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
+        links: As in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: NVLink 4 along ``tp`` and among up
+            to 8 GPUs, InfiniBand NDR otherwise.
+        global_batch: Samples per step over all ranks, divisible by dp; None: two per GPU.
+        seq: Tokens in a sample.
+        inputs: The model's inputs, where ``"batch"`` stands for one rank's samples: ``TensorSpec(("batch", 1024))``.
+            Not needed with a GPTConfig.
+        target: The same, for the loss.
+        loss: Function of output and target, or of the output alone.
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`.
+        mixed_precision: dtype of forward and backward, as in `FSDP`; with ``ddp``, of autocast.
+        strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
+        schedule: Of pipelines.
+        max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
+        overlap: As in `step_time`.
+        simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; some
+            seconds each, in a separate process. 0: all memory is estimated.
+        progress: Called with the fraction done, 0 to 1, and the next step, during simulations.
+        cancel: Set it to cancel the simulations.
+        estimate: Returns bytes by part of the rank of a layout that needs most.
+
+    Raises:
+        UsageError: a number is invalid, or the model cannot be traced.
+        SimulatorError: the simulator process failed.
+        PlanCancelledError: `cancel` was set.
+    """
+    _check(num_gpus, memory_gib, global_batch, overlap, seq=seq, max_tp=max_tp, simulate=simulate)
+    check_callable("loss", loss, "of the output (and the target, if there is one) to a scalar")
+    check_callbacks(progress, cancel)
+    samples = 2 * num_gpus if global_batch is None else global_batch
+    kinds, dtype = _strategies(strategies), resolve_dtype(mixed_precision)
+    model = model_by_name(model)
+    source = ModelSource(model, inputs, target, loss, seq=seq)
+    make = resolve_optimizer(optimizer)
+    chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
+    wires = ({"all": "nvlink4" if num_gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
+    evaluator = _Evaluator(
+        source, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
+    )
+    traces = TraceInterpolator(source, make, dtype)
+    found: list[Candidate] = []
+    for mesh in candidate_meshes(int(num_gpus), int(samples), max_tp=max_tp):
+        if mesh.reason:
+            found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
+        else:
+            found += evaluator.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+    each = f"{memory_gib:g} GiB" if memory_gib >= 1 else format_bytes(round(memory_gib * _GIB))
+    plan = SearchPlan(
+        f"{num_gpus} GPUs of {each}, {samples} samples per step",
+        tuple(sorted(found, key=lambda one: one.sort_key)),
+        tuple(evaluator.notes(int(num_gpus))),
+        int(samples),
+    )
+    if not simulate:
+        return plan
+    options = {"seq": seq, "inputs": inputs, "target": target, "loss": loss, "optimizer": optimizer}
+    options |= {"mixed_precision": mixed_precision, "schedule": evaluator.schedule.value}
+    return Simulations(model, options, memory_gib * _GIB, progress, cancel).simulate_best(plan, simulate)
+
+
+def _check(num_gpus: Any, memory_gib: Any, global_batch: Any, overlap: Any, **whole: Any) -> None:
+    check_int("num_gpus", num_gpus, what="ranks")
+    check_number("memory_gib", memory_gib, rule="a number of GiB above 0, such as 80", least=1e-9)
+    if global_batch is not None:
+        check_int("global_batch", global_batch, what="samples over all ranks")
+    check_number("overlap", overlap, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)
+    for name, given in whole.items():
+        if given is not None or name != "seq":
+            check_int(name, given, least=0 if name == "simulate" else 1)
+
+
+def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
+    names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if not names:
+        raise UsageError(f"strategies must be one or more of {', '.join(SINGLE_AXIS_STRATEGIES)}; got {given!r}.")
+    return [
+        check_choice("strategies", str(getattr(name, "value", name)).lower(), SINGLE_AXIS_STRATEGIES) for name in names
+    ]
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """Evaluates layouts; holds what all of them share."""
+
+    source: ModelSource
+    optimizer: Callable[..., Optimizer] | None
+    dtype: torch.dtype | None
+    schedule: PipelineSchedule
+    strategies: Sequence[str]
+    rates: Rates
+    links: Any
+    overlap: float
+    limit: float
+    """Bytes of memory per rank."""
+
+    def candidates(
+        self, mesh: CandidateMesh, batch: int, trace: ModelTrace, estimate: MemoryEstimator
+    ) -> Iterator[Candidate]:
+        """Yield all layouts on one mesh, evaluated.
+
+        Args:
+            mesh: Ranks per axis.
+            batch: Samples per rank.
+            trace: With that batch.
+            estimate: Returns bytes by part.
+        """
+        reported = set()
+        for count in mesh.num_microbatches:
+            plain = Candidate(mesh.dp, mesh.tp, mesh.pp, "", count)
+            try:
+                base = self._layout(mesh, batch, count, trace)
+                reason = "tp shards no layer of this model" if mesh.tp > 1 and not base.styles else ""
+            except UsageError as error:
+                reason = str(error)
+            if not reason:
+                yield from self._evaluated(plain, base, estimate)
+            elif reason not in reported:
+                reported.add(reason)
+                yield replace(plain, reason=reason)
+
+    def _layout(self, mesh: CandidateMesh, batch: int, num_microbatches: int, trace: ModelTrace) -> ParallelLayout:
+        return ParallelLayout(
+            replace(self.source, batch=batch),
+            mesh.axes,
+            self._strategies(mesh.pp, mesh.dp)[0],
+            mixed_precision=self.dtype,
+            schedule=self.schedule,
+            num_microbatches=num_microbatches if mesh.pp > 1 else None,
+            optimizer=self.optimizer,
+            known_trace=trace,
+        )
+
+    def _strategies(self, pp: int, dp: int) -> Sequence[str]:
+        """Strategies to try; a single data rank shards nothing."""
+        if pp > 1:
+            return ("shard_grad_op",)
+        return self.strategies if dp > 1 else ("full_shard",)
+
+    def _evaluated(self, plain: Candidate, base: ParallelLayout, estimate: MemoryEstimator) -> Iterator[Candidate]:
+        for activation_checkpointing in (False, True):
+            plan: SchedulePlan | None = None
+            for strategy in self._strategies(plain.pp, plain.dp):
+                layout = replace(base, strategy=strategy, activation_checkpointing=activation_checkpointing)
+                traffic = traffic_of(layout, self.links)
+                if layout.stages is not None and plan is None:
+                    plan = pipeline_schedule(layout, traffic, self.rates)
+                step = predict_step(layout, traffic, self.rates, self.overlap, plan=plan)
+                one = replace(plain, strategy=strategy, activation_checkpointing=activation_checkpointing)
+                yield one.with_result(estimate(layout), step.total_s, self.limit)
+
+    def notes(self, num_gpus: int) -> Iterator[str]:
+        """Yield the assumptions behind the numbers."""
+        computed = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
+        links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
+        axes: dict[str, list[str]] = {}
+        for axis, link in links.items():
+            axes.setdefault(str(link), []).append(axis)
+        for text, names in axes.items():
+            yield f"{', '.join(names)}: {text}"
+        yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
+        yield (
+            "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
+            "plan.memory any"
+        )

@@ -1,0 +1,1 @@
+"""Predictions in a process of their own."""

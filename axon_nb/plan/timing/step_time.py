@@ -1,0 +1,175 @@
+"""`plan.step_time`: how long a training step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Unpack
+
+from torch.optim import Optimizer
+
+from axon_nb.errors import UsageError
+from axon_nb.plan.arguments import check_number
+from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.hardware.presets import resolve_rates
+from axon_nb.plan.hardware.rates import Rates
+from axon_nb.plan.pipeline.plan import SchedulePlan
+from axon_nb.plan.tables import format_flops
+from axon_nb.plan.timing.compute import (
+    compute_work,
+    copy_work,
+    optimizer_work,
+    pipeline_schedule,
+    wrapper_s,
+    wrapper_s_per_parameter,
+)
+from axon_nb.plan.timing.plan import StepTime
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout, TrafficOptions
+from axon_nb.plan.traffic.plan import CommunicationPlan
+from axon_nb.records.units import format_bytes
+
+__all__ = ["predict_step", "step_time"]
+
+
+def step_time(
+    model: Any,
+    world_size: int | None = None,
+    *,
+    rates: Rates | float | str | Any,
+    links: Link | str | Mapping[str, Link | str] | Any = None,
+    overlap: float | None = None,
+    optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    **layout: Unpack[TrafficOptions],
+) -> StepTime:
+    """Predict a step's time: compute, exposed communication, and the pipeline bubble.
+
+        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates=400e12, links="ib-ndr")
+        here = plan.calibrate(model=small, inputs=batch, optimizer=torch.optim.AdamW)   # on ranks
+        plan.step_time(large, 2, inputs=batch, rates=here, links=here, strategy="ddp")
+
+    Args:
+        model: As in `communication`.
+        world_size: Number of ranks; None: the mesh says.
+        rates: FLOP/s that a rank reaches in its compute dtype; `Rates`, which cover other operations too; a GPU's name
+            such as ``"h100"``; or the result of `calibrate`.
+        links: As in `communication`.
+        overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
+            or 1.
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
+        **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
+
+    Raises:
+        UsageError: the model cannot be built or laid out so, or rates or links are missing; the message says what
+            works.
+    """
+    found, share = resolve_rates(rates), _overlap(overlap, rates, links)
+    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer)
+    if not laid_out.trace.has_inputs:
+        raise UsageError(
+            "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."
+        )
+    traffic = traffic_of(laid_out, links)
+    if traffic.rows and not traffic.links:
+        raise UsageError(
+            "links= is required, because ranks communicate: a preset such as 'nvlink4', a Link(…), or the result of "
+            "plan.calibrate()."
+        )
+    return predict_step(laid_out, traffic, found, share)
+
+
+def predict_step(
+    layout: ParallelLayout,
+    traffic: CommunicationPlan,
+    rates: Rates,
+    overlap: float,
+    *,
+    plan: SchedulePlan | None = None,
+) -> StepTime:
+    """Predict a layout's step.
+
+    Args:
+        layout: With its optimizer.
+        traffic: Its communication, with times.
+        rates: Of one rank.
+        overlap: Fraction of overlappable communication that computation hides, 0 to 1.
+        plan: The pipeline schedule, if known: it does not depend on the strategy.
+    """
+    if layout.stages is not None and plan is None:
+        plan = pipeline_schedule(layout, traffic, rates)
+    found = [
+        _parts(layout, traffic, rates, overlap=overlap, pp_rank=pp_rank, plan=plan) for pp_rank in traffic.pp_ranks
+    ]
+    slowest = max(traffic.pp_ranks, key=lambda pp_rank: sum(found[pp_rank].values()))
+    work = compute_work(layout, slowest)
+    return StepTime(
+        layout.title,
+        found[slowest],
+        sum(phase.flops for phase in work.values()),
+        tuple(_assumptions(layout, rates, overlap)),
+        traffic,
+        plan,
+    )
+
+
+def _parts(
+    layout: ParallelLayout,
+    traffic: CommunicationPlan,
+    rates: Rates,
+    *,
+    overlap: float,
+    pp_rank: int,
+    plan: SchedulePlan | None,
+) -> dict[str, float]:
+    """Seconds per part, of one rank along ``pp``."""
+    work = compute_work(layout, pp_rank)
+    parts = {f"compute, {phase}": rates.seconds(done, phase) for phase, done in work.items()}
+    step = optimizer_work(layout, pp_rank)
+    if step.ops:
+        parts["compute, optimizer"] = rates.seconds(step, "optimizer")
+    if extra := rates.seconds(copy_work(layout, traffic, pp_rank), "") + wrapper_s(layout, rates, pp_rank):
+        parts["copies and wrapper"] = extra
+    for phase in ("forward", "backward", "optimizer"):
+        # The schedule includes what a pipeline sends between stages, and over tp within them.
+        rows = [
+            row for row in traffic.select(phase=phase, pp_rank=pp_rank) if plan is None or row.axis not in ("pp", "tp")
+        ]
+        covered = sum(row.seconds or 0.0 for row in rows if row.overlaps_with)
+        hidden = overlap * min(covered, parts.get(f"compute, {phase}", 0.0))
+        if exposed := sum(row.seconds or 0.0 for row in rows) - hidden:
+            parts[f"communication, {phase}"] = exposed
+    if plan is not None:
+        inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", pp_rank=pp_rank))
+        if inside:
+            parts["communication, within stages"] = inside
+        parts["bubble and messages"] = plan.step_s - plan.busy_s[pp_rank]
+    return parts
+
+
+def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterator[str]:
+    moving = "other operations are free"
+    if rates.bytes_per_s is not None:
+        moving = f"other operations {format_bytes(round(rates.bytes_per_s))}/s"
+        moving += f" and {1e6 * rates.launch_s:.3g} us per launch" if rates.launch_s else ""
+    yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
+    if rates.factors:
+        factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
+        yield f"scaled by the measured model's factors: {factors}"
+    if layout.size(*DATA_AXES) > 1:
+        wrapper = wrapper_s_per_parameter(rates, layout.strategy)
+        known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"
+        yield f"{layout.strategy} copies what it sends at the rate of other operations; {known}"
+        yield (
+            f"{overlap:.0%} of overlappable communication is hidden, up to the computation's length: all gradients but "
+            "the last bucket or unit, and all FSDP gathers but the first unit"
+        )
+    if layout.size("tp") > 1:
+        yield "tp divides the work of the children that it shards evenly; none of its communication is hidden"
+    if layout.stages is not None:
+        yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"
+    yield "all ranks are equally fast and otherwise idle; data loading is free"
+
+
+def _overlap(given: float | None, *calibrations: Any) -> float:
+    if given is None:
+        return float(next((c.overlap for c in calibrations if hasattr(c, "overlap")), 1.0))
+    return check_number("overlap", given, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)

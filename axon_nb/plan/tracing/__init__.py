@@ -1,0 +1,1 @@
+"""Running a model's step on fake tensors."""

@@ -1,0 +1,116 @@
+"""Counts a step's work and saved tensors, operation by operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from axon_nb.plan.hardware.rates import Work
+
+__all__ = ["OpCounter", "tensors_in"]
+
+aten = torch.ops.aten
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested arguments or results."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_back(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+# torch counts only the attention kernels of GPUs.
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
+}
+
+
+class OpCounter(TorchDispatchMode):
+    """A dispatch mode that counts operations."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = "forward"
+        """The phase being counted; empty: counting is off."""
+        self.found: dict[str, dict[str, Work]] = {}
+        self.saved: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        """Bytes saved for backward, by (saving module, modules from whose outputs the tensor was computed)."""
+        # A matrix product saves its weight as a view, which is not a parameter.
+        self._saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._sources: dict[int, frozenset[str]] = {}
+        self._alive: list[torch.Tensor] = []  # so that no storage reuses another's address
+        self.uses: Counter[int] = Counter()
+        """How often the optimizer's step reads each tensor, by id."""
+        self.tracker: Any = None
+        self._prefix = f"{type(model).__name__}."
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.phase == "forward":
+            self._track_sources(tensors_in((args, kwargs)), tensors_in(result))
+        if self.phase and not func.is_view:
+            place = self.found.setdefault(self.phase, {})
+            child = "" if self.phase == "optimizer" else self._child()
+            if self.phase == "optimizer":
+                self.uses.update(map(id, tensors_in((args, kwargs))))
+            place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
+        return result
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor that is saved for backward."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._saved:
+            self._saved.add(storage._cdata)
+            sources = tuple(sorted(self._sources.get(storage._cdata, ())))
+            self.saved[self._module(), sources] += storage.nbytes()
+        return tensor
+
+    def _track_sources(self, given: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+        """Record from which modules' outputs tensors are computed."""
+        sources: frozenset[str] = frozenset().union(
+            *(self._sources.get(one.untyped_storage()._cdata, ()) for one in given)
+        )
+        for tensor in made:
+            self._alive.append(tensor)
+            if sources:
+                self._sources[tensor.untyped_storage()._cdata] = sources
+
+    def note_output(self, name: str, output: Any) -> None:
+        """Record the output of a module with own parameters: it becomes the source."""
+        for tensor in tensors_in(output):
+            self._alive.append(tensor)
+            self._sources[tensor.untyped_storage()._cdata] = frozenset((name,))
+
+    def _child(self) -> str:
+        for name in self.tracker.parents:
+            if name.startswith(self._prefix):
+                return str(name[len(self._prefix) :].partition(".")[0])
+        return ""
+
+    def _module(self) -> str:
+        """The innermost running module."""
+        inside = [str(name) for name in self.tracker.parents if name.startswith(self._prefix)]
+        return max(inside, key=len, default=self._prefix)[len(self._prefix) :]
+
+
+def _work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    if packet in flop_registry:
+        return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
+    if packet in _FORMULAS:
+        return Work(flops=float(_FORMULAS[packet](*args, **kwargs)), ops=1)
+    return Work(bytes=float(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))), ops=1)

@@ -1,0 +1,223 @@
+"""What data parallelism sends in a step: DDP, ZeRO-1, and FSDP2 with each strategy.
+
+As in torch 2.11 to 2.13, from the second step on: DDP orders its buckets by when gradients became ready.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from axon_nb.parallel.memory import partition_parameters
+from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.traffic.plan import Traffic, grouped
+
+__all__ = ["FSDPUnit", "LocalTensor", "ddp", "fill_buckets", "fsdp", "group_into_units", "zero1"]
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
+"""DDP broadcasts buffers in chunks of about this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A parameter or buffer as one data rank holds it before FSDP shards it: its shard over ``tp``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_grad: bool = True
+    """Whether a step gives it a gradient."""
+    requires_grad: bool = True
+    """Whether it can get one."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPUnit:
+    """Parameters that FSDP gathers together."""
+
+    name: str
+    """The module's name; empty: the model itself."""
+    parameters: tuple[LocalTensor, ...]
+    runs_backward: bool = True
+    """Whether its output gets a gradient, so that backward gathers its parameters again."""
+
+
+def fill_buckets(sizes: Iterable[tuple[int, object]], limits: Sequence[int]) -> list[list[int]]:
+    """Assign tensors to buckets as DDP's reducer does.
+
+    A bucket is full when it holds at least its limit; tensors are never split.
+
+    Args:
+        sizes: Bytes of each tensor, and what all tensors of a bucket share, such as the dtype.
+        limits: Bytes of the first bucket of a kind, of the second, and so on; the last limit repeats.
+
+    Returns:
+        Indices into `sizes`, bucket by bucket: full buckets in the order in which they filled up, then the rest.
+    """
+    full: list[list[int]] = []
+    filling: dict[object, list[int]] = {}
+    filled_bytes: dict[object, int] = {}
+    limit: dict[object, int] = {}
+    for index, (size, kind) in enumerate(sizes):
+        filling.setdefault(kind, []).append(index)
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + size
+        next_limit = limit.setdefault(kind, 0)
+        if filled_bytes[kind] >= limits[next_limit]:
+            full.append(filling.pop(kind))
+            filled_bytes[kind] = 0
+            limit[kind] = min(next_limit + 1, len(limits) - 1)
+    return full + list(filling.values())
+
+
+def ddp(
+    ready: Sequence[LocalTensor], buffers: Sequence[LocalTensor], *, axis: str, num_ranks: int, bucket_bytes: float
+) -> Iterator[Traffic]:
+    """Yield what DDP sends.
+
+    Args:
+        ready: Parameters that get gradients, in the order in which they get them.
+        buffers: The model's buffers; rank 0 broadcasts them before each forward.
+        axis: Name of the data axis.
+        num_ranks: Ranks along it.
+        bucket_bytes: Bytes at which a bucket is full.
+    """
+    if buffers:
+        filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in buffers], [_BROADCAST_BYTES])
+        sizes = [sum(buffers[index].nbytes for index in bucket) for bucket in filled]
+        yield Traffic(axis, num_ranks, "broadcast", "forward", "buffers of rank 0", grouped(sizes))
+    filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in ready], [int(bucket_bytes)])
+    sizes = [sum(ready[index].nbytes for index in bucket) for bucket in filled]
+    if sizes[:-1]:
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients", grouped(sizes[:-1]), "backward")
+    if sizes:
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients, last bucket", grouped(sizes[-1:]))
+
+
+def zero1(
+    parameters: Sequence[LocalTensor],
+    ready: Sequence[LocalTensor],
+    buffers: Sequence[LocalTensor],
+    *,
+    axis: str,
+    num_ranks: int,
+    bucket_bytes: float,
+    waits: bool,
+) -> Iterator[Traffic]:
+    """Yield what ZeRO-1 sends: as DDP, and in the optimizer's step each rank's parameters to all.
+
+    Args:
+        parameters: All parameters, in the order of the optimizer's one group.
+        ready: As in `ddp`.
+        buffers: As in `ddp`.
+        axis: As in `ddp`.
+        num_ranks: As in `ddp`.
+        bucket_bytes: As in `ddp`.
+        waits: Whether a barrier precedes the optimizer's step, as on CPUs.
+    """
+    yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
+    if waits:
+        yield Traffic(axis, num_ranks, "barrier", "optimizer", "before the optimizer's step", ((0, 1),))
+    owned = partition_parameters([math.prod(tensor.shape) for tensor in parameters], num_ranks)
+    empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank without parameters
+    sizes = [sum(parameters[i].nbytes for i in indices if parameters[i].requires_grad) or empty for indices in owned]
+    yield Traffic(axis, num_ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
+
+
+def fsdp(
+    units: Sequence[FSDPUnit],
+    strategy: ShardingStrategy,
+    *,
+    shard: tuple[str, int],
+    replicate: tuple[str, int] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Iterator[Traffic]:
+    """Yield what FSDP2 sends.
+
+    Args:
+        units: The model itself, then its units in the order of forward.
+        strategy: What is sharded.
+        shard: Name and size of the shard axis; size 1 with NO_SHARD.
+        replicate: The replica axis, with HYBRID_SHARD and NO_SHARD.
+        param_dtype: Of gathered parameters; None: as they are.
+        reduce_dtype: Of reduced gradients; None: as they are.
+    """
+    axis, num_shards = shard
+    stays_unsharded = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+    units = [unit for unit in units if unit.parameters]
+    if num_shards > 1:
+        unsharded = [
+            sum(_padded(tensor, num_shards) * _width(tensor, param_dtype) for tensor in unit.parameters)
+            for unit in units
+        ]
+        yield Traffic(axis, num_shards, "all_gather", "forward", "parameters, first unit", grouped(unsharded[:1]))
+        if unsharded[1:]:
+            yield Traffic(axis, num_shards, "all_gather", "forward", "parameters", grouped(unsharded[1:]), "forward")
+        regathered = [size for unit, size in zip(units, unsharded, strict=True) if unit.name and unit.runs_backward]
+        if regathered and not stays_unsharded:
+            # Backward prefetches the previous unit while one computes; the first one's gather is not overlapped.
+            yield Traffic(axis, num_shards, "all_gather", "backward", "parameters, last unit", grouped(regathered[-1:]))
+            if regathered[:-1]:
+                yield Traffic(
+                    axis, num_shards, "all_gather", "backward", "parameters", grouped(regathered[-2::-1]), "backward"
+                )
+    sizes = []
+    for unit in reversed(units):
+        trained = [tensor for tensor in unit.parameters if tensor.has_grad]
+        if trained:
+            width = (reduce_dtype or param_dtype or trained[0].dtype).itemsize
+            sizes.append(sum(_padded(tensor, num_shards) for tensor in trained) * width)
+    steps = [("reduce_scatter", axis, num_shards, sizes)] if num_shards > 1 else []
+    if replicate is not None and replicate[1] > 1:
+        steps.append(("all_reduce", *replicate, [size // num_shards for size in sizes]))
+    for operation, name, num_ranks, each in steps:
+        if each[:-1]:
+            yield Traffic(name, num_ranks, operation, "backward", "gradients", grouped(each[:-1]), "backward")
+        if each:
+            yield Traffic(name, num_ranks, operation, "backward", "gradients, last unit", grouped(each[-1:]))
+
+
+def _padded(tensor: LocalTensor, num_ranks: int) -> int:
+    """Elements of a parameter whose first dimension is padded to a multiple of the ranks."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    if not rows:
+        return 0
+    return -(-rows // num_ranks) * num_ranks * (math.prod(tensor.shape) // rows)
+
+
+def _width(tensor: LocalTensor, dtype: torch.dtype | None) -> int:
+    return (dtype or tensor.dtype).itemsize
+
+
+def group_into_units(
+    inner: Sequence[str], parameters: Sequence[LocalTensor], backward: Collection[str] | None
+) -> list[FSDPUnit]:
+    """Group parameters into units, in module order; the model's own unit comes first.
+
+    Args:
+        inner: Names of the modules that are units of their own, in module order.
+        parameters: One rank's parameters.
+        backward: Names of the modules whose outputs need a gradient; None: all.
+    """
+    members: dict[str, list[LocalTensor]] = {name: [] for name in inner}
+    root: list[LocalTensor] = []
+    for tensor in parameters:
+        path = tensor.name
+        while path and path not in members:
+            path = path.rpartition(".")[0]
+        (members[path] if path else root).append(tensor)
+    made = [FSDPUnit(name, tuple(tensor), backward is None or name in backward) for name, tensor in members.items()]
+    return [FSDPUnit("", tuple(root)), *made]

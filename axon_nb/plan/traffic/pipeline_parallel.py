@@ -1,0 +1,145 @@
+"""What a pipeline sends in a step, and which children of the model each pipeline rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from axon_nb.errors import UsageError
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
+from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
+from axon_nb.plan.tracing.trace import ModelTrace
+from axon_nb.plan.traffic.plan import Traffic
+
+__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
+
+_FACTS = 4
+"""Number of 8-byte integers that ranks exchange before a step."""
+
+
+@dataclass(frozen=True)
+class StageAssignment:
+    """How a model is split into stages, and which rank has which."""
+
+    schedule: PipelineSchedule
+    num_ranks: int
+    num_microbatches: int
+    children: tuple[tuple[str, ...], ...]
+    """Names of the model's children, per stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.children)
+
+    def on_rank(self, rank: int) -> list[int]:
+        """StageAssignment of a rank."""
+        return stages_of_rank(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
+
+    @cached_property
+    def rank_of_stage(self) -> dict[int, int]:
+        """The rank of each stage."""
+        return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
+
+    @cached_property
+    def rank_of_child(self) -> dict[str, int]:
+        """The rank of each child of the model."""
+        ranks = self.rank_of_stage
+        return {name: ranks[stage] for stage, names in enumerate(self.children) for name in names}
+
+
+def assign_stages(
+    trace: ModelTrace,
+    *,
+    num_ranks: int,
+    schedule: PipelineSchedule | str,
+    num_microbatches: int | None,
+    num_stages: int | None,
+    at: Sequence[str] | None,
+) -> StageAssignment:
+    """Split a Sequential as `Pipeline.split` does.
+
+    Args:
+        trace: The model's trace.
+        num_ranks: Pipeline ranks.
+        schedule: Its name.
+        num_microbatches: None: one per stage.
+        num_stages: None: one per rank, or two where the schedule has several.
+        at: Children that start a stage; None: stages of about equal parameter counts.
+
+    Raises:
+        UsageError: the model is not a Sequential, or the numbers do not fit the schedule.
+    """
+    chosen = PipelineSchedule.of(schedule)
+    count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
+    at = [at] if isinstance(at, str) else at
+    names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
+    microbatches = len(names) if num_microbatches is None else num_microbatches
+    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
+    return StageAssignment(chosen, num_ranks, microbatches, names)
+
+
+def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
+    costs: dict[str, float] = trace.cached("costs of children", lambda: child_costs(trace.model, "params"))
+    return _split_at(trace, [list(costs)[start] for start in balance(list(costs.values()), count)[1:]])
+
+
+def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(name for name, _ in part.named_children()) for part in split_sections(trace.model, at))
+
+
+def boundaries(trace: ModelTrace, stages: StageAssignment) -> list[tuple[int, int]]:
+    """Return the bytes of one microbatch that cross each stage boundary: (forward, backward).
+
+    Raises:
+        UsageError: the batch is not divisible into microbatches.
+    """
+    found = []
+    for names in stages.children[:-1]:
+        facts = trace.outputs[names[-1]]
+        rows = facts[0].shape[0] if facts and facts[0].shape else 0
+        if not rows or rows % stages.num_microbatches:
+            raise UsageError(
+                f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
+                "one of them."
+            )
+        forward = sum(fact.nbytes for fact in facts) // stages.num_microbatches
+        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.num_microbatches
+        found.append((forward, backward))
+    return found
+
+
+def pipeline_traffic(
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+) -> Iterator[Traffic]:
+    """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
+
+    Args:
+        trace: The model's trace with one rank's batch.
+        stages: How it is split.
+        shares: Children whose output is sharded over this many ``tp`` ranks.
+    """
+    ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
+    for pp_rank in range(num_ranks):
+        yield Traffic(
+            "pp",
+            num_ranks,
+            "all_gather",
+            "forward",
+            "batch check",
+            ((num_ranks * _FACTS * 8, 1),),
+            pp_rank=pp_rank,
+        )
+    for stage, sizes in enumerate(boundaries(trace, stages)):
+        first, second = ranks[stage], ranks[stage + 1]
+        if first == second:
+            continue
+        parts = (shares or {}).get(stages.children[stage][-1], 1)
+        forward, backward = (size // parts for size in sizes)
+        for phase, size, source, target in (("forward", forward, first, second), ("backward", backward, second, first)):
+            if size:
+                what = f"{'activations' if phase == 'forward' else 'gradients'} between stages {stage} and {stage + 1}"
+                messages = ((size, count),)
+                yield Traffic("pp", num_ranks, "send", phase, what, messages, phase, source)
+                yield Traffic("pp", num_ranks, "recv", phase, what, messages, phase, target)

@@ -1,0 +1,237 @@
+"""The record of a planned step's communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.hardware.links import Link, rounds_and_volume
+from axon_nb.plan.tables import format_ms, html_table, text_table, unit_for
+from axon_nb.records.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CommunicationPlan", "Traffic", "grouped"]
+
+_HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
+_MIB = 1024.0 * 1024.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls of one kind that a rank makes in a step."""
+
+    axis: str
+    """The mesh axis."""
+    num_ranks: int
+    """Ranks along it."""
+    operation: str
+    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, ``recv`` or ``barrier``."""
+    phase: str
+    """``forward``, ``backward`` or ``optimizer``."""
+    purpose: str
+    """What the calls are for, as text."""
+    messages: tuple[tuple[int, int], ...]
+    """(bytes, calls). Bytes are those of the whole tensor: an all_gather's output, a reduce_scatter's input."""
+    overlaps_with: str = ""
+    """The phase whose computation overlaps with the calls; empty: none."""
+    pp_rank: int = 0
+    """The rank along ``pp`` that makes the calls; 0 without a pipeline."""
+    seconds: float | None = None
+    """Seconds if the calls run one after the other; None: no link is known. Receives take 0 s: `send` has their
+    time."""
+
+    @property
+    def calls(self) -> int:
+        """Number of calls."""
+        return sum(count for _, count in self.messages)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all calls together."""
+        return sum(size * count for size, count in self.messages)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the rank sends if collectives use the ring algorithm."""
+        if self.operation == "recv":
+            return 0
+        _, volume = rounds_and_volume(self.operation, self.num_ranks)
+        return round(volume * self.bytes)
+
+    def timed(self, link: Link | None) -> Traffic:
+        """The same, with its time on a link."""
+        if link is None:
+            return self
+        seconds = 0.0
+        if self.operation != "recv":
+            seconds = sum(count * link.seconds(self.operation, size, self.num_ranks) for size, count in self.messages)
+        return replace(self, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class CommunicationPlan:
+    """Communication of a training step; made by `axon_nb.plan.communication`."""
+
+    title: str
+    """Model and layout, as text."""
+    mesh: Mapping[str, int]
+    """Ranks per axis."""
+    rows: tuple[Traffic, ...]
+    """By rank along ``pp``; ranks that differ only along other axes do the same."""
+    links: Mapping[str, Link]
+    """By axis; empty: times were not requested."""
+    notes: tuple[str, ...] = ()
+    """Assumptions behind the numbers."""
+
+    @property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """Ranks along ``pp``."""
+        return tuple(range(self.mesh.get("pp", 1)))
+
+    def select(
+        self,
+        *,
+        axis: str | None = None,
+        operation: str | None = None,
+        phase: str | None = None,
+        pp_rank: int | None = None,
+    ) -> tuple[Traffic, ...]:
+        """Filter the rows.
+
+        Args:
+            axis: Only this axis.
+            operation: Only this operation.
+            phase: Only this phase.
+            pp_rank: Only this rank along ``pp``.
+        """
+        wanted = {"axis": axis, "operation": operation, "phase": phase}
+        filters = {name: value for name, value in wanted.items() if value is not None}
+        rows = self.rows if pp_rank is None else self._by_pp_rank.get(pp_rank, ())
+        return tuple(row for row in rows if all(getattr(row, name) == value for name, value in filters.items()))
+
+    @cached_property
+    def _by_pp_rank(self) -> dict[int, list[Traffic]]:
+        found: dict[int, list[Traffic]] = {}
+        for row in self.rows:
+            found.setdefault(row.pp_rank, []).append(row)
+        return found
+
+    def calls(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
+        """Number of calls of one rank in a step."""
+        return sum(row.calls for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
+
+    def bytes(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
+        """Bytes of one rank's calls in a step, counting whole tensors."""
+        return sum(row.bytes for row in self.select(axis=axis, operation=operation, pp_rank=pp_rank))
+
+    def seconds(self, axis: str | None = None, *, pp_rank: int = 0) -> float:
+        """Seconds of one rank's calls, one after the other."""
+        return sum(row.seconds or 0.0 for row in self.select(axis=axis, pp_rank=pp_rank))
+
+    def by_operation(self, *, pp_rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
+        """(calls, bytes) of one rank, by axis and operation."""
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for row in self.select(pp_rank=pp_rank):
+            calls, size = found.get((row.axis, row.operation), (0, 0))
+            found[row.axis, row.operation] = calls + row.calls, size + row.bytes
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per kind of call: pp_rank, axis, num_ranks, operation, phase, purpose, calls, mib, sent_mib, ms."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "pp_rank": [row.pp_rank for row in self.rows],
+                "axis": [row.axis for row in self.rows],
+                "num_ranks": [row.num_ranks for row in self.rows],
+                "operation": [row.operation for row in self.rows],
+                "phase": [row.phase for row in self.rows],
+                "purpose": [row.purpose for row in self.rows],
+                "calls": [row.calls for row in self.rows],
+                "mib": [row.bytes / _MIB for row in self.rows],
+                "sent_mib": [row.sent_bytes / _MIB for row in self.rows],
+                "ms": [None if row.seconds is None else 1e3 * row.seconds for row in self.rows],
+            }
+        )
+
+    def figure(self) -> Any:
+        """A plotly figure: bytes that a rank sends by axis and phase, or milliseconds if links are known."""
+        timed = bool(self.links)
+        sent = unit_for(sum(row.sent_bytes for row in self.select(pp_rank=pp_rank)) for pp_rank in self.pp_ranks)
+        value: Callable[[Traffic], float] = (
+            (lambda row: 1e3 * (row.seconds or 0.0)) if timed else (lambda row: sent.of(row.sent_bytes))
+        )
+        busiest = max(
+            self.pp_ranks, key=lambda pp_rank: sum(value(row) for row in self.select(pp_rank=pp_rank)), default=0
+        )
+        rows = [row for row in self.select(pp_rank=busiest) if row.operation != "recv"]
+        bars = [
+            {
+                "type": "bar",
+                "name": operation,
+                "x": [f"{row.axis}, {row.phase}" for row in rows if row.operation == operation],
+                "y": [value(row) for row in rows if row.operation == operation],
+                "customdata": [row.purpose for row in rows if row.operation == operation],
+                "hovertemplate": "%{customdata}<br>%{y:.4g}",
+            }
+            for operation in dict.fromkeys(row.operation for row in rows)
+        ]
+        unit = "ms" if timed else f"{sent.name} sent per rank"
+        return plotly_figure(
+            bars, {"barmode": "stack", "title": {"text": self.title}, "yaxis": {"title": {"text": unit}}}
+        )
+
+    def _summary(self) -> str:
+        parts = []
+        for pp_rank in self.pp_ranks:
+            rows = self.select(pp_rank=pp_rank)
+            sent = format_bytes(sum(row.sent_bytes for row in rows))
+            who = f"pp rank {pp_rank}" if len(self.pp_ranks) > 1 else "each rank"
+            time = f" in {format_ms(self.seconds(pp_rank=pp_rank))} ms" if self.links else ""
+            parts.append(f"{who} makes {sum(row.calls for row in rows)} calls and sends {sent}{time}")
+        shown = parts if len(parts) <= 4 else [*parts[:3], f"… {len(parts) - 4} more", parts[-1]]
+        return f"{self.title}. Per step, {'; '.join(shown)}"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.axis,
+                str(row.num_ranks),
+                row.operation,
+                row.phase,
+                row.purpose + (f" (pp rank {row.pp_rank})" if len(self.pp_ranks) > 1 else ""),
+                str(row.calls),
+                format_bytes(row.bytes),
+                format_bytes(row.sent_bytes),
+                "" if row.seconds is None else format_ms(row.seconds),
+            )
+            for row in self.rows
+        ]
+
+    def _remarks(self) -> list[str]:
+        return [*self.notes, *(f"{axis}: {link}" for axis, link in self.links.items() if self.mesh.get(axis, 1) > 1)]
+
+    def __str__(self) -> str:
+        return text_table(self._summary(), _HEAD, self._table(), self._remarks())
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {
+            "text/plain": str(self),
+            "text/html": html_table(self._summary(), _HEAD, self._table(), self._remarks()),
+        }
+
+
+def grouped(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Group message sizes as (bytes, count), in order of first occurrence."""
+    found: dict[int, int] = {}
+    for size in sizes:
+        found[size] = found.get(size, 0) + 1
+    return tuple(found.items())

@@ -1,0 +1,166 @@
+"""A time span that a rank spent on one action.
+
+The span ring: a bounded, always-on record of this process's recent actions.
+
+Spans as a trace file for Perfetto and chrome://tracing.
+
+How much of a time range a set of intervals covers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Span",
+    "SpanRing",
+    "chrome_trace",
+    "covered_ns",
+    "emit",
+    "is_suppressed",
+    "ring",
+    "span_of",
+    "suppress_spans",
+    "write_chrome_trace",
+]
+
+
+class Span(NamedTuple):
+    """One finished action of one rank: a forward, a collective, a pipeline step, a cell.
+
+    A named tuple, as one is created per communication call and a frozen dataclass takes five times as long.
+    """
+
+    rank: int
+    """Rank in the default group."""
+    kind: str
+    """Family of the action: ``cell``, ``forward``, ``backward``, ``optimizer``, ``collective``, ``p2p``, ``wait``."""
+    name: str
+    """The action itself, such as ``all_reduce``."""
+    start_ns: int
+    """Start, nanoseconds of the host's monotonic clock."""
+    end_ns: int
+    """End, same clock; never before the start."""
+    group: str = ""
+    """Name of the process group; empty if no group is involved."""
+    bytes: int = 0
+    """Payload in bytes on this rank; 0 if no data moves."""
+    stage: int = -1
+    """Pipeline stage, -1 outside a pipeline."""
+    microbatch: int = -1
+    """Microbatch, -1 outside a pipeline."""
+    sequence: int = 0
+    """Sequence number of the collective in its group, the same on all ranks. For a pipeline action: when its rank
+    started the step, in nanoseconds. 0 if unknown."""
+
+
+span_of: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
+"""Create a span from a tuple of all fields: for hot paths, as `Span(…)` takes three times as long."""
+
+
+class SpanRing:
+    """Keeps the most recent spans; readers continue from a position and learn how many spans they missed."""
+
+    watched = False
+    """Whether anyone is watching: spans that are costly to record are recorded only then."""
+
+    def __init__(self, capacity: int = 16384) -> None:
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def emit(self, span: Span) -> None:
+        """Add one span; if the ring is full, the oldest is dropped."""
+        with self._lock:
+            self._spans.append(span)
+            self._next += 1
+
+    @property
+    def position(self) -> int:
+        """Position of the next span."""
+        return self._next
+
+    def since(self, position: int, limit: int = 8192) -> tuple[list[Span], int, int]:
+        """Spans from `position` on, at most the last `limit`: (spans, next position, number of lost spans)."""
+        with self._lock:
+            end = self._next
+            count = max(0, min(end - position, limit, len(self._spans)))
+            fresh = list(itertools.islice(reversed(self._spans), count))[::-1]
+        return fresh, end, max(0, end - position) - len(fresh)
+
+
+class _Thread(threading.local):
+    kinds: tuple[str, ...] = ()
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def suppress_spans(*kinds: str) -> Iterator[None]:
+    """Do not record this thread's spans of these kinds separately: an enclosing span covers them."""
+    before, _thread.kinds = _thread.kinds, kinds
+    try:
+        yield
+    finally:
+        _thread.kinds = before
+
+
+def is_suppressed(kind: str) -> bool:
+    """Whether this thread currently suppresses spans of this kind."""
+    return kind in _thread.kinds
+
+
+ring = SpanRing()
+"""The ring of this process."""
+
+
+emit = ring.emit
+"""Add one span to this process's ring."""
+
+
+def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+    """Convert spans to Chrome's trace format: one process per rank, times in microseconds."""
+    events: list[dict[str, Any]] = []
+    ranks = set()
+    for span in spans:
+        ranks.add(span.rank)
+        details = {"group": span.group, "bytes": span.bytes, "stage": span.stage, "microbatch": span.microbatch}
+        events.append(
+            {
+                "name": span.name,
+                "cat": span.kind,
+                "ph": "X",
+                "ts": span.start_ns / 1e3,
+                "dur": (span.end_ns - span.start_ns) / 1e3,
+                "pid": span.rank,
+                "tid": span.kind,
+                "args": {key: value for key, value in details.items() if value not in ("", 0, -1)},
+            }
+        )
+    names = [{"name": "process_name", "ph": "M", "pid": r, "args": {"name": f"rank {r}"}} for r in sorted(ranks)]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(spans: Iterable[Span], path: Path | str) -> None:
+    """Write the trace of `spans` to `path` as JSON."""
+    Path(path).write_text(json.dumps(chrome_trace(spans)))
+
+
+def covered_ns(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> int:
+    """Nanoseconds between `begin` and `end` covered by at least one (begin, end) interval."""
+    total, reached = 0, begin
+    for first, last in sorted(intervals):
+        left, right = max(first, reached), min(last, end)
+        if right > left:
+            total += right - left
+            reached = right
+    return total

@@ -1,0 +1,142 @@
+"""Snapshot of what one rank is doing.
+
+Snapshot of a cluster and its ranks.
+
+Common reporting times of all ranks: multiples of `TICK_S` on the host's clock.
+
+Ranks in collectives wait for each rank that is delayed by reporting: if all report at once, this costs one delay, not
+one per rank.
+
+Number of the notebook cell that this process runs, for code that knows nothing of notebooks.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from axon_nb.records.placement import MeshInfo
+
+__all__ = [
+    "TICK_S",
+    "Activity",
+    "ClusterInfo",
+    "RankInfo",
+    "RankState",
+    "running_cell",
+    "seconds_to_tick",
+    "set_cell_source",
+]
+
+
+class Activity(enum.StrEnum):
+    """What a rank's main thread is doing, according to its sampler."""
+
+    IDLE = "idle"
+    """No cell is running on the rank."""
+    RUNNING = "running"
+    """The cell's own code is running."""
+    COLLECTIVE = "collective"
+    """Inside a collective or point-to-point call."""
+    WAITING = "waiting"
+    """In the same communication call for more than a quarter of a second."""
+    DONE = "done"
+    """The rank has finished the cell; other ranks are still running it."""
+    FAILED = "failed"
+    """The cell raised an exception on this rank."""
+    DEAD = "dead"
+    """The process has exited."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One sample of one rank, taken on the rank and shown in the notebook."""
+
+    rank: int
+    """Rank in the default group."""
+    activity: Activity
+    """What the main thread is doing."""
+    time_ns: int
+    """Time of the sample in nanoseconds of `time.monotonic_ns`, which all processes of a host share."""
+    cell: int | None = None
+    """Number of the running notebook cell (its `In [n]`); None when idle."""
+    line: int | None = None
+    """Line of that cell; the magic's line is line 1."""
+    call: str = ""
+    """Name of the communication call the rank is in, such as ``all_reduce``; empty outside one."""
+    since_ns: int = 0
+    """Start of this activity and call, on the same clock."""
+    rss_bytes: int = 0
+    """Resident memory of the process, in bytes."""
+    device_bytes: int = 0
+    """Memory allocated on the accelerator, in bytes; 0 on CPU ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """One rank of a cluster."""
+
+    rank: int
+    """Rank in the default group."""
+    host: str
+    """Host that it runs on."""
+    pid: int
+    """Process id on that host."""
+    device: str
+    """torch device, such as ``cpu`` or ``cuda:0``."""
+    backend: str
+    """Backend of the default group: ``gloo`` or ``nccl``."""
+    state: str
+    """What it is doing, in words."""
+    rss_bytes: int
+    """Resident memory of the process in bytes; 0 if unknown."""
+    device_bytes: int
+    """Memory allocated on the accelerator, in bytes; 0 on CPU ranks."""
+    cell: int | None
+    """Number of the running notebook cell (its `In [n]`); None when idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """A cluster: its name, where it runs, and its ranks."""
+
+    name: str
+    """Name given at the start."""
+    backend: str
+    """Backend of the default group: ``gloo`` or ``nccl``."""
+    host: str
+    """Host or hosts, comma-separated."""
+    num_ranks: int
+    """Number of ranks, including dead ones."""
+    running: bool
+    """Whether it accepts cells."""
+    engines: str
+    """Name of the ipyparallel launcher that runs the ranks."""
+    ranks: tuple[RankInfo, ...]
+    """One record per rank, in rank order."""
+    mesh: MeshInfo | None = None
+    """The device mesh created on the ranks, if any."""
+
+
+TICK_S = 1.0
+"""Seconds between two ticks."""
+
+
+def seconds_to_tick(every_s: float = TICK_S, *, now: float | None = None, late_s: float = 0.0) -> float:
+    """Seconds until the clock next reaches a multiple of `every_s`, plus `late_s`; never zero."""
+    return every_s - ((time.monotonic() if now is None else now) - late_s) % every_s
+
+
+_source: list[Callable[[], int | None]] = []
+
+
+def set_cell_source(source: Callable[[], int | None]) -> None:
+    """Use `source` to look up the running cell's number, its `In [n]`; it returns None when no cell runs."""
+    _source[:] = [source]
+
+
+def running_cell() -> int:
+    """Number of the running cell; 0 if there is none, as under torchrun."""
+    return (_source[0]() or 0) if _source else 0

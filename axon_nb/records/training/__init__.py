@@ -1,0 +1,1 @@
+"""Records of a training job: metrics, progress, pipeline steps."""

@@ -1,0 +1,187 @@
+"""Progress of loops (`axon_nb.progress`): a tqdm-style line in the output, and a bar over all ranks in `%watch`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from axon_nb.errors import UsageError
+from axon_nb.records.environment import RUN_ID
+from axon_nb.records.telemetry import running_cell
+
+__all__ = ["Bar", "Progress", "bars", "progress"]
+
+Item = TypeVar("Item")
+
+_REDRAW_S = 0.1
+_MAX_FINISHED = 16
+_WIDTH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """State of one loop on one rank."""
+
+    desc: str
+    """Its name; may be empty."""
+    depth: int
+    """Nesting depth within other such loops."""
+    done: int
+    """Number of items processed."""
+    total: int | None
+    """Number of items in total; None if unknown."""
+    seconds: float
+    """Seconds since it started."""
+    is_over: bool
+    """Whether it has finished, early or not."""
+    unit: str = "it"
+    """Name of one item."""
+
+
+class Progress(Generic[Item]):
+    """An iterable that counts its items as they are processed; created by `progress`."""
+
+    def __init__(self, iterable: Iterable[Item], *, total: int | None, desc: str, unit: str) -> None:
+        self._iterable = iterable
+        self.total = len(iterable) if total is None and isinstance(iterable, Sized) else total
+        self.desc = desc
+        self.unit = unit
+        self.done = 0
+        self.depth = 0
+        self.cell = 0
+        self._began = time.monotonic()
+        self._ended: float | None = None
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError(f"{type(self._iterable).__name__} has no length; pass it as progress(…, total=N)")
+        return self.total
+
+    def __iter__(self) -> Iterator[Item]:
+        self.done, self._began, self._ended, self.cell = 0, time.monotonic(), None, running_cell()
+        _begin(self)
+        try:
+            for item in self._iterable:
+                yield item
+                self.done += 1
+                _redraw()
+        finally:
+            self._ended = time.monotonic()
+            _end(self)
+
+    def snapshot(self) -> Bar:
+        """Return its current state."""
+        end = time.monotonic() if self._ended is None else self._ended
+        over = self._ended is not None
+        return Bar(self.desc, self.depth, self.done, self.total, end - self._began, over, self.unit)
+
+
+def progress(iterable: Iterable[Item], *, total: int | None = None, desc: str = "", unit: str = "it") -> Progress[Item]:
+    """Show the progress of a loop: `for batch in axon_nb.progress(loader):`.
+
+    In a cell each rank prints a progress line (identical ones are merged), and `%watch` draws one bar over all ranks
+    that shows the slowest. Under torchrun only rank 0 prints the line.
+
+    Args:
+        iterable: What to loop over.
+        total: Number of items; None for its length, if it has one.
+        desc: Label of the bar.
+        unit: Name of one item.
+
+    Raises:
+        UsageError: it is not iterable.
+    """
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise UsageError(f"progress({type(iterable).__name__}): must be iterable, as in progress(range(10)).")
+    return Progress(iterable, total=total, desc=desc, unit=unit)
+
+
+_lock = threading.RLock()
+_open: list[Progress[Any]] = []
+_ended: deque[tuple[int, Bar]] = deque(maxlen=_MAX_FINISHED)
+"""Cell and final state of finished loops, without their iterables."""
+_drawn = [0.0, 0.0]
+"""Time of the last redraw, and the length of its line."""
+
+
+def bars() -> list[Bar]:
+    """Loops of this process in the running or last cell: the latest one of each name and depth."""
+    with _lock:
+        known = [*_ended, *((loop.cell, loop.snapshot()) for loop in _open)]
+    last = running_cell() or (known[-1][0] if known else 0)
+    found = {(bar.depth, bar.desc): bar for cell, bar in known if cell == last}
+    return [found[key] for key in sorted(found)]
+
+
+def _begin(bar: Progress[Any]) -> None:
+    with _lock:
+        bar.depth = len(_open)
+        _open.append(bar)
+    _redraw()
+
+
+def _end(bar: Progress[Any]) -> None:
+    with _lock:
+        if bar in _open:
+            _open.remove(bar)
+        _ended.append((bar.cell, bar.snapshot()))
+        if not _open and _is_drawing():
+            _draw(_line([bar]), "\n")
+
+
+def _is_drawing() -> bool:
+    """Whether this process prints progress lines: every rank in a cell, only rank 0 elsewhere."""
+    return RUN_ID.get() == "axon_nb" or os.environ.get("RANK", "0") == "0"
+
+
+def _redraw() -> None:
+    now = time.monotonic()
+    if now - _drawn[0] < _REDRAW_S:
+        return
+    with _lock:
+        _drawn[0] = now
+        if _open and _is_drawing():
+            _draw(_line(_open), "")
+
+
+def _draw(line: str, end: str) -> None:
+    # Blank out the rest of a longer previous line.
+    pad = " " * max(0, int(_drawn[1]) - len(line))
+    _drawn[1] = 0 if end else len(line)
+    sys.stderr.write(f"\r{line}{pad}")
+    if end:
+        sys.stderr.write(end)
+    sys.stderr.flush()
+
+
+def _line(loops: list[Progress[Any]]) -> str:
+    """The outermost loop as tqdm draws it, with inner loops in the brackets."""
+    outer, *inner = (loop.snapshot() for loop in loops)
+    name = f"{outer.desc}: " if outer.desc else ""
+    rate = outer.done / outer.seconds if outer.seconds > 0 else 0.0
+    pace = f"{rate:.2f}{outer.unit}/s" if rate >= 1 or not rate else f"{1 / rate:.2f}s/{outer.unit}"
+    rest = "".join(f", {bar.desc} {_count(bar)}".replace(",  ", ", ") for bar in inner)
+    took = _clock(outer.seconds)
+    if not outer.total:
+        return f"{name}{outer.done}{outer.unit} [{took}, {pace}{rest}]"
+    part = min(1.0, outer.done / outer.total)
+    full = round(part * _WIDTH)
+    left = _clock((outer.total - outer.done) / rate) if rate else "?"
+    blocks = "█" * full + " " * (_WIDTH - full)
+    return f"{name}{part:4.0%}|{blocks}| {outer.done}/{outer.total} [{took}<{left}, {pace}{rest}]"
+
+
+def _count(bar: Bar) -> str:
+    return f"{bar.done}/{bar.total}" if bar.total else str(bar.done)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

@@ -1,0 +1,142 @@
+"""What `axon_nb.show.timeline` returns: what ranks have done, to keep as a table, a trace or a page.
+
+A timeline as one HTML file that needs neither a kernel nor a network: to zoom, to filter, to send to somebody.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.inspection.span_feed import cell_window, recorded, save_trace
+from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.errors import UsageError
+from axon_nb.records.ranks import name_ranks
+from axon_nb.widgets.assets import script, style
+from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
+from axon_nb.widgets.timeline.page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.timeline.wire import pack
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Timeline", "timeline_file"]
+
+_START = """
+const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
+const config = JSON.parse(document.getElementById("config").textContent);
+const traits = { config, snapshot: new DataView(bytes.buffer) };
+const model = { get: (name) => traits[name], on() {}, off() {}, send() {} };
+const el = document.getElementById("timeline");
+el.replaceChildren();
+const view = make();
+view.initialize({ model });
+view.render({ model, el });
+"""
+_PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
+@media (prefers-color-scheme: dark) {
+  body { background: #111; color: #ddd; --jp-layout-color2: #333; --jp-ui-font-color1: #ddd }
+}
+"""
+
+
+def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timeline") -> str:
+    """The page: live as in the notebook where scripts run, the picture and the table where they do not."""
+    origin = int(table.columns["start"].min()) if len(table) else 0
+    end = int(table.columns["end"].max()) if len(table) else origin
+    header = {
+        "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels],
+        "labelsFrom": 0,
+        "groups": {name: name_ranks(members) for name, members in table.groups.items()},
+        "oldest": table.first,
+        "dropped": table.dropped,
+        "lost": table.lost,
+        "now": (end - origin) / 1e9,
+        "focus": [0.0, (end - origin) / 1e9],
+        "finished": True,
+        **page_facts(facts_of(table), ranks),
+    }
+    config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
+    spans = base64.b64encode(pack(table, header, origin_ns=origin)).decode()
+    css = style("timeline")
+    code = script("timeline").replace("export default ", "const make = ")
+    fallback = timeline_bundle(table, ranks, title=title)["text/html"]
+    # "</" would end the element that holds the text.
+    told = json.dumps(config).replace("</", "<\\/")
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
+        f'<script type="application/json" id="config">{told}</script>'
+        f'<script type="application/octet-stream" id="spans">{spans}</script>'
+        f'<script type="module">{code}{_START}</script></body></html>\n'
+    )
+
+
+_ENDINGS = (".json", ".html", ".csv")
+
+
+class Timeline:
+    """The spans of some ranks, asked for anew each time.
+
+    Args:
+        cluster: Whose ranks.
+        ranks: Which.
+        cell: Number of the notebook cell that is meant; None: everything that is kept.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: list[int], *, cell: int | None = None) -> None:
+        self._cluster = cluster
+        self._ranks = ranks
+        self._cell = cell
+
+    @property
+    def title(self) -> str:
+        """Such as ``In [3]``; empty for everything."""
+        return "" if self._cell is None else f"In [{self._cell}]"
+
+    def table(self) -> SpanTable:
+        """The spans.
+
+        Raises:
+            UsageError: ranks have no spans of that cell.
+        """
+        table = recorded(self._cluster.state)
+        if self._cell is not None:
+            table = table.between(*cell_window(table, self._cell))
+        if len(self._ranks) < self._cluster.world_size:
+            table = table.pick(np.isin(table.columns["rank"], self._ranks))
+        return table
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a span: rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s, waited_for."""
+        return self.table().to_dataframe()
+
+    def save(self, path: Path | str) -> None:
+        """Write the spans, by the name's ending: .json (a trace for Perfetto), .html (a page of its own), or .csv.
+
+        Raises:
+            UsageError: the name ends otherwise.
+        """
+        ending = Path(path).suffix
+        if ending not in _ENDINGS:
+            raise UsageError(f"{str(path)!r}: a timeline is saved as {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}.")
+        table = self.table()
+        if ending == ".html":
+            Path(path).write_text(timeline_file(table, self._ranks, title=self.title or "Timeline"), encoding="utf-8")
+        elif ending == ".csv":
+            table.to_dataframe().to_csv(path, index=False)
+        else:
+            save_trace(table, path)
+
+    def __repr__(self) -> str:
+        return timeline_bundle(self.table(), self._ranks, title=self.title)["text/plain"]
+
+    def _ipython_display_(self) -> None:
+        """Nothing: where it was made, it was shown."""

@@ -1,0 +1,122 @@
+"""A curve over all ranks: lowest, mean and highest value at each step, bounded however long the job runs.
+
+A curve as a picture that looks right on light and dark pages: shapes only, its words are around it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from axon_nb.widgets.palette import OKABE_ITO
+
+__all__ = ["HEIGHT", "MAX_POINTS", "WIDTH", "Point", "Series", "chart_svg", "pack_points"]
+
+MAX_POINTS = 160
+"""Of one curve; with more, neighbouring steps become one point."""
+
+
+class Point(NamedTuple):
+    """All ranks at one step, or at several that have become one point."""
+
+    step: float
+    """The first of them."""
+    low: float
+    mean: float
+    high: float
+
+
+class Series:
+    """The points of one name. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, name: str, *, limit: int = MAX_POINTS) -> None:
+        self.name = name
+        self.stride = 1
+        """Steps in one point."""
+        self.latest: dict[int, tuple[float, float]] = {}
+        """The last step of each rank, and its value there."""
+        self.not_finite: dict[int, float] = {}
+        """Ranks with a value that is no finite number, and the step of the first one."""
+        self._limit = limit
+        self._points: dict[int, tuple[float, float, float, int]] = {}
+
+    def add(self, rank: int, step: float, value: float) -> None:
+        """Take in one value; one that is not finite is remembered apart."""
+        if rank not in self.latest or step >= self.latest[rank][0]:
+            self.latest[rank] = (step, value)
+        if not math.isfinite(value):
+            self.not_finite.setdefault(rank, step)
+            return
+        self._put(int(step // self.stride), value, value, value, 1)
+        while len(self._points) > self._limit:
+            self._widen()
+
+    def _put(self, place: int, low: float, total: float, high: float, count: int) -> None:
+        if (known := self._points.get(place)) is not None:
+            low, high = min(low, known[0]), max(high, known[2])
+            total, count = total + known[1], count + known[3]
+        self._points[place] = (low, total, high, count)
+
+    def _widen(self) -> None:
+        old, self._points = self._points, {}
+        self.stride *= 2
+        for place, (low, total, high, count) in old.items():
+            self._put(place // 2, low, total, high, count)
+
+    def points(self) -> list[Point]:
+        """In the order of steps."""
+        return [
+            Point(place * self.stride, low, total / count, high)
+            for place, (low, total, high, count) in sorted(self._points.items())
+        ]
+
+    @property
+    def now(self) -> Point | None:
+        """The last value of each rank, as one point; None: there is none."""
+        values = [value for _, value in self.latest.values() if math.isfinite(value)]
+        if not values:
+            return None
+        step = max(step for step, _ in self.latest.values())
+        return Point(step, min(values), sum(values) / len(values), max(values))
+
+
+def pack_points(points: Sequence[Point]) -> bytes:
+    """Little-endian float32: all steps, then all lows, means and highs; `static/watch/points.js` reads them."""
+    columns = zip(*points, strict=True) if points else ((), (), (), ())
+    return b"".join(struct.pack(f"<{len(points)}f", *map(_within, column)) for column in columns)
+
+
+def _within(value: float) -> float:
+    return max(-3.4e38, min(3.4e38, value))
+
+
+WIDTH, HEIGHT = 300, 70
+"""Of the picture, in units."""
+_PAD = 3.0
+_COLOR = OKABE_ITO["blue"]
+
+
+def chart_svg(points: Sequence[Point]) -> str:
+    """The mean as a line, and what lies between the lowest and the highest rank as a band around it."""
+    low, high = (min(p.low for p in points), max(p.high for p in points)) if points else (0.0, 1.0)
+    first, last = (points[0].step, points[-1].step) if points else (0.0, 1.0)
+    tall, wide = (high - low) or 1.0, (last - first) or 1.0
+
+    def place(step: float, value: float) -> str:
+        # Divided first: a difference of two large numbers may be beyond what a float holds.
+        y = HEIGHT / 2 if high == low else _PAD + (HEIGHT - 2 * _PAD) * (1 - (value / tall - low / tall))
+        return f"{WIDTH * (step - first) / wide:.1f} {y:.1f}"
+
+    upper = [place(p.step, p.high) for p in points]
+    lower = [place(p.step, p.low) for p in reversed(points)]
+    line = "L".join(place(p.step, p.mean) for p in points)
+    band = f'<path d="M{"L".join([*upper, *lower])}z" fill="{_COLOR}" fill-opacity=".3"/>' if points else ""
+    dot = f'<circle cx="0" cy="{HEIGHT / 2}" r="2.5" fill="{_COLOR}"/>' if len(points) == 1 else ""
+    mean = f'<path d="M{line}" fill="none" stroke="{_COLOR}" stroke-width="1.5"/>' if len(points) > 1 else dot
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'preserveAspectRatio="none"><path d="M0 .5h{WIDTH}M0 {HEIGHT - 0.5}h{WIDTH}" stroke="#767676" '
+        f'stroke-width=".5"/>{band}{mean}</svg>'
+    )

@@ -1,0 +1,107 @@
+"""The first line of a cell: whether it sends the cell to ranks, and to which.
+
+`%%distributed` on a cell's first line becomes an awaited call: widgets stay clickable while the cell runs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from IPython.core.getipython import get_ipython
+
+from axon_nb.errors import UsageError
+from axon_nb.records.ranks import parse_ranks
+
+__all__ = [
+    "RANK_MAGICS",
+    "AutoMode",
+    "CellHead",
+    "asked_help",
+    "auto_mode",
+    "awaited_cells",
+    "read_head",
+    "target_rank",
+]
+
+RANK_MAGICS = ("distributed", "rank")
+"""The cell magics that send a cell to ranks."""
+_RANKS = re.compile(r"--ranks[\s=]+(\S+)")
+
+
+@dataclass
+class AutoMode:
+    """Whether plain cells run on ranks, as `%distributed auto` has set it."""
+
+    on: bool = False
+    ranks: str | None = None
+    """Which ranks, as for `--ranks`; None: all."""
+
+
+auto_mode = AutoMode()
+"""The mode of this notebook."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellHead:
+    """The magic of a cell."""
+
+    name: str
+    """Without the percent signs; empty in a plain cell."""
+    arguments: str
+    """What stands behind it."""
+
+
+def read_head(text: str) -> CellHead:
+    """The head of a cell, also of one that is half written."""
+    first = text.lstrip().partition("\n")[0].rstrip()
+    if not first.startswith("%%"):
+        return CellHead("", "")
+    name, _, arguments = first[2:].partition(" ")
+    return CellHead(name, arguments.strip())
+
+
+def target_rank(text: str, world_size: int) -> int | None:
+    """The first rank that a cell runs on; None when it runs in the notebook."""
+    head = read_head(text)
+    if head.name == "" and auto_mode.on:
+        spec = auto_mode.ranks or ""
+    elif head.name not in RANK_MAGICS:
+        return None
+    elif head.name == "rank":
+        spec = head.arguments.partition(" ")[0]
+    else:
+        match = _RANKS.search(head.arguments)
+        spec = match.group(1) if match else ""
+    try:
+        return parse_ranks(spec, world_size)[0] if spec else 0
+    except UsageError:
+        return 0
+
+
+_OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
+_HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
+
+
+def awaited_cells(lines: list[str]) -> list[str]:
+    """An input transformer: a cell that begins with one of our magics becomes one awaited call; others stay."""
+    if not lines or not lines[0].startswith("%%"):
+        return lines
+    name, _, arguments = lines[0][2:].strip().partition(" ")
+    shell = get_ipython()
+    if name not in RANK_MAGICS or shell is None or not shell.autoawait or arguments.strip() in ("?", "??"):
+        return lines
+    body = "".join(lines[1:])
+    call = f"get_ipython().magics_manager.registry['CellMagics'].run({name!r}, {arguments.strip()!r}, {body!r})"
+    return [f"await {call}\n"]
+
+
+# `check_complete` leaves such transformers out: in a terminal a cell goes on until an empty line.
+vars(awaited_cells)["has_side_effects"] = True
+
+
+def asked_help(lines: list[str]) -> list[str]:
+    """An input transformer: `%distributed start?` asks us for help, where IPython would look for a `start`."""
+    if not lines or lines[0].startswith("%%"):
+        return lines
+    return [f"{match.group(1)} --help\n" if (match := _HELP_LINE.match(line)) else line for line in lines]
