@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from axon_nb.comm.nccl.backend import NcclBackend, NcclUniqueId, devices, is_available, nccl_version, why_not
+from axon_nb.comm.nccl.backend import NcclBackend, NcclUniqueId, devices, is_available, nccl_version, unavailable_reason
 
-__all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "why_not"]
+__all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "unavailable_reason"]
