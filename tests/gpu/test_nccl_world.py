@@ -38,7 +38,7 @@ def test_one_rank_by_a_unique_id() -> None:
     tensor = torch.arange(4.0, device="cuda:0")
     assert comm.all_gather(tensor, group=group).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert comm.reduce_scatter_mean(tensor, group=group).tolist() == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(NcclError, match="each rank has a GPU of its own"):
+    with pytest.raises(NcclError, match="devices must list at least one GPU, each once"):
         NcclBackend.create_world([0, 0])
 
 

@@ -271,7 +271,7 @@ def _unbuildable() -> torch.nn.Module:
         ({"mixed_precision": "quarter"}, "must be a floating-point dtype"),
         ({"strategies": ("magic",)}, "strategies must be one of full_shard"),
         ({"strategies": ()}, "strategies must be one or more of full_shard"),
-        ({"schedule": "sundial"}, "it is one of 'GPipe'"),
+        ({"schedule": "sundial"}, "schedule must be one of 'GPipe'"),
         ({"model": _unbuildable}, r"The model cannot be built \(FileNotFoundError"),
         ({"model": 3}, "a function without arguments"),
         ({"model": "gpt"}, "needs a cluster, but none is running"),
