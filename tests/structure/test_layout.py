@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 MAX_LINES = 300
+MAX_FILES = 15
+"""Python files in a room, `__init__.py` included."""
+MEDIAN_FILES = 10
 
 LONG_FILES: dict[str, str] = {
     "examples/11_the_guide.py": "one notebook that is read from its first page to its last, mostly text",
@@ -59,6 +63,20 @@ def test_file_is_short_or_listed(source_file: Path, root: Path) -> None:
         assert lines > MAX_LINES, f"{name} is short again: take it off LONG_FILES"
     else:
         assert lines <= MAX_LINES, f"{name} has {lines} lines, at most {MAX_LINES}: split it by role, or list it"
+
+
+def rooms(root: Path) -> dict[str, int]:
+    """Number of Python files by folder of the package."""
+    folders = [folder for top in ("axon_nb", "magics") for folder in (root / top, *(root / top).rglob("*"))]
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in folders if folder.is_dir()}
+    return {folder.relative_to(root).as_posix(): count for folder, count in counts.items() if count}
+
+
+def test_room_has_few_files(root: Path) -> None:
+    found = rooms(root)
+    full = {room: count for room, count in found.items() if count > MAX_FILES}
+    assert not full, f"more than {MAX_FILES} files: split each by the nouns of its domain"
+    assert statistics.median(found.values()) <= MEDIAN_FILES
 
 
 def public_definitions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
