@@ -46,12 +46,14 @@ _ = block(4, False)"""
 
 PAGE = """
 import json, threading, time
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.span_feed import span_feed
-from axon_nb.widgets import open_job, open_panels, open_timeline
+from axon_nb.widgets import open as opened
 
 def views():
-    panels = [*open_job._open.values(), *open_panels._open.values(), *open_timeline._open.values()]
+    panels = [
+        *opened._job_panels.values(), *opened._shards_panels.values(), *opened._timeline_panels.values()
+    ]
     found = [panel.view for panel in panels]
     spans = span_feed(current.get().state)._views if current.get() is not None else ()
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
@@ -91,7 +93,7 @@ class Page:
 
     def close(self):
         self.on = False
-        for found in (open_job._open, open_panels._open, open_timeline._open):
+        for found in (opened._job_panels, opened._shards_panels, opened._timeline_panels):
             for panel in found.values():
                 panel.close()
                 panel.view.close()

@@ -24,7 +24,7 @@ def exact_bytes(num_bytes: float) -> str:
     for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         value = num_bytes / 2**power
         if value >= 1 and (value * 100) % 1 == 0:
-            return f"{value:g} {name}"
+            return f"{value:.2f}".rstrip("0").rstrip(".") + f" {name}"
     return f"{int(num_bytes)} B"
 
 

@@ -191,7 +191,7 @@ def test_push_and_pull_keep_types(script: Script) -> None:
 
 def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
     script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.places)")
-    script.ok("from axon_nb.host import parcels\naddress = parcels.SharedBlock.address")
+    script.ok("from axon_nb.host import shared_memory as parcels\naddress = parcels.SharedBlock.address")
     elsewhere = "c.places[1] = {**c.places[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
     unreachable = (
         "parcels.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container

@@ -55,7 +55,7 @@ with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
 
 ATTACH = """
 import axon_nb
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from tests.cluster.late_port import delay
 
 first = axon_nb.start(2, devices="cpu", name="late")

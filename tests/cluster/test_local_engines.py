@@ -86,8 +86,9 @@ def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: P
     """The host agent runs already when the environment turns bad, so that the engines alone meet it."""
     with Script(tmp_path) as script:
         script.ok(
-            "import os, axon_nb\nfrom axon_nb.cluster import warmup\nfrom axon_nb.cluster.settings import settings\n"
-            "warmup.begin()\nassert warmup.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
+            "import os, axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
+            "from axon_nb.cluster.settings import settings\n"
+            "prewarm.begin()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
             "os.environ['PYTHONHOME'] = '/nowhere'"
         )
         answer = script.run("axon_nb.start(2, engines='local', devices='cpu')")

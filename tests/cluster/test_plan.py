@@ -9,7 +9,7 @@ from tests.plan.cases import CASES
 
 RECORD = """
 from axon_nb import plan
-from axon_nb.records import trace
+from axon_nb.records import spans as trace
 from tests.plan.cases import prepare
 prepared = prepare({name!r})
 position = trace.ring.position

@@ -9,7 +9,7 @@ TRAIN = """
 import threading, time, types
 import torch
 from torch import nn
-from axon_nb.engine import gradients, session
+from axon_nb.engine.inspection import gradients; from axon_nb.engine import session
 
 state = types.SimpleNamespace(cell=0)
 gradients.current = lambda: state
@@ -65,7 +65,7 @@ def test_looking_during_a_backward_is_safe() -> None:
 
 INTERRUPTED = """
 import os, signal, threading, types
-from axon_nb.engine import gradients
+from axon_nb.engine.inspection import gradients
 
 state = types.SimpleNamespace(cell=0)
 gradients.current = lambda: state

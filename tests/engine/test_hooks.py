@@ -36,8 +36,8 @@ def test_ipyparallels_client_has_our_hooks() -> None:
 def test_the_engines_kernel_has_our_hooks_before_any_of_them_is_set() -> None:
     """In a process of its own: after `install` the names that we set ourselves would be there in any case."""
     script = (
-        "from ipyparallel.engine.kernel import IPythonParallelKernel\nfrom axon_nb.engine import kernel_hooks\n"
-        "print(kernel_hooks.missing(IPythonParallelKernel()))"
+        "from ipyparallel.engine.kernel import IPythonParallelKernel\nfrom axon_nb.engine.kernel import hooks\n"
+        "print(hooks.missing(IPythonParallelKernel()))"
     )
     done = subprocess.run(
         [sys.executable, "-Xfrozen_modules=off", "-c", script], capture_output=True, text=True, check=True
@@ -46,9 +46,7 @@ def test_the_engines_kernel_has_our_hooks_before_any_of_them_is_set() -> None:
 
 
 def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
-    reply = own_kernel.ok(
-        "%%distributed\nfrom axon_nb.engine import kernel_hooks\nkernel_hooks.missing(get_ipython().kernel)"
-    )
+    reply = own_kernel.ok("%%distributed\nfrom axon_nb.engine.kernel import hooks\nhooks.missing(get_ipython().kernel)")
     assert by_rank(reply.stdout) == {0: ["[]"], 1: ["[]"]}
 
 

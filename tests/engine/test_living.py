@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from axon_nb.engine import living as searched
-from axon_nb.engine.groups import wrappers
+from axon_nb.engine import live_objects as searched
+from axon_nb.engine.groups import wrapper_reset as wrappers
 
 kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}
 passes = []

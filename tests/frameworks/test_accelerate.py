@@ -64,7 +64,7 @@ ways = {{
     "state": made_after_a_state,
     "variable": made_without_the_variable,
 }}
-from axon_nb.compat import accelerate_state
+from axon_nb.compat import accelerate as accelerate_state
 assert accelerate_state.missing_state_hooks(sys.modules["accelerate.state"]) == []
 for name, make in ways.items():
     fresh()
@@ -159,7 +159,7 @@ def test_its_launchers_call_the_function_on_every_rank(two: Kernel) -> None:
         """%%distributed
 import sys
 from accelerate import debug_launcher, notebook_launcher
-from axon_nb.compat import accelerate_launch
+from axon_nb.compat import accelerate as accelerate_launch
 assert accelerate_launch.missing_launch_hooks(sys.modules["accelerate.launchers"]) == []
 
 def train(word):

@@ -122,7 +122,7 @@ def test_its_hooks_are_there(prepared: Kernel) -> None:
     prepared.ok(
         """%%distributed
 import importlib
-from axon_nb.compat import deepspeed_reset, deepspeed_setup
+from axon_nb.compat import deepspeed as deepspeed_reset; from axon_nb.compat import deepspeed as deepspeed_setup
 from axon_nb.engine.live_objects import living
 backend = importlib.import_module("deepspeed.comm.torch")
 assert deepspeed_setup.missing_setup_hooks(backend, deepspeed.runtime.engine) == []

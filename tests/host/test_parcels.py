@@ -172,7 +172,7 @@ def test_an_error_of_the_second_thread_is_raised() -> None:
 
 INTERRUPTED = """
 import gc, os, random, signal, threading, time
-from axon_nb.host import parcels
+from axon_nb.host import shared_memory as parcels
 from axon_nb.host.shared_memory import SharedBlock, read_block, write_block
 
 def interrupt(*_):

@@ -16,7 +16,7 @@ __all__ = ["patient"]
 _PATIENT = """
 import contextlib
 from unittest import mock
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.span_feed import SpanFeed, span_feed
 patience, patience_collect = contextlib.ExitStack(), SpanFeed.collect
 def patience_collect_all(self, *, limit_s=2.0, watch_s=0.0):

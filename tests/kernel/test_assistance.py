@@ -25,7 +25,7 @@ def t_scale(values, *, factor=2.0):
 """
 WAIT = "import os, time\nwhile not os.path.exists({path!r}):\n    {work}"
 KNOWN = """import asyncio
-from axon_nb.cluster import assist, current
+from axon_nb.cluster.inspection import completion as assist; from axon_nb.cluster.session import current
 while "t_scale" not in assist.of(current.get().state).names():
     await asyncio.sleep(0.05)
 """
@@ -149,7 +149,7 @@ def test_the_private_hooks_are_there(typed: Kernel) -> None:
 
 
 def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
-    change = "from axon_nb.magics import front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
+    change = "from axon_nb.magics import kernel_requests as front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
     typed.ok(change.format("front_end._NEEDED += ('no_such_hook',)"))
     assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].lets_through") == (
         ["no_such_hook"],

@@ -12,9 +12,9 @@ from tests.kernel.driver import Kernel, Reply
 from tests.kernel.processes import until
 
 ASK = """import dataclasses, json
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.job import ask_job
-from axon_nb.widgets import open_job
+from axon_nb.widgets import open as open_job
 def t_ask(before={}):
     while True:  # a busy rank may answer late
         found = ask_job(current.require("test").state, before)
@@ -212,7 +212,7 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
 
 
 def test_hooks_are_there(ready: Kernel) -> None:
-    code = "%%rank 0\nfrom axon_nb.engine import tqdm_bars\nprint(tqdm_bars.missing_tqdm_hooks())"
+    code = "%%rank 0\nfrom axon_nb.engine.inspection import job as tqdm_bars\nprint(tqdm_bars.missing_tqdm_hooks())"
     assert ready.ok(code).lines() == ["[rank 0] []"]
 
 

@@ -94,7 +94,7 @@ def test_actions_are_drained_with_stage_and_microbatch(kernel: Kernel) -> None:
     code = """%%distributed
 import torch.nn as nn
 from axon_nb.parallel import Pipeline
-from axon_nb.records import trace
+from axon_nb.records import spans as trace
 pipe = Pipeline.from_modules([nn.Linear(4, 4) for _ in range(4)], num_microbatches=4, loss=nn.functional.mse_loss)
 before = trace.ring.position
 x = torch.ones(8, 4)

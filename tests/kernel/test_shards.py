@@ -34,7 +34,7 @@ summands = {"total": DTensor.from_local(torch.ones(3), grid["tp"], [Partial()])}
 own = torch.zeros(rank + 1)
 """
 ASK = """import dataclasses, json
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.shards import ask_layouts
 shards, notes = ask_layouts(current.require("test").state, {names!r}, gradients={gradients})
 print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
@@ -251,7 +251,7 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
 
 def test_what_is_as_it_was_is_not_sent_again(ready: Kernel) -> None:
     ready.ok(
-        "from axon_nb.cluster import current\nfrom axon_nb.cluster.inspection.shards import LayoutQuestion\n"
+        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.shards import LayoutQuestion\n"
         "t_asked = LayoutQuestion(current.require('test').state, ['sharded'])\nt_first = t_asked.ask()"
     )
     asked = "t_again = t_asked.ask()\n(t_again == t_first, t_asked.is_news, t_asked.spent_s > 0)"

@@ -62,7 +62,7 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     with patient(shared_kernel):
         yield shared_kernel
     shared_kernel.ok(
-        "from axon_nb.widgets import open_timeline\n"
+        "from axon_nb.widgets import open as open_timeline\n"
         "for t_panel in open_timeline._timeline_panels.values():\n    t_panel.close()\n"
         "open_timeline._timeline_panels.clear()"
     )
@@ -187,7 +187,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
     ready.ok("%timeline")
     assert ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []")
     ready.ok(
-        "from axon_nb.cluster import current\nfrom axon_nb.cluster.inspection.span_feed import span_feed\n"
+        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.span_feed import span_feed\n"
         "t_feed = span_feed(current.require('test').state)\n"
         "for t_view in list(t_feed._views):\n    t_feed.close(t_view)\n"
         "patience_collect(t_feed, limit_s=60.0, watch_s=0.01)"

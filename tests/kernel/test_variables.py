@@ -40,7 +40,8 @@ if rank < 2: few = 1
 @pytest.fixture(scope="module")
 def rows(shared_kernel: Kernel) -> dict[str, dict[str, object]]:
     shared_kernel.ok(SETUP)
-    shared_kernel.ok("from axon_nb.cluster import current\nfound = current.require('t').variables().to_dict('records')")
+    shared_kernel.ok("from axon_nb.cluster.session import current")
+    shared_kernel.ok("found = current.require('t').variables().to_dict('records')")
     return {row["name"]: row for row in shared_kernel.value("found")}
 
 

@@ -66,7 +66,7 @@ def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str,
     finally:
         kernel.ok(f"t_view.{method} = t_method")
         kernel.ok(
-            "from axon_nb.widgets import open_job, open_panels\n"
+            "from axon_nb.widgets import open as open_job; from axon_nb.widgets import open as open_panels\n"
             "for t_one in [*open_job._job_panels.values(), *open_panels._shards_panels.values()]: t_one.close()\n"
             "open_job._job_panels.clear(); open_panels._shards_panels.clear()"
         )

@@ -47,9 +47,9 @@ t_three_d = Parallel3D(t_layers, make_mesh(pp=2, dp=2), loss=nn.functional.mse_l
 t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
 ASK = """import dataclasses, json, time
-from axon_nb.cluster import current
+from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.memory import ask_plan
-from axon_nb.widgets import open_job
+from axon_nb.widgets import open as open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
     while (told := ask_plan(current.require("test").state, names, asked, "")).get("is_pending"):
