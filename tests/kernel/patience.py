@@ -23,10 +23,10 @@ def patience_collect_all(self, *, limit_s=2.0, watch_s=0.0):
     patience_collect(self, limit_s=60.0, watch_s=600.0 if watch_s else 0.0)
 patience.enter_context(mock.patch.object(SpanFeed, "collect", patience_collect_all))
 for patience_limit, patience_s in {
-    "asking._SAMPLE_S": 60.0, "job._LIMIT_S": 60.0, "layouts._LIMIT_S": 60.0, "memory._LIMIT_S": 60.0,
+    "status._SAMPLE_S": 60.0, "job._LIMIT_S": 60.0, "shards._LIMIT_S": 60.0, "memory._LIMIT_S": 60.0,
     "memory._PATIENCE_S": 60.0, "span_feed._WATCH_S": 600.0,
 }.items():
-    patience.enter_context(mock.patch(f"axon_nb.cluster.{patience_limit}", patience_s))
+    patience.enter_context(mock.patch(f"axon_nb.cluster.inspection.{patience_limit}", patience_s))
 """
 _AS_BEFORE = "patience.close()\nspan_feed(current.require('test').state).collect(limit_s=60.0, watch_s=0.01)"
 
