@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.cells import source as cell_code
@@ -35,10 +35,6 @@ from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.records.ranks import format_ranks, resolve_ranks
-
-if TYPE_CHECKING:
-    from axon_nb.cluster.cells.run import CellRun
-    from axon_nb.cluster.state import ClusterState
 
 __all__ = ["LEFT", "CellManager", "failure_of", "nobody_else"]
 
