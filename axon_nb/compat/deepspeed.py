@@ -59,7 +59,7 @@ def reset_engines(engines: Iterable[Any]) -> int:
     for engine in engines:
         try:
             if absent := missing_reset_hooks(engine):
-                raise AttributeError(f"this DeepSpeed has no {absent[0]}")
+                raise AttributeError(f"this DeepSpeed lacks {absent[0]}")
             _reset(engine)
         except Exception as error:  # another version, or a partially constructed engine
             _disable(engine, f"{type(error).__name__}: {error}")
