@@ -18,7 +18,7 @@ MOST_A_CORE = "__import__('axon_nb.magics.kernel_requests', fromlist=['x'])._MOS
 def idle(kernel: Kernel) -> Iterator[Kernel]:
     """A kernel that takes its machine for idle, whatever else runs there."""
     before = kernel.value(MOST_A_CORE)
-    kernel.ok("import axon_nb.magics.kernel_requests\naxon_nb.magics.front_end._MOST_A_CORE = 1e9")
+    kernel.ok("import axon_nb.magics.kernel_requests\naxon_nb.magics.kernel_requests._MOST_A_CORE = 1e9")
     yield kernel
     kernel.ok(f"axon_nb.magics.kernel_requests._MOST_A_CORE = {before}")
 

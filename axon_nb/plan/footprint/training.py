@@ -110,7 +110,7 @@ def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> 
         original = module.broadcast
         module.broadcast = lambda tensor, **_: tensor
         try:
-            module.parallelize(model, setup.request.tp_plan, meshes.layers)
+            module.parallelize(model, setup.request.tp_plan, mesh=meshes.layers)
         finally:
             module.broadcast = original
     return model
