@@ -73,7 +73,7 @@ class Verdict:
 
 TESTED = {
     "torch": ("2.11", "2.16"),
-    "ipykernel": ("7.0", "8"),
+    "ipykernel": ("7.4", "8"),
     "ipython": ("9.13", "10"),
     "ipyparallel": ("9.1", "10"),
 }

@@ -183,8 +183,8 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
         answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     finally:
         for process in processes:  # those that still run would slow down the tests that follow
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
     assert answers[0] == answers[1] == answers[2]  # the seconds it took, too
     assert len(_saved(tmp_path)) == 1
 
