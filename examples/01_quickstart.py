@@ -26,22 +26,23 @@
 # %% [markdown]
 # ## Start the ranks
 #
-# Four processes, already joined in one `torch.distributed` group: NCCL when each has a GPU of its own, Gloo otherwise.
+# This starts four processes that are already joined in one `torch.distributed` group. With one GPU per rank it uses
+# NCCL, otherwise Gloo.
 
 # %%
 # %distributed start -n 4
 
 # %% [markdown]
-# The same code runs everywhere; only `rank` differs. Some names are there from the start: `rank`, `local_rank`,
-# `world_size`, `device`, `torch` and `dist` (which is `torch.distributed`).
+# The same code runs everywhere; only `rank` differs. Some names are predefined: `rank`, `local_rank`, `world_size`,
+# `device`, `torch` and `dist` (which is `torch.distributed`).
 
 # %%
 # %%distributed
 print(f"hello from rank {rank} of {world_size}, on {device}")
 
 # %% [markdown]
-# Ranks work together through *collectives*. Each rank brings its own number to `all_reduce`, and each leaves with the
-# sum. What all ranks have to say in the same words is shown once.
+# Ranks work together through *collectives*. Each rank passes its own number to `all_reduce`, and each gets the sum.
+# Output that is identical on all ranks is shown once.
 
 # %%
 # %%distributed
@@ -50,10 +51,10 @@ dist.all_reduce(total)
 total.item()
 
 # %% [markdown]
-# ## Send them the data
+# ## Send the data to the ranks
 #
-# Cells without `%%distributed` run here in the notebook, as ever. We load the 1,797 handwritten digits that come with
-# scikit-learn, keep a fifth of them aside for the test, and push the arrays to all ranks.
+# Cells without `%%distributed` run in the notebook, as usual. We load the 1,797 handwritten digits that come with
+# scikit-learn, set a fifth of them aside for testing, and push the arrays to all ranks.
 
 # %%
 from importlib.util import find_spec
@@ -83,7 +84,7 @@ train_x, test_x, train_y, test_y = train_test_split(
 #
 # This is plain PyTorch, as you would write it in a script, but without the lines that set up the process group. Each
 # rank holds a copy of the model; `DistributedDataParallel` averages the gradients, so that the copies stay equal.
-# `DistributedSampler` deals out the images, a quarter to each rank.
+# `DistributedSampler` gives each rank a quarter of the images.
 
 # %%
 # %%distributed
@@ -139,8 +140,8 @@ for epoch in range(12):
 # %% [markdown]
 # ## Test
 #
-# Accuracy is reduced in the same way: each rank counts the hits in its share of the test digits, and the counts are
-# summed. (Averaging four percentages would be wrong as soon as the shares differ in size.)
+# Accuracy is reduced in the same way: each rank counts the correct guesses in its share of the test digits, and the
+# counts are summed. (Averaging four percentages would be wrong if the shares differed in size.)
 
 # %%
 # %%distributed
@@ -159,7 +160,7 @@ print(f"{accuracy:.1%} of {score[1]} test digits are right")
 # %% [markdown]
 # ## Bring results back
 #
-# `%pull` copies a variable into the notebook. With `--ranks 0` it is rank 0's value; without, a dictionary from rank
+# `%pull` copies a variable into the notebook. With `--ranks 0` it is rank 0's value; without it, a dictionary from rank
 # to value.
 
 # %%
@@ -185,8 +186,8 @@ with plt.rc_context({"figure.facecolor": "none", "axes.facecolor": "none", **dic
 # %% [markdown]
 # ## Some ranks only
 #
-# `--ranks` runs a cell on a few of them, and `%%rank` on one. The others are left alone, so such a cell must not call a
-# collective that waits for everybody.
+# `--ranks` runs a cell on some of the ranks, `%%rank` on one. The others do not take part, so such a cell must not call
+# a collective that waits for all ranks.
 
 # %%
 # %%distributed --ranks 0,2
@@ -199,9 +200,9 @@ sum(parameter.numel() for parameter in model.parameters())
 # %% [markdown]
 # ## When a rank fails
 #
-# In a script, an error on one rank leaves the others waiting in their next collective until a time-out ends the run.
-# Here the cell ends at once, and says which rank failed, at which line. The next cell fails on purpose: rank 2 has no
-# weight in the table, while the others wait for it in `all_reduce`.
+# In a script, an error on one rank leaves the others waiting in their next collective until a timeout ends the run.
+# Here the cell ends at once and names the rank and the line. The next cell fails on purpose: rank 2 has no weight in
+# the table, while the others wait for it in `all_reduce`.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -210,7 +211,7 @@ weight = torch.tensor(weights[rank], device=device)
 dist.all_reduce(weight)
 
 # %% [markdown]
-# Nothing is lost: the variables, the model and the process group are as good as before, and the corrected cell runs.
+# Nothing is lost: variables, model and process group are intact, and the corrected cell runs.
 
 # %%
 # %%distributed

@@ -14,13 +14,13 @@
 # %% [markdown]
 # # Collectives, drawn
 #
-# Ranks of a distributed program own their memory: what one computes, the others do not see. A *collective* is a call
-# that all ranks make together and that moves numbers between them. There are only a handful, and everything else (data
-# parallelism, sharded models, pipelines) is built from them.
+# Each rank of a distributed program has its own memory: no rank sees what another computes. A *collective* is a call
+# that all ranks make together and that moves numbers between them. There are only a few of them, and everything else
+# (data parallelism, sharded models, pipelines) is built on them.
 #
-# This notebook needs no cluster. `World.mock(4)` runs four ranks inside this one process, in turns, with the semantics
-# of the real thing: a rank that waits for a call that never comes is told so. The same calls run unchanged on real
-# ranks, in a `%%distributed` cell or under `torchrun`.
+# This notebook needs no cluster. `World.mock(4)` runs four ranks inside this process, one at a time, with real
+# semantics: a rank that waits for a call that never comes gets an error. The same calls run unchanged on real ranks, in
+# a `%%distributed` cell or under `torchrun`.
 
 # %%
 import torch
@@ -44,8 +44,7 @@ from axon_nb.comm import (
 world = World.mock(4)
 
 # %% [markdown]
-# A function that is given the rank's own view of the world runs once on each rank. Its results come back in the order
-# of ranks.
+# `run` calls a function once per rank, with that rank's view of the world. The results come back in rank order.
 
 
 # %%
@@ -58,9 +57,8 @@ world.run(hello)
 # %% [markdown]
 # ## A picture of memory
 #
-# Each row below is one rank, each cell one element of its tensor. On the left is what it had before the call, on the
-# right what it has after. The colour says which rank a number comes from; a number that several ranks have made
-# together is dark.
+# Each row below is one rank, and each box is one element of its tensor: before the call on the left, after it on the
+# right. The colour shows which rank a number comes from; a number computed from several ranks is dark.
 
 # %%
 from IPython.display import HTML
@@ -114,7 +112,8 @@ def numbers(rank, count=4):
 # %% [markdown]
 # ## One to all: broadcast
 #
-# Rank `src` has something that all need: the first weights of a model, a random seed. In place on every rank.
+# Rank `src` has something that all ranks need, such as a model's initial weights or a random seed. It arrives in place
+# on every rank.
 
 # %%
 show("broadcast(tensor, src=1)", numbers, lambda world, t: broadcast(t, src=1), lambda rank, position: 1)
@@ -122,8 +121,8 @@ show("broadcast(tensor, src=1)", numbers, lambda world, t: broadcast(t, src=1), 
 # %% [markdown]
 # ## All to all, combined: all_reduce
 #
-# Every rank ends with the sum (mean, minimum, maximum, product) over all ranks. Data-parallel training is this: each
-# rank has gradients from its part of the batch, all step with the mean.
+# Every rank ends with the sum (mean, minimum, maximum, product) over all ranks. Data-parallel training does this: each
+# rank has gradients from its part of the batch, and all step with the mean.
 
 # %%
 show("all_reduce_sum(tensor)", numbers, lambda world, t: all_reduce_sum(t), lambda rank, position: None)
@@ -137,10 +136,10 @@ show(
 )
 
 # %% [markdown]
-# ## All to all, side by side: all_gather
+# ## All to all, concatenated: all_gather
 #
-# Every rank ends with everybody's tensor, joined in the order of ranks. A sharded model does this before it computes:
-# each rank holds a part of a weight, all need the whole for a moment.
+# Every rank ends with the tensors of all ranks, concatenated in rank order. A sharded model does this before it
+# computes: each rank holds a shard of a weight, and for a moment all need the full weight.
 
 # %%
 show(
@@ -148,9 +147,9 @@ show(
 )
 
 # %% [markdown]
-# ## Combined, and a part for each: reduce_scatter
+# ## Combined, then split: reduce_scatter
 #
-# The sum over ranks, of which every rank keeps only its own part. With `all_gather` after it, it is an `all_reduce`:
+# Computes the sum over ranks, and each rank keeps only its own part. Followed by `all_gather` it is an `all_reduce`;
 # that is how sharded data parallelism saves memory without sending more.
 
 # %%
@@ -169,7 +168,7 @@ world.run(both_halves)
 # %% [markdown]
 # ## One and the others: scatter, gather
 #
-# `scatter_tensor` cuts a tensor of one rank into parts; `gather_tensor` joins the parts on one rank.
+# `scatter_tensor` splits one rank's tensor into parts; `gather_tensor` concatenates the parts on one rank.
 
 # %%
 show(
@@ -188,9 +187,9 @@ show(
 )
 
 # %% [markdown]
-# ## From one to one: send, recv
+# ## One to one: send, recv
 #
-# Pipelines pass activations on like this. `recv` needs no shape: a small header travels first.
+# Pipelines pass activations on this way. `recv` needs no shape, because a small header is sent first.
 
 
 # %%
@@ -212,7 +211,8 @@ show(
 # %% [markdown]
 # ## Groups
 #
-# Any call can be made among some ranks. Every rank makes the group, members or not; only members use it.
+# Any call can run on a subset of ranks. Every rank creates the group, whether it is a member or not; only members use
+# it.
 
 
 # %%
@@ -224,10 +224,10 @@ def in_groups(world, tensor):
 show("all_reduce_sum among even and among odd ranks", numbers, in_groups, lambda rank, position: None)
 
 # %% [markdown]
-# ## What goes wrong, and what you are told
+# ## What goes wrong, and what you see
 #
-# The classic mistake: a collective inside `if rank == 0`. The others never come. On real ranks without help this is a
-# silent hang of half an hour; a mock world sees at once that nobody can go on.
+# The classic mistake: a collective inside `if rank == 0`. The others never call it. On real ranks without axon_nb this
+# is a silent hang of half an hour; a mock world notices at once that no rank can continue.
 
 # %%
 from axon_nb.comm import CommError
@@ -258,4 +258,4 @@ except CommError as error:
 # ## The same on real ranks
 #
 # Nothing above is specific to mock worlds. In a cell that begins with `%%distributed`, `all_reduce_sum(t)` is the same
-# call, on processes of their own. `03_data_parallel` trains with them.
+# call on real processes. `03_data_parallel` trains with them.

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Data parallelism: samplers, accumulation, mixed precision, compression
 #
-# Every rank has the whole model and sees its own part of each batch; gradients are averaged while backward still runs.
-# This notebook trains a small network on handwritten digits on two ranks and varies one thing at a time.
+# Every rank has the full model and sees its own part of each batch; gradients are averaged while backward still runs.
+# This notebook trains a small network for handwritten digits on two ranks and varies one thing at a time.
 
 # %%
 # %load_ext axon_nb
@@ -24,8 +24,8 @@
 # %% [markdown]
 # ## Data
 #
-# Each rank loads the digits for itself; what differs is which of them it sees. `DistributedSampler` deals them out, and
-# `set_epoch` shuffles anew in every epoch, in the same way on all ranks.
+# Each rank loads all digits; the ranks differ in which of them they use. `DistributedSampler` assigns them, and
+# `set_epoch` reshuffles in every epoch, in the same way on all ranks.
 
 # %%
 from importlib.util import find_spec
@@ -70,9 +70,9 @@ print(f"rank {rank} sees {len(sampler)} of {len(train)} digits in {len(loader)} 
 # %% [markdown]
 # ## The loop
 #
-# `DDP(model)` is torch's DistributedDataParallel with a few checks: it takes our groups and worlds, names the parameter
-# and the rank when models differ, and has a strategy for when gradients are averaged. The mean over ranks of a *metric*
-# has to be weighted by how many samples each rank has; `reduce_metrics` does that in one small message.
+# `DDP(model)` is torch's DistributedDataParallel with a few checks: it accepts axon_nb's groups and worlds, names the
+# parameter and the rank if models differ, and lets you choose when gradients are averaged. The mean of a *metric* over
+# ranks must be weighted by the number of samples per rank; `reduce_metrics` does that in one small message.
 
 
 # %%
@@ -121,8 +121,8 @@ if rank == 0:
 # ## Gradient accumulation
 #
 # A batch that does not fit can be computed in pieces. Only the last piece of each update communicates: `accumulating`
-# is DDP's `no_sync` around the others. An epoch of 23 batches leaves one over: `total` lets it end an update of its own
-# instead of leaking into the next epoch. Updates are fewer and larger now, so the accuracy moves by a few per cent.
+# is DDP's `no_sync` around the others. An epoch of 23 batches leaves one over: `total` lets it complete its own update
+# instead of leaking into the next epoch. Updates are fewer and larger now, so the accuracy changes by a few percent.
 
 # %%
 # %%distributed
@@ -135,9 +135,9 @@ if rank == 0:
 # %% [markdown]
 # ## Mixed precision
 #
-# `torch.autocast` works as it does on one process. bfloat16 needs no scaler. float16 does, as small gradients would
-# become zero: `torch.amp.GradScaler` multiplies the loss, and skips a step when a gradient overflows. All ranks skip
-# the same steps, because gradients are averaged before they are looked at.
+# `torch.autocast` works as it does on one process. bfloat16 needs no scaler. float16 does, because small gradients
+# would become zero: `torch.amp.GradScaler` multiplies the loss, and skips a step if a gradient overflows. All ranks
+# skip the same steps, because gradients are averaged before they are checked.
 
 # %%
 # %%distributed
@@ -152,7 +152,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # ## Activation checkpointing
 #
 # Backward needs what forward has computed. `torch.utils.checkpoint` keeps only the input of a part of the model and
-# computes the rest again: less memory for more time, and the same gradients, to the last bit here.
+# recomputes the rest. This trades time for memory; the gradients are the same, here to the last bit.
 
 # %%
 # %%distributed
@@ -181,8 +181,8 @@ print("the same gradients:", all(torch.equal(plain, thrifty) for plain, thrifty 
 # %% [markdown]
 # ## Save and load
 #
-# One rank writes, the others wait until the file is there; if it cannot be written, every rank hears why instead of
-# waiting for ever. `model.module` is the model without its wrapper: its names are those of a single process.
+# One rank writes, and the others wait until the file exists. If it cannot be written, every rank raises the reason
+# instead of waiting. `model.module` is the model without its wrapper, with the parameter names of a single process.
 
 # %%
 # %%distributed
@@ -203,11 +203,11 @@ if rank == 0:
 # %% [markdown]
 # ## Compression
 #
-# On slow links the bytes of the gradients are what a step waits for. A communication hook replaces the plain average.
-# Each of ours counts what it sends; with `measure=True` it also compares its result with the exact one.
+# On slow links, a step waits for the bytes of the gradients. A communication hook replaces the plain average. Each hook
+# counts what it sends; with `measure=True` it also compares its result with the exact one.
 #
-# - `FP16` and `BF16` round on the way: half the bytes.
-# - `TopK` sends the largest few per cent and keeps the rest for later (*error feedback*).
+# - `FP16` and `BF16` send half precision: half the bytes.
+# - `TopK` sends the largest few percent and keeps the rest for later (*error feedback*).
 # - `PowerSGD` sends each gradient matrix as a product of two thin ones.
 
 # %%
@@ -255,9 +255,9 @@ pd.DataFrame(compared[0]).style.format(
 ).hide(axis="index")
 
 # %% [markdown]
-# A large relative error of `TopK` is no mistake: in a single step most of the gradient stays behind. It arrives later,
-# which is why training gets there all the same. On one computer nothing is gained in time, as memory is faster than
-# compressing; across slow links the share of bytes is what counts.
+# The large relative error of `TopK` is expected: in a single step most of the gradient is held back. It arrives later,
+# so training still converges. On one computer compression saves no time, because memory is faster than compressing;
+# across slow links the share of bytes is what counts.
 
 # %%
 # %distributed stop

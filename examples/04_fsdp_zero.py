@@ -14,9 +14,9 @@
 # %% [markdown]
 # # FSDP and ZeRO: who keeps what
 #
-# A model in training takes memory four times over: its parameters, their gradients, and two states of Adam for each.
-# With DDP every rank keeps all of it. Here each rank keeps only a part: of the optimizer's states (ZeRO-1), of the
-# gradients, too (ZeRO-2), or of everything (ZeRO-3, FSDP). A small GPT learns to write Python on four ranks.
+# Training holds four numbers per parameter: the value, its gradient and Adam's two moments. With DDP every rank keeps
+# all of them. Here each rank keeps only a part: of the optimizer states (ZeRO-1), also of the gradients (ZeRO-2), or of
+# everything (ZeRO-3, FSDP). A small GPT learns to write Python on four ranks.
 
 # %%
 # %load_ext axon_nb
@@ -25,7 +25,7 @@
 # %% [markdown]
 # ## The model and its text
 #
-# A byte-level GPT is a plain sequence of blocks. It reads what every Python has with it: the source of the standard
+# A byte-level GPT is a plain sequence of blocks. It reads text that comes with every Python: the source of the standard
 # library.
 
 # %%
@@ -53,8 +53,8 @@ print(f"{sum(p.numel() for p in gpt.parameters()):,} parameters in {names}")
 # ## The loop
 #
 # `FSDP(model)` gathers each child of the model just before it computes and shards it again after. The rest of the loop
-# is that of one process. `model.optimizer(…)` makes an optimizer that fits the strategy, and `clip_grad_norm` clips by
-# the norm that one process would see. Rank 0's initial weights are sent to all.
+# is the same as on one process. `model.optimizer(…)` creates an optimizer that matches the strategy, and
+# `clip_grad_norm` clips by the norm that one process would compute. Rank 0's initial weights are sent to all.
 
 
 # %%
@@ -83,8 +83,8 @@ if rank == 0:
 # %% [markdown]
 # ## What it has learned
 #
-# Between steps each rank has a quarter of each parameter. Within `gathered()` they are whole, to read and to change.
-# All ranks write the same line here, as all have the same weights.
+# Between steps each rank has a quarter of each parameter. Within `gathered()` parameters are complete, and can be read
+# and changed. All ranks print the same line here, because all have the same weights.
 
 # %%
 # %%distributed
@@ -108,9 +108,9 @@ with model.gathered() as whole:
 # %% [markdown]
 # ## Every strategy: bytes and time
 #
-# The same model with each strategy. *Estimated* is a formula that knows how torch cuts and pads; *measured* are the
-# bytes of the tensors that rank 0 holds between two steps. They agree to the byte. What is not in them is what only
-# lives within a step: activations, and the parameters of the block that computes.
+# The same model with each strategy. *Estimated* is a formula that follows how torch shards and pads; *measured* are the
+# bytes of the tensors that rank 0 holds between two steps. They agree to the byte. Neither includes what exists only
+# within a step: activations, and the gathered parameters of the current block.
 
 # %%
 # %%distributed --quiet --out compared
@@ -164,20 +164,19 @@ pd.DataFrame(compared[0]).style.format(
 
 # %% [markdown]
 # - `NO_SHARD` keeps everything everywhere, as DDP does.
-# - `OPTIMIZER_STATE` is ZeRO-1: whole parameters are dealt out, so that ranks have about, not exactly, equally much.
-# - `SHARD_GRAD_OP` (ZeRO-2) and `FULL_SHARD` (ZeRO-3) keep the same between steps. The former leaves parameters whole
-#   from forward to backward: more memory then, and one gather less.
-# - `HYBRID_SHARD` shards within pairs, such as the GPUs of a node, and only gradients go from pair to pair.
+# - `OPTIMIZER_STATE` is ZeRO-1: it assigns whole parameters to ranks, so their shares are about equal, but not exactly.
+# - `SHARD_GRAD_OP` (ZeRO-2) and `FULL_SHARD` (ZeRO-3) keep the same between steps. The former keeps parameters gathered
+#   from forward to backward: more memory then, but one gather less.
+# - `HYBRID_SHARD` shards within pairs, such as the GPUs of a node; only gradients travel between pairs.
 #
-# On one computer, with a model as small as this, sharding costs time: the ranks share its cores and its memory anyway.
+# On one computer, with a model this small, sharding only costs time: the ranks share cores and memory anyway.
 
 # %% [markdown]
 # ## Accumulation, and less memory
 #
-# Within `no_sync` backward only adds up; the last piece of a batch reduces the sum. `checkpoint_blocks` computes the
-# blocks again in backward and does not keep what they have computed. `cpu_offload` keeps parameters, optimizer states
-# or both in the host's memory: on GPUs that frees theirs, and here it makes the same moves. Nothing of it changes a
-# gradient.
+# Within `no_sync` backward only accumulates; the last piece of a batch reduces the sum. `checkpoint_blocks` recomputes
+# the blocks in backward instead of keeping their activations. `cpu_offload` keeps parameters, optimizer states or both
+# in host memory: this frees GPU memory, and on CPUs it makes the same copies. None of this changes the gradients.
 
 # %%
 # %%distributed
@@ -212,7 +211,7 @@ if rank == 0:
 
 # %% [markdown]
 # Only bfloat16 differs, in the third digit: parameters are rounded for forward and backward, while each rank keeps and
-# updates its part in float32.
+# updates its shard in float32.
 
 # %%
 # %distributed stop

@@ -14,20 +14,20 @@
 # %% [markdown]
 # # Tensor parallelism: one layer on several ranks
 #
-# Data parallelism gives every rank the whole model. When a layer itself is too large, its weight matrix can be cut:
-# each rank keeps some of it, computes its share of the result, and the shares are put together by a collective. This
-# notebook cuts one small matrix by hand, then a GPT, and trains it on the source of Python's own standard library.
+# Data parallelism gives every rank the full model. If a single layer is too large, its weight matrix can be sharded:
+# each rank keeps a part, computes its share of the result, and a collective combines the shares. This notebook shards
+# one small matrix by hand, then a GPT, and trains it on the source of Python's standard library.
 
 # %%
 # %load_ext axon_nb
 # %distributed start -n 2
 
 # %% [markdown]
-# ## Two ways to cut a matrix
+# ## Two ways to split a matrix
 #
-# A linear layer computes `x @ W.T`. Cut by *columns* (of `W.T`; these are the output features), every rank sees all of
-# `x` and computes some of the features. Cut by *rows*, every rank sees some of the input features and computes a part
-# of every sum: an `all_reduce` adds the parts.
+# A linear layer computes `x @ W.T`. Split by *columns* (of `W.T`; these are the output features), every rank sees all
+# of `x` and computes some of the features. Split by *rows*, every rank sees some of the input features and computes a
+# part of every sum; an `all_reduce` adds the parts.
 
 # %%
 # %%distributed
@@ -44,9 +44,9 @@ row = RowParallelLinear.from_linear(whole)
 print(f"cut by columns:\n{column.weight.data.int().numpy()}\ncut by rows:\n{row.weight.data.int().numpy()}")
 
 # %% [markdown]
-# The column layer gives each rank its own features, and nothing has to be sent. A row layer takes exactly such an
-# input. So a column layer, an activation and a row layer make an MLP with a single collective, the sum at the end.
-# Here it is, beside the same two layers in one piece:
+# The column layer gives each rank its own features, and nothing is sent. A row layer takes exactly such an input. So a
+# column layer, an activation and a row layer make an MLP with a single collective, the sum at the end. Here it is
+# beside the same two layers without sharding:
 
 # %%
 # %%distributed
@@ -63,8 +63,8 @@ print(f"rank {rank}: own features {own.detach().numpy().round(2)}, sum {down(own
 print("in one piece:", second(first(x).relu()).detach().numpy().round(2))
 
 # %% [markdown]
-# Backward mirrors it: the sum hands every rank the same gradient, and the gradients for `x`, of which each rank has a
-# part, are summed. So gradients are those of the whole layer:
+# Backward mirrors this: every rank gets the same gradient of the sum, and the ranks' partial gradients for `x` are
+# summed. So the gradients equal those of the full layer:
 
 # %%
 # %%distributed
@@ -76,9 +76,10 @@ print("the same gradients:", torch.allclose(up.weight.grad, first.weight.grad[mi
 # %% [markdown]
 # ## A whole model
 #
-# `parallelize` does that to an ordinary model, by a plan. `"auto"` knows the GPT of `axon_nb.parallel.models`: queries,
-# keys and values by columns (each rank gets some of the heads), the output projection by rows; the same for the MLP.
-# All ranks first get rank 0's weights, so their seeds do not matter. The report says what was cut, and what was not.
+# `parallelize` does this to an ordinary model, following a plan. `"auto"` knows the GPT of `axon_nb.parallel.models`:
+# queries, keys and values by columns (each rank gets some of the heads), the output projection by rows; the same for
+# the MLP. All ranks first get rank 0's weights, so their seeds do not matter. The report lists what was sharded and
+# what was not.
 
 # %%
 # %%distributed
@@ -95,8 +96,8 @@ if rank == 0:
 # %% [markdown]
 # ## Train it
 #
-# Every rank gets the same batch (it is one model, not copies of it) and computes the same loss. The text is real: the
-# source of the standard library, byte by byte. A model that knows nothing has a loss of ln 256 = 5.5.
+# Every rank gets the same batch (it is one model, not copies of it) and computes the same loss. The text is the source
+# of the standard library, byte by byte. An untrained model has a loss of ln 256 = 5.5.
 
 
 # %%
@@ -125,9 +126,9 @@ if rank == 0:
 # %% [markdown]
 # ## What is sent
 #
-# Every collective leaves a span in a ring that is always on. One step of this model, counted from it: in forward each
-# block sums twice, after attention and after the MLP, and the logits are gathered. In backward each block sums twice
-# again, for the inputs of attention and of the MLP, and the head once.
+# Every collective records a span in a ring buffer that is always on. We count one step of this model: in forward each
+# block reduces twice, after attention and after the MLP, and the logits are gathered. In backward each block reduces
+# twice, for the inputs of attention and of the MLP, and the head once.
 
 # %%
 # %%distributed
@@ -155,10 +156,10 @@ if rank == 0:
 # %% [markdown]
 # ## Sequence and loss parallelism
 #
-# Between blocks, every rank still keeps the same activations. With `sequence=True` each has its own positions there:
-# norms and residuals, and all they keep for backward, are cut as well; each sum becomes a scatter and a gather of the
-# same bytes. With `parallel_loss=True` the logits stay cut along the vocabulary, and `parallel_cross_entropy` exchanges
-# two numbers a position instead of 256.
+# Between blocks, every rank still keeps the same activations. With `sequence=True` each rank has its own positions
+# there: norms, residuals and all that they keep for backward are sharded as well, and each all_reduce becomes a
+# reduce_scatter and an all_gather with the same bytes. With `parallel_loss=True` the logits stay sharded along the
+# vocabulary, and `parallel_cross_entropy` exchanges two numbers per position instead of 256.
 
 # %%
 # %%distributed
@@ -177,8 +178,8 @@ if rank == 0:
 # %% [markdown]
 # ## Your own plan
 #
-# For other models a plan is a dictionary: patterns of module names to styles. A pattern that matches nothing is an
-# error, and so are features or heads that do not divide: nothing is dropped or left out quietly.
+# For other models a plan is a dictionary from patterns of module names to styles. A pattern that matches nothing is an
+# error, and so are features or heads that do not divide evenly: nothing is silently dropped or skipped.
 
 # %%
 # %%distributed
@@ -199,8 +200,8 @@ except Exception as error:
 # %% [markdown]
 # ## Save on two ranks, load on one
 #
-# Parts know where in the whole they belong, so a checkpoint fits any number of ranks, also one: here the cut model is
-# saved, and a plain GPT reads it on every rank by itself.
+# Shards know their place in the full tensor, so a checkpoint loads on any number of ranks, including one. Here the
+# sharded model is saved, and each rank loads it into a plain GPT on its own.
 
 # %%
 # %%distributed

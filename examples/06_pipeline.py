@@ -14,14 +14,14 @@
 # %% [markdown]
 # # Pipelines: a model in stages, a batch in microbatches
 #
-# When a model does not fit on one device, its layers can be dealt out: the first few to rank 0, the next to rank 1, and
-# so on. A batch would then keep one rank busy at a time. So it is cut into *microbatches* that follow each other
-# through the stages, and while rank 1 works on the first one, rank 0 has begun the second. What idle time is left is
-# the *bubble*; the order in which ranks do forwards and backwards, the *schedule*, decides how large it is and how many
-# activations have to be kept.
+# If a model does not fit on one device, its layers can be distributed: the first few to rank 0, the next to rank 1, and
+# so on. A single batch would keep only one rank busy at a time. So it is split into *microbatches* that follow each
+# other through the stages: while rank 1 works on the first one, rank 0 begins the second. The remaining idle time is
+# the *bubble*. The order of forwards and backwards, the *schedule*, determines its size and how many activations must
+# be kept.
 #
-# This notebook trains a small GPT in a pipeline of four ranks, then looks at schedules with layers that take a fixed
-# time, measured and drawn.
+# This notebook trains a small GPT in a pipeline of four ranks. Then it measures and draws schedules with layers that
+# take a fixed time.
 
 # %%
 # %load_ext axon_nb
@@ -30,9 +30,9 @@
 # %% [markdown]
 # ## A GPT in four stages
 #
-# `Pipeline.split` takes a model that is a sequence of blocks, and cuts it so that stages have about as many parameters
-# each; `at=["block2", …]` would cut at names, `split="time"` by measured time. Every rank builds the model and keeps
-# only its own stage. Names of parameters are those of the whole model.
+# `Pipeline.split` takes a model that is a sequence of blocks, and splits it into stages with about the same number of
+# parameters; `at=["block2", …]` would split at names, `split="time"` by measured time. Every rank builds the model and
+# keeps only its own stage. Parameters keep their names in the full model.
 
 # %%
 # %%distributed
@@ -56,10 +56,10 @@ print(f"stage {pipe.stage_indices[0]}: {', '.join(own)}; {sum(p.numel() for p in
 # %% [markdown]
 # ## Training
 #
-# The text is the source of Python's standard library, byte by byte. `pipe.step(x, target)` is a forward and a backward
-# of the whole batch: only the first rank needs `x` and only the last one `target`, and afterwards every rank has the
+# The text is the source of Python's standard library, byte by byte. `pipe.step(x, target)` runs forward and backward
+# for the whole batch: only the first rank needs `x` and only the last one `target`, and afterwards every rank has the
 # gradients that one process would have. The last rank gets the loss of each microbatch, the others `None`; `mean_loss`
-# tells all of them. The optimizer is a plain one, of the rank's own parameters.
+# returns the mean on all ranks. The optimizer is an ordinary one, for the rank's own parameters.
 
 # %%
 # %%distributed
@@ -78,8 +78,8 @@ for number in range(120):
 assert history[-1] < 0.7 * history[0]
 
 # %% [markdown]
-# A forward alone gives the output on the last rank and `None` elsewhere. Let us have the model write: the byte that the
-# last rank picks is sent to all, as the first rank needs it next.
+# A forward alone gives the output on the last rank and `None` elsewhere. Let the model write some text: the byte that
+# the last rank picks is sent to all ranks, because the first rank needs it next.
 
 # %%
 # %%distributed
@@ -98,12 +98,12 @@ if rank == 0:
 # %% [markdown]
 # ## Schedules, with layers that take a fixed time
 #
-# Four ranks that share two cores mostly wait for each other's cores. To see the schedules themselves we use stages that
-# sleep: 20 ms for a forward, 20 ms for the gradient of the input and 20 ms for that of the weights. With two stages a
-# rank each is half as long.
+# Four ranks that share two cores mostly wait for a core. To see the schedules themselves we use stages that sleep: 20
+# ms for a forward, 20 ms for the gradient of the input and 20 ms for that of the weights. With two stages per rank,
+# each takes half as long.
 #
-# Everything that a pipeline does is recorded as spans, with stage and microbatch. `ideal_timeline` is the same schedule
-# if messages took no time at all.
+# Everything that a pipeline does is recorded as spans with stage and microbatch. `ideal_timeline` computes the same
+# schedule with instant messages.
 
 
 # %%
@@ -189,9 +189,9 @@ for schedule, stages in schedules.items():
 
 # %% [markdown]
 # *Live activations* counts microbatches whose forward is done and whose backward is not, in units of one rank's share
-# of the model: that is what memory has to hold. GPipe keeps all of them. 1F1B has the same bubble and keeps at most as
-# many as there are ranks. Two stages a rank make the bubble smaller, for more messages; putting the weights' gradients
-# off fills it nearly up.
+# of the model: memory must hold them. GPipe keeps all of them. 1F1B has the same bubble and keeps at most as many as
+# there are ranks. Two stages per rank shrink the bubble at the cost of more messages; delaying the weights' gradients
+# nearly fills it.
 
 # %%
 import pandas as pd
@@ -202,9 +202,9 @@ pd.DataFrame(rows).style.format({"bubble, measured": "{:.1%}", "bubble, ideal": 
 # %% [markdown]
 # ## The timeline
 #
-# Measured above ideal: forwards, whole backwards, and the two parts of a backward where they are apart. The number is
-# the microbatch; the lighter bars are the second stage of a rank. (In the first stage of ZBVZeroBubble nobody waits for
-# a gradient of the input, so torch does all of its backward as the part for weights.)
+# The measured timeline is above, the ideal one below: forwards, full backwards, and the two parts of a backward where
+# they are separate. The number is the microbatch; lighter bars are a rank's second stage. (In the first stage of
+# ZBVZeroBubble no rank waits for a gradient of the input, so torch does its whole backward as the part for weights.)
 
 # %%
 import plotly.io as pio
@@ -260,9 +260,9 @@ draw("ZBVZeroBubble")
 # %% [markdown]
 # ## More microbatches, smaller bubble
 #
-# With P ranks, M microbatches and v stages a rank the bubble of GPipe, 1F1B and Interleaved1F1B is
-# **(P - 1) / (v M + P - 1)** of the time. More microbatches cost GPipe memory, and 1F1B none; but each is a smaller
-# piece of work, which real devices do less well.
+# With P ranks, M microbatches and v stages per rank, the bubble of GPipe, 1F1B and Interleaved1F1B is **(P - 1) / (v M
+# + P - 1)** of the time. More microbatches cost memory with GPipe, and none with 1F1B. But each is a smaller piece of
+# work, which real devices process less efficiently.
 
 # %%
 # %%distributed --ranks 0

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Three dimensions: pipeline x sharded data x tensors
 #
-# The largest models are cut in three ways at once. *Pipeline* parallelism deals out the layers; *tensor* parallelism
-# cuts each matrix of a layer over ranks that are close to each other; and what then is left on a rank is *sharded* over
-# ranks that see different samples. Eight ranks make a cube of 2 x 2 x 2.
+# The largest models are split in three ways at once. *Pipeline* parallelism distributes the layers. *Tensor*
+# parallelism splits each matrix of a layer over ranks that are close to each other. What is left on a rank is *sharded*
+# over ranks that see different samples. Eight ranks make a cube of 2 x 2 x 2.
 
 # %%
 # %load_ext axon_nb
@@ -25,9 +25,9 @@
 # %% [markdown]
 # ## The mesh
 #
-# Every axis has a name. Ranks that differ in one coordinate only form a group: two that pass each other activations,
-# two that hold shards of the same parameters, two that hold halves of the same matrices. The last axis varies fastest,
-# so that it is the one of ranks that are next to each other.
+# Every axis has a name. Ranks that differ in only one coordinate form a group: two that exchange activations, two that
+# hold shards of the same parameters, two that hold halves of the same matrices. The last axis varies fastest, so its
+# ranks are neighbours.
 
 # %%
 # %%distributed
@@ -47,9 +47,10 @@ print(f"{place}; its groups: {groups}")
 # %% [markdown]
 # ## The model
 #
-# The plan says which layers are cut, by their names: the projections into attention and the first half of the MLP by
-# columns, those that lead back by rows, so that each pair needs one reduction. Norms and embeddings are in no plan, so
-# they stay whole on both ranks of `tp`. Stages are balanced by parameters, and FSDP2 shards each block over `dp`.
+# The plan lists which layers are split, by name: the projections into attention and the first half of the MLP by
+# columns, and those that lead back by rows, so that each pair needs one reduction. The plan does not mention norms and
+# embeddings, so they are replicated on both ranks of `tp`. Stages are balanced by parameters, and FSDP2 shards each
+# block over `dp`.
 
 # %%
 # %%distributed
@@ -77,8 +78,8 @@ print(
 # %% [markdown]
 # ## Training
 #
-# Ranks with the same place on `dp` see the same samples: `local_batch` takes them from a batch that all have. Beside
-# it, rank 0 trains the same model by itself, on the whole batch. The losses are the same, but for rounding.
+# Ranks with the same coordinate on `dp` see the same samples: `local_batch` selects them from a batch that all ranks
+# have. For comparison, rank 0 trains the same model alone on the whole batch. The losses are equal up to rounding.
 
 # %%
 # %%distributed

@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Will it fit?
 #
-# You have a model of seven billion parameters, and someone offers you 64 GPUs. Does it fit? How should it be cut? How
+# You have a model of seven billion parameters, and someone offers you 64 GPUs. Does it fit? How should it be split? How
 # long will a step take, and how much of that will the GPUs spend waiting?
 #
-# `axon_nb.plan` answers before there is any GPU. Nothing here is trained and no ranks are started: the model is built
-# and run on tensors that have shapes and no data, so that all of this takes a minute on a laptop.
+# `axon_nb.plan` answers before you have any GPU. Nothing here is trained and no ranks are started: the model is built
+# and run on tensors that have shapes but no data, so the whole notebook takes a minute on a laptop.
 
 # %%
 import pandas as pd
@@ -35,19 +35,19 @@ seven = GPTConfig(vocab=32_000, context=2048, hidden=4096, heads=32, blocks=34)
 # ## One GPU
 #
 # Training keeps four numbers for each parameter: the parameter, its gradient, and Adam's two running means. In float32
-# that is 16 bytes. These *model states* follow from a formula, so the answer is there at once.
+# that is 16 bytes. These *model states* follow from a formula, so the answer is immediate.
 
 # %%
 alone = plan.memory(seven, 1, method="closed_form")
 alone
 
 # %% [markdown]
-# More than a hundred GiB: no single GPU with 80 GiB holds that, and nothing has been computed yet.
+# More than a hundred GiB, before anything is computed: no GPU with 80 GiB can hold that.
 #
 # ## Many GPUs
 #
-# With plain data parallelism (`ddp`) every GPU keeps all of it, however many there are. ZeRO deals it out: first the
-# optimizer's states (`optimizer_state`), then gradients and parameters, too (`full_shard`).
+# With plain data parallelism (`ddp`) every GPU keeps all of it, however many there are. ZeRO shards it: first the
+# optimizer states (`optimizer_state`), then also gradients and parameters (`full_shard`).
 
 # %%
 states = {
@@ -62,18 +62,18 @@ pd.DataFrame(states).T.style.format("{:.1f} GiB")
 # %% [markdown]
 # ## The peak
 #
-# Between two steps 8 GPUs are enough, then. Within a step there is more: the *activations* that the forward pass keeps
-# for the backward pass, and whole parameters, which FSDP gathers for as long as a layer computes. That depends on the
-# model's code, so a step of one rank is simulated, in a process of its own; of the 34 equal blocks 4 and 5 are run, and
-# the rest lies on a line with them.
+# So between two steps 8 GPUs are enough. Within a step more memory is needed: for the *activations* that the forward
+# pass keeps for the backward pass, and for full parameters, which FSDP gathers while a layer computes. That depends on
+# the model's code, so one rank's step is simulated in a separate process. Of the 34 equal blocks only 4 and 5 are run,
+# and the rest is extrapolated linearly.
 
 # %%
 one = plan.memory(seven, 8, mixed_precision="bfloat16", batch=1)
 one
 
 # %% [markdown]
-# One sample a GPU fits. What if we take four? And what if each block keeps its input only, and is computed again when
-# the backward pass comes to it? Then so little is kept that the highest moment is another one.
+# One sample per GPU fits. What about four? And what if each block keeps only its input and is recomputed in the
+# backward pass? Then so little is kept that the peak is at a different moment.
 
 # %%
 four = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4)
@@ -95,12 +95,12 @@ pd.DataFrame(
 four.figure()
 
 # %% [markdown]
-# ## Cut into stages: the pipeline's bubble
+# ## Split into stages: the pipeline's bubble
 #
-# A model that is too large for a node can be cut into *stages* that pass their activations on. The batch goes through
-# in *microbatches*, so that stages work at the same time; but at the beginning the last one waits for the first
-# microbatch, and at the end the first one for the last gradient. That idle time is the *bubble*. More microbatches make
-# it smaller. How many are alive at once is what memory has to hold, and there the schedules differ.
+# A model that is too large for one node can be split into *stages* that pass their activations on. The batch goes
+# through in *microbatches*, so that stages work at the same time. But at the beginning the last stage waits for the
+# first microbatch, and at the end the first stage waits for the last gradient. That idle time is the *bubble*; more
+# microbatches make it smaller. Memory must hold the microbatches that are live at once, and there the schedules differ.
 
 # %%
 rows = []
@@ -118,17 +118,17 @@ for microbatches in (8, 16, 32, 64):
 pd.DataFrame(rows).set_index("microbatches")
 
 # %% [markdown]
-# Stages are never quite alike. Here the last one, which has the output layer and the loss, takes half as long again,
-# and a message takes 2 ms. Look at how the others wait for it.
+# Stages are never quite equal. Here the last one, which has the output layer and the loss, takes 50 % longer, and a
+# message takes 2 ms. See how the others wait for it.
 
 # %%
 plan.schedule("1F1B", 4, 8, [(0.020, 0.040)] * 3 + [(0.030, 0.060)], latency_s=0.002)
 
 # %% [markdown]
-# ## What goes over the wires
+# ## What ranks send
 #
-# Sharding saves memory and costs messages: FSDP gathers every parameter twice a step and reduces every gradient. Calls
-# and bytes are counted as torch makes them; times follow from the link, here one InfiniBand port a GPU.
+# Sharding saves memory but needs messages: FSDP gathers every parameter twice per step and reduces every gradient.
+# Calls and bytes are those that torch makes; times follow from the link, here one InfiniBand port per GPU.
 
 # %%
 plan.communication(seven, 64, strategy="full_shard", mixed_precision="bfloat16", batch=4, links="ib-ndr")
@@ -136,9 +136,9 @@ plan.communication(seven, 64, strategy="full_shard", mixed_precision="bfloat16",
 # %% [markdown]
 # ## How long a step takes
 #
-# Computation, and what communication does not hide behind it. `rates` is what a GPU really reaches: a preset such as
-# `"h100"`, a number of your own, or what `plan.calibrate` has measured on ranks that run. What the prediction rests on
-# is listed below it.
+# A step takes the time of computation plus the communication that does not overlap with it. `rates` is what a GPU
+# actually achieves: a preset such as `"h100"`, your own number, or what `plan.calibrate` measured on running ranks. The
+# assumptions are listed below the prediction.
 
 # %%
 step = plan.step_time(
@@ -152,9 +152,9 @@ step.figure()
 # %% [markdown]
 # ## Which layout, then?
 #
-# Data, tensor and pipeline parallelism in any proportion, three ways to shard, with and without computing activations
-# again, and several numbers of microbatches: `plan.search` looks at all of them. Those that fit come first, the fastest
-# at the top; the others say why they do not.
+# `plan.search` tries all combinations of data, tensor and pipeline parallelism, three ways to shard, with and without
+# activation checkpointing, and several numbers of microbatches. Layouts that fit come first, with the fastest at the
+# top; each of the others says why it does not fit.
 
 # %%
 found = plan.search(seven, 64, 80, global_batch=256, mixed_precision="bfloat16")
@@ -164,8 +164,8 @@ found
 found.figure()
 
 # %% [markdown]
-# As a table there is more to ask of it. With GPUs of 24 GiB, which layouts are left, and what is in the way of the
-# others?
+# The result is also a DataFrame that you can query. With GPUs of 24 GiB, which layouts are left, and why do the others
+# not fit?
 
 # %%
 small = plan.search(seven, 64, 24, global_batch=256, mixed_precision="bfloat16").to_frame()
@@ -175,7 +175,7 @@ small[small.fits].head(5)
 small[~small.fits & small.memory_gib.notna()][["dp", "tp", "pp", "strategy", "reason"]].head(5).style.hide(axis="index")
 
 # %% [markdown]
-# A search estimates memory. Before you ask for the GPUs, have the winner simulated.
+# A search only estimates memory. Before you ask for the GPUs, simulate the winner.
 
 # %%
 best = found.best
@@ -184,8 +184,8 @@ plan.memory(seven, **best.layout(found.global_batch), mixed_precision="bfloat16"
 # %% [markdown]
 # ## Your own model
 #
-# Give a function that makes it, and say what it is called with; `"batch"` stands for the samples of a rank. If it
-# cannot be planned for, a sentence says why.
+# Pass a function that creates it, and describe its inputs; `"batch"` stands for the samples of one rank. If the model
+# or layout cannot be planned, an error says why.
 
 # %%
 from torch import nn
@@ -207,6 +207,7 @@ except UsageError as error:
     print(error)
 
 # %% [markdown]
-# How far can these numbers be trusted? Model states and bytes on the wire are exact, held against real ranks byte for
-# byte; peaks are within a few percent of what an allocator hands out. Times are as good as the rates: on ranks of your
-# own, `here = plan.calibrate(cluster=axon_nb.current_cluster())` measures them, and `rates=here, links=here` uses them.
+# How far can you trust these numbers? Model states and bytes sent are exact, verified against real ranks byte for byte.
+# Peaks are within a few percent of what an allocator hands out. Times are as good as the rates: on your own ranks,
+# `here = plan.calibrate(cluster=axon_nb.current_cluster())` measures them, and `rates=here, links=here` uses the
+# result.

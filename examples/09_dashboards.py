@@ -14,12 +14,12 @@
 # %% [markdown]
 # # Dashboards: see what your ranks do
 #
-# Four views show a distributed job while it runs: `%watch` the training, `%timeline` what each rank does from
-# millisecond to millisecond, `%shards` where every tensor is, `%memory` what it costs. A view is opened once, in a line
-# of its own, and follows all cells that run after it. Below each is a folded picture of the same: it is saved with the
-# notebook, and is there without a kernel.
+# Four views show a distributed job while it runs: `%watch` the training, `%timeline` what each rank does, millisecond
+# by millisecond, `%shards` where every tensor is, `%memory` what it costs. Open each view once, in a line of its own:
+# it follows all cells that run after it. Below each is a folded picture of it, which is saved with the notebook and
+# needs no kernel.
 #
-# Run the cells one by one, and look at the views while the cells below them run.
+# Run the cells one by one, and watch the views while the cells below them run.
 
 # %%
 # %load_ext axon_nb
@@ -29,7 +29,7 @@
 # ## A model to look at
 #
 # A small GPT that reads the source of Python's standard library, on four ranks with `DistributedDataParallel`: every
-# rank has the whole model, reads pieces of its own, and gradients are averaged.
+# rank has the full model and reads its own pieces of the text, and gradients are averaged.
 
 # %%
 # %%distributed
@@ -51,10 +51,10 @@ print(f"{sum(p.numel() for p in replicated.parameters()):,} parameters")
 # %% [markdown]
 # ## `%watch`: is it learning, and how fast?
 #
-# In the loop, two lines are enough: `axon_nb.progress` counts as `tqdm` does, and `axon_nb.log` reports whatever
-# numbers you like. The panel draws them over all ranks (the line is the mean, the band goes from the lowest to the
-# highest), says how many steps a second there are and what part of the time is communication, and where each rank is.
-# Its stop button interrupts the cell. In a script under `torchrun` the two lines do no harm.
+# In the loop, two lines are enough: `axon_nb.progress` counts like `tqdm`, and `axon_nb.log` reports any numbers you
+# like. The panel draws them over all ranks: the line is the mean, the band goes from the lowest to the highest. It also
+# shows steps per second, the share of time spent in communication, and where each rank is. Its stop button interrupts
+# the cell. In a script under `torchrun` the two lines do no harm.
 
 # %%
 # %watch
@@ -80,13 +80,13 @@ train(replicated, optimizer, epochs=4, steps=20)
 # %% [markdown]
 # ## `%timeline`: what does each rank do, exactly?
 #
-# One row a rank. Above, what its own code does: forward, backward, optimizer. Below, what communication is under way.
-# DDP averages gradients in buckets while backward still runs; how much of that is hidden behind computing is told below
-# the rows, and a rank that the others wait for is named.
+# There is one row per rank: its own code above (forward, backward, optimizer), and communication in flight below. DDP
+# averages gradients in buckets while backward still runs. The table below the rows shows how much of that overlaps with
+# compute, and names a rank that the others wait for.
 #
-# Zoom with the wheel and Ctrl, or with **+** and **-**; mark a stretch with the mouse; filter with words such as
-# `all_reduce rank:2`; walk from span to span with **n** and **p**. `show.timeline()` is `%timeline` as a function; what
-# it returns gives the spans as a table later.
+# Zoom with Ctrl and the wheel, or with **+** and **-**; select a range with the mouse; filter with words such as
+# `all_reduce rank:2`; walk from span to span with **n** and **p**. `show.timeline()` is `%timeline` as a function; its
+# result gives you the spans as a table later.
 
 # %%
 from axon_nb import show
@@ -94,8 +94,8 @@ from axon_nb import show
 timeline = show.timeline()
 
 # %% [markdown]
-# The panel shows the cell that runs, or the last one. With `--watch` a cell also has a view of its own: the state of
-# each rank, and its timeline, live while it runs and as pictures afterwards. One rank is slowed down here: which?
+# The panel shows the running cell, or the last one. With `--watch` a cell also gets its own view: the state of each
+# rank and a timeline, live while it runs and as pictures afterwards. Here one rank is slowed down. Which one?
 
 # %%
 # %%distributed --watch
@@ -108,8 +108,8 @@ for _ in range(6):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The same spans as a table. `%timeline --save trace.json` writes them for [Perfetto](https://ui.perfetto.dev), and
-# `%timeline --save page.html` as a page that needs no kernel.
+# Here are the same spans as a table. `%timeline --save trace.json` writes them for [Perfetto](https://ui.perfetto.dev),
+# and `%timeline --save page.html` as a page that needs no kernel.
 
 # %%
 spans = timeline.to_dataframe()
@@ -118,7 +118,8 @@ spans.pivot_table(index="rank", columns="kind", values="seconds", aggfunc="sum")
 # %% [markdown]
 # ## `%shards`: where is every tensor?
 #
-# With DDP each rank holds all of each parameter: the same box for all. `FSDP` cuts every parameter into four.
+# With DDP each rank holds every parameter in full: the same box for all. `FSDP` splits every parameter into four
+# shards.
 
 # %%
 # %shards replicated
@@ -138,8 +139,8 @@ for _ in range(5):
 # %shards sharded
 
 # %% [markdown]
-# A shard is no use to a layer that computes: just before, its parameters are gathered, and dropped again after. The
-# next cell keeps all of them whole for three seconds. Watch the panel above.
+# A layer cannot compute with a shard: its parameters are gathered just before it runs, and freed right after. The next
+# cell keeps all of them gathered for three seconds. Watch the panel above.
 
 # %%
 # %%distributed
@@ -149,10 +150,11 @@ with sharded.gathered():
 # %% [markdown]
 # ## `%memory`: what does it cost?
 #
-# Parameters, gradients and the optimizer's two states per parameter, measured; below each bar what they should be: by
-# formula, and simulated once the panel has seen how the model is called. The dashed line is what the device has, and a
-# rank that comes near it is flagged. On CPUs the tensors are counted, on GPUs the allocator is asked: each panel says
-# what it measured. Below, ask *what if*: 64 ranks, another strategy, another batch. Another process answers.
+# The upper bar shows parameters, gradients and the optimizer's two states per parameter, as measured. The bar below it
+# is the prediction: a formula at first, and a simulation once the panel has seen how the model is called. The dashed
+# line is the device's memory, and a rank that comes near it is flagged. On CPUs the tensors are counted; on GPUs the
+# allocator reports. Each panel says what it measured. Below, try *what if*: 64 ranks, another strategy, another batch
+# size. A separate process computes the answer.
 
 # %%
 # %memory replicated optimizer
@@ -163,9 +165,9 @@ with sharded.gathered():
 # %% [markdown]
 # ## A pipeline, beside its ideal
 #
-# In a pipeline each rank has some of the layers. Below the rows a timeline draws the last step twice: as it was, and as
-# it would be if all stages took as long and messages no time. What is left over is the *bubble*. With 8 microbatches on
-# 4 ranks it takes 3 / 11 of the time at best; fewer microbatches would make it larger. Try 4.
+# In a pipeline each rank has some of the layers. Below the rows, the timeline draws the last step twice: as measured,
+# and as it would be with equal stages and instant messages. The remaining idle time is the *bubble*. With 8
+# microbatches on 4 ranks it takes 3 / 11 of the time at best; fewer microbatches make it larger. Try 4.
 
 # %%
 # %%distributed --watch

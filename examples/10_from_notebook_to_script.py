@@ -14,8 +14,8 @@
 # %% [markdown]
 # # From notebook to script
 #
-# A notebook is for finding out; a long run belongs in a script that `torchrun` starts. This notebook trains a small
-# network on two ranks, tries things that lead nowhere, and then writes what is left as a script, with one command.
+# Use notebooks to explore; put long runs in a script that `torchrun` starts. This notebook trains a small network on
+# two ranks, tries a few dead ends, and then writes what matters as a script, with one command.
 
 # %%
 # %load_ext axon_nb
@@ -24,9 +24,9 @@
 # %% [markdown]
 # ## Data in
 #
-# Plain cells run here in the notebook. `%push` copies variables to every rank, `%scatter` deals one out in parts of
-# equal size. On one computer they go through shared memory: the ranks map the same pages, and a rank that writes to its
-# array gets a copy of the pages that it touches.
+# Plain cells run in the notebook. `%push` copies variables to every rank; `%scatter` splits them into parts of equal
+# size. On one computer they go through shared memory: the ranks map the same pages, and a rank that writes to its array
+# gets its own copy of the pages that it touches.
 
 # %%
 from importlib.util import find_spec
@@ -54,7 +54,7 @@ learning_rate, hidden = 0.1, 64
 # %scatter test_x test_y
 
 # %% [markdown]
-# ## Finding out
+# ## Explore
 #
 # Not every cell of an exploration matters in the end. This one only looks:
 
@@ -77,7 +77,7 @@ sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=32, sampler=sampler)
 
 # %% [markdown]
-# A failed cell has often done something before it failed. Here `factors` is there afterwards, and later cells use it.
+# A failed cell has often done something before it failed. Here it has defined `factors`, which later cells use.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -105,8 +105,8 @@ if rank == 0:
 # %% [markdown]
 # ## Results back
 #
-# `%pull` fetches a variable: of one rank, or of all as a dictionary. `%gather` joins the parts, so that the guesses are
-# in the order in which `%scatter` dealt out the digits.
+# `%pull` fetches a variable from one rank, or from all ranks as a dictionary. `%gather` concatenates the parts, so the
+# guesses are in the order in which `%scatter` distributed the digits.
 
 # %%
 # %%distributed
@@ -126,10 +126,10 @@ print(f"{len(losses)} steps, {right:.1%} right")
 # %% [markdown]
 # ## The script
 #
-# `%distributed export` writes the `%%distributed` cells that ran, in order: group set-up and teardown around them,
-# cells of some ranks under an `if`, numbers that were pushed as options of the command line, arrays in a file beside
-# it, and of the failed cell what it did before it failed. With `--live-only`, what nothing later depends on is left
-# out.
+# `%distributed export` writes the `%%distributed` cells that ran, in order: with group set-up and teardown around them.
+# Cells that ran on some ranks are under an `if`. Pushed numbers become command-line options, and arrays go into a file
+# beside the script. Of the failed cell, the script has what it did before it failed. `--live-only` leaves out code that
+# nothing later depends on.
 
 # %%
 import tempfile
@@ -143,8 +143,8 @@ print(script.read_text())
 # %% [markdown]
 # ## The same losses, to the last digit
 #
-# The script sets the number of threads that the ranks of the notebook have (torchrun would give each process one), so
-# sums are made in the same order.
+# The script uses the same number of threads as the notebook's ranks (torchrun would give each process one), so sums are
+# computed in the same order.
 
 # %%
 import subprocess
@@ -156,8 +156,8 @@ print(run.stdout)
 assert f"{losses[0]!r} to {losses[-1]!r}" in run.stdout
 
 # %% [markdown]
-# Options of the command line change what was pushed: `torchrun --nproc-per-node 2 train.py --learning-rate 0.05`. A
-# saved notebook is exported without running it: `axon-nb export notebook.ipynb train.py`.
+# Command-line options change what was pushed: `torchrun --nproc-per-node 2 train.py --learning-rate 0.05`. You can
+# export a saved notebook without running it: `axon-nb export notebook.ipynb train.py`.
 
 # %%
 import shutil

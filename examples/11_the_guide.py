@@ -14,21 +14,22 @@
 # %% [markdown]
 # # The guide, run
 #
-# There is a guide to distributed training that many begin with: a page for each technique, a class or a loop on each
-# page. It reads well, and much of it does not run: `YourModel()`, a `pass`, three dots, a GPU for every line. This
-# notebook is that guide from its first page to its last, every example as a cell that runs, on four ranks of this
+# Many people start with the same guide to distributed training: one page per technique, with a class or a loop on each
+# page. It reads well, but much of it does not run: `YourModel()`, a `pass`, three dots, a GPU for every line. This
+# notebook is that guide from the first page to the last. Every example is a cell that runs, on four ranks of this
 # computer and on real digits.
 #
-# What the guide left open is *completed* here, what it had wrong is *corrected*, each in a line above its cell. Most
-# of the mistakes make no noise: the loss goes down all the same. So most cells end by comparing with one process.
+# What the guide left open is *completed* here, and its mistakes are *corrected*; a line above each cell says which.
+# Most of the mistakes are silent: the loss goes down anyway. So most cells end with a comparison with one process.
 
 # %%
 # %load_ext axon_nb
 # %distributed start -n 4
 
 # %% [markdown]
-# Every rank loads the 1,797 handwritten digits for itself. `your_model()` and `train_dataset` are what the guide calls
-# `YourModel()` and `YourDataset()`; `in_step` is the question that matters after training on many ranks.
+# Every rank loads the 1,797 handwritten digits. `your_model()` and `train_dataset` are what the guide calls
+# `YourModel()` and `YourDataset()`; `in_step` checks what matters after training on many ranks: whether they still have
+# the same weights.
 
 # %%
 from importlib.util import find_spec
@@ -91,16 +92,16 @@ def in_step(model):
 #
 # ## PyTorch DistributedDataParallel (DDP)
 #
-# Every rank has the whole model and sees a part of each batch; gradients are averaged while backward still runs.
+# Every rank has the full model and sees a part of each batch; gradients are averaged while backward still runs.
 #
 # - Completed: a model, a data set, and four processes to run on. `mp.spawn` is not needed: the cell already runs on
-#   every rank, and `init_process_group` attaches to the group that is there.
+#   every rank, and `init_process_group` attaches to the existing group.
 # - Corrected: "average loss across all processes" was rank 0's own loss; `reduce_metrics` averages it over the samples
 #   of all ranks.
-# - Corrected: rank 0 saved while the others went on, so that they could load a file that is not there yet;
-#   `save_on_main` returns on all ranks when it is written, or tells all of them why not.
-# - Corrected: `MASTER_ADDR` and `MASTER_PORT` were set in the code to a fixed port, which a second job would meet; they
-#   are the launcher's.
+# - Corrected: rank 0 saved while the others went on, so they could load a file that did not exist yet; `save_on_main`
+#   returns on all ranks when the file is written, or raises the reason on all of them.
+# - Corrected: `MASTER_ADDR` and `MASTER_PORT` were hard-coded with a fixed port, on which a second job would collide;
+#   the launcher sets them.
 
 
 # %%
@@ -150,15 +151,15 @@ print(f"{accuracy(ddp_model):.1%} right; in step with rank 0: {in_step(ddp_model
 # %% [markdown]
 # ### Using torchrun
 #
-# The same as a script. `World.init()` joins what the launcher has started, under `torchrun`, `mpirun` or `srun`, and in
-# a cell attaches to what is there.
+# This is the same as a script. `World.init()` joins what the launcher has started, under `torchrun`, `mpirun` or
+# `srun`; in a cell it attaches to the existing group.
 #
 # - Completed: "same as above"; `%distributed export train.py` writes such a script from the cells of a notebook.
 # - Corrected: `.to(rank)` counts GPUs over all hosts; on the second host there is no GPU 4. It is the *local* rank.
 #
-# Started by `torchrun --nproc-per-node=4 train_ddp.py`, and on two hosts, of which `node1` is one, by
-# `torchrun --nproc-per-node=4 --nnodes=2 --node-rank=0 --master-addr=node1 --master-port=29500 train_ddp.py` on it and
-# the same with `--node-rank=1` on the other. Here on two ranks of this computer:
+# Start it with `torchrun --nproc-per-node=4 train_ddp.py`. On two hosts, run `torchrun --nproc-per-node=4 --nnodes=2
+# --node-rank=0 --master-addr=node1 --master-port=29500 train_ddp.py` on `node1` and the same with `--node-rank=1` on
+# the other host. Here it runs on two ranks of this computer:
 
 # %%
 import subprocess
@@ -204,10 +205,10 @@ with tempfile.TemporaryDirectory() as place:
 #
 # A batch that does not fit is computed in pieces, and the optimizer steps once for all of them.
 #
-# - Corrected: every piece averaged its gradients over ranks, four times the communication; `accumulating` is DDP's
-#   `no_sync` around all but the last one.
-# - Corrected: what is left over at an epoch's end (here 45 batches are 11 updates and one batch more) was added to the
-#   next epoch's first update; `total` lets it end an update of its own.
+# - Corrected: every piece averaged its gradients over ranks, which is four times the communication; `accumulating` is
+#   DDP's `no_sync` around all pieces but the last.
+# - Corrected: the remainder at an epoch's end (here 45 batches are 11 updates and one batch more) was added to the next
+#   epoch's first update; `total` lets it complete its own update.
 
 # %%
 # %%distributed
@@ -246,7 +247,7 @@ if rank == 0:
     print("loss by epoch:", " ".join(f"{loss:.3f}" for loss in losses))
 
 # %% [markdown]
-# That four pieces of 8 are one batch of 32 is a claim about gradients, so let us compare them:
+# Four pieces of 8 should equal one batch of 32. Compare the gradients:
 
 # %%
 # %%distributed
@@ -264,9 +265,9 @@ print("the same gradients:", all(torch.allclose(a.grad, b.grad, atol=1e-7) for a
 #
 # Forward and backward in 16 bits, weights in 32.
 #
-# - Corrected: `torch.cuda.amp` is deprecated and knows GPUs only; `torch.autocast` and `torch.amp.GradScaler` are told
+# - Corrected: `torch.cuda.amp` is deprecated and supports GPUs only; `torch.autocast` and `torch.amp.GradScaler` take
 #   the device.
-# - Completed: bfloat16, which the guide names and does not show; it has the range of float32 and needs no scaler.
+# - Completed: bfloat16, which the guide mentions but does not show; it has the range of float32 and needs no scaler.
 
 
 # %%
@@ -309,14 +310,14 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # ## Tensor parallelism (Megatron-LM)
 #
-# One layer on several ranks: a column-parallel layer computes some of the output features on each, a row-parallel one
-# takes some of the input features on each and adds up.
+# One layer runs on several ranks: a column-parallel layer computes some of the output features on each rank; a
+# row-parallel layer takes some of the input features on each rank and sums the results.
 #
-# - Corrected: `all_gather` has no gradient, so that neither the column layer nor what is before it was trained, and the
-#   input of a row layer had this rank's part of a gradient alone; ours have all of it.
-# - Corrected: `out_features // world_size` loses the remainder without a word; ours refuse sizes that do not divide.
-# - Corrected: with one seed everywhere all ranks drew the *same* part; ours cut one full initialisation.
-# - Corrected: rank 0 alone added the row layer's bias, and the ranks went on with different activations.
+# - Corrected: `all_gather` has no gradient, so neither the column layer nor anything before it was trained, and the
+#   input of a row layer got only this rank's part of the gradient; ours get all of it.
+# - Corrected: `out_features // world_size` silently drops the remainder; ours refuse sizes that do not divide evenly.
+# - Corrected: with the same seed on all ranks, all drew the *same* shard; ours slice one full initialisation.
+# - Corrected: only rank 0 added the row layer's bias, so the ranks continued with different activations.
 
 # %%
 # %%distributed
@@ -339,15 +340,15 @@ print("the same gradients:", torch.allclose(column.weight.grad, first.weight.gra
 # %% [markdown]
 # ### A transformer
 #
-# The guide cuts four matrices of a block. The attention between them, three dots there, is on each rank that of its own
-# heads, and needs no communication at all. A digit is read here as a sequence of its eight rows of pixels.
+# The guide splits four matrices of a block and leaves attention out ("…"). Each rank computes attention for its own
+# heads, without communication. Here a digit is read as a sequence of its eight rows of pixels.
 #
 # - Completed: the attention.
-# - Corrected: residuals and norms were missing, without which such blocks do not train when stacked.
-# - Corrected: one matrix for queries, keys and values, cut in four, would give rank 0 most of the queries and no value;
-#   each of the three is cut by itself, so that a rank has whole heads.
+# - Corrected: residuals and norms were missing; without them such blocks do not train when stacked.
+# - Corrected: one matrix for queries, keys and values, split in four, would give rank 0 most of the queries and no
+#   values; each of the three is split separately, so that a rank has complete heads.
 # - Corrected: every layer gathered its output and split it again; between a column and a row layer nothing needs to be
-#   sent, so that a block has two sums forward.
+#   sent, so a block has two reductions in forward.
 
 
 # %%
@@ -416,18 +417,17 @@ if rank == 0:
     print("loss on four ranks: ", *together)
 
 # %% [markdown]
-# `axon_nb.parallel.TensorParallelBlock` is such a block ready-made, and `parallelize(model, plan)` cuts a model that
-# knows nothing of it: `05_tensor_parallel`.
+# `axon_nb.parallel.TensorParallelBlock` is such a block, ready to use, and `parallelize(model, plan)` shards an
+# ordinary model: see `05_tensor_parallel`.
 #
 # ## Pipeline parallelism
 #
-# The model's layers are dealt out over ranks, and activations travel from one to the next.
+# The model's layers are distributed over ranks, and activations travel from one rank to the next.
 #
-# - Corrected: `self.partitions` was a plain list, so that `parameters()` was empty and the optimizer had nothing to
-#   train.
-# - Corrected: one process drove all devices, one after the other, with a blocking copy between them; here every rank
+# - Corrected: `self.partitions` was a plain list, so `parameters()` was empty and the optimizer had nothing to train.
+# - Corrected: one process drove all devices, one after the other, with a blocking copy between them; here each rank
 #   holds one stage.
-# - Completed: a backward. `Pipeline` sends gradients back the way that the activations came.
+# - Completed: the backward pass. `Pipeline` sends gradients back along the path of the activations.
 
 
 # %%
@@ -452,10 +452,10 @@ if pipe.is_last:
 # %% [markdown]
 # ### GPipe (micro-batching for pipeline)
 #
-# While rank 1 works on the first microbatch, rank 0 has begun the second.
+# While rank 1 works on the first microbatch, rank 0 begins the second.
 #
-# - Corrected: the guide's `GPipe` took the microbatches through the whole model one after the other, which pipelines
-#   nothing; here all ranks compute at the same time, but for the *bubble* at both ends.
+# - Corrected: the guide's `GPipe` ran the microbatches through the full model one after the other, without any
+#   pipelining; here all ranks compute at the same time, except for the *bubble* at both ends.
 
 
 # %%
@@ -487,18 +487,18 @@ if rank == 0:
         print(f"{microbatches} microbatches: ranks are idle {idle:.0%} of the time at best")
 
 # %% [markdown]
-# `1F1B` is as fast and keeps fewer activations, and five other schedules have smaller bubbles: `06_pipeline` draws
+# `1F1B` is as fast and keeps fewer activations, and five other schedules have smaller bubbles; `06_pipeline` draws
 # them.
 #
 # # Advanced techniques
 #
 # ## ZeRO (Zero Redundancy Optimizer)
 #
-# Parameters, gradients and optimizer states, dealt out over ranks instead of held by all. First what it saves.
+# Parameters, gradients and optimizer states are sharded over ranks instead of held by all. First, what it saves:
 #
-# - Corrected: "4x" and "8x" are what stages 1 and 2 come near to with Adam, half-precision parameters and very many
-#   ranks. Below are the bytes of this optimizer, this dtype and four ranks. (Stages 2 and 3 hold the same between
-#   steps; from forward to backward stage 2 keeps parameters whole.)
+# - Corrected: "4x" and "8x" are the limits of stages 1 and 2 with Adam, half-precision parameters and very many ranks.
+#   Below are the bytes for this optimizer, this dtype and four ranks. (Stages 2 and 3 hold the same between steps; from
+#   forward to backward, stage 2 keeps parameters gathered.)
 
 # %%
 # %%distributed
@@ -519,14 +519,15 @@ for name, strategy in stages.items():
 # %% [markdown]
 # ### DeepSpeed
 #
-# DeepSpeed is where ZeRO comes from. It is an extra (`pip install 'axon_nb[frameworks]'`); without it the cell says so.
+# DeepSpeed is where ZeRO comes from. It is an optional extra (`pip install 'axon_nb[frameworks]'`); if it is missing,
+# the cell says so.
 #
-# - Corrected: an engine returns what the model returns, and the guide's model would have had to return a loss.
+# - Corrected: an engine returns what the model returns, so the guide's model would have to return a loss.
 # - Corrected: `args=args` is the command line of DeepSpeed's own launcher; in a cell, as under torchrun, the
 #   configuration is all it needs.
 # - Corrected: `train_batch_size` counts all ranks and all accumulated pieces: 64 here are 16 on each of four ranks.
-# - Completed: bfloat16, which needs no GPU and no scaling, and an optimizer of torch's: DeepSpeed's own for offloading
-#   is compiled at its first use, which takes a compiler and a minute.
+# - Completed: bfloat16, which needs no GPU and no scaling, and one of torch's optimizers: DeepSpeed's own for
+#   offloading is compiled at its first use, which needs a compiler and a minute.
 
 
 # %%
@@ -576,10 +577,10 @@ else:
 #
 # ZeRO-3, built into PyTorch. `FSDP` here is torch's `fully_shard`.
 #
-# - Corrected: `mixed_precision=True` is no policy; it is a dtype here, with gradients reduced in float32.
-# - Corrected: `if rank == 0: torch.save(model.state_dict())` waits for ever, as a state of shards takes all ranks to
-#   put together; every rank calls `full_state_dict`, and one writes.
-# - Completed: a model, of 26 thousand parameters; units have at least 5 thousand instead of 100 million.
+# - Corrected: `mixed_precision=True` is not a policy; here it is a dtype, with gradients reduced in float32.
+# - Corrected: `if rank == 0: torch.save(model.state_dict())` hangs, because gathering a sharded state needs all ranks;
+#   every rank calls `full_state_dict`, and one writes.
+# - Completed: a model with 26 thousand parameters; units have at least 5 thousand instead of 100 million.
 
 
 # %%
@@ -612,14 +613,15 @@ if rank == 0:
 # %% [markdown]
 # ## 3D parallelism (data + tensor + pipeline)
 #
-# A model cut in all three ways at once: stages over one axis of a mesh, matrices over another, samples over the third.
+# The model is split in all three ways at once: stages over one axis of a mesh, matrices over another, samples over the
+# third.
 #
-# - Completed: all of it; the guide's three groups were a `pass` each. Every rank has its own group along each axis.
-# - Corrected: DDP came around the pipeline, which has no backward that DDP could see; what is left of a stage on a rank
-#   is sharded over `dp` instead, and its gradients are averaged once a step.
+# - Completed: everything; the guide's three groups were a `pass` each. Every rank has its own group along each axis.
+# - Corrected: DDP wrapped the pipeline, whose backward DDP cannot see; instead, the rank's part of a stage is sharded
+#   over `dp`, and its gradients are averaged once per step.
 #
-# Two times two times two are eight ranks, as in `07_three_d`; with four, one of the axes is 1 long. Either way the
-# losses are those of one process.
+# Two times two times two is eight ranks, as in `07_three_d`; with four, one of the axes has length 1. Either way the
+# losses equal those of one process.
 
 # %%
 # %%distributed
@@ -681,11 +683,13 @@ for axes in ({"pp": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1,
 #
 # ## Accelerate (Hugging Face)
 #
-# Few changes to a loop for one process. An extra, too; what `accelerate launch` would do, the cell has done.
+# Accelerate needs few changes to a single-process loop. It is an optional extra, too; the cell has already done what
+# `accelerate launch` would do.
 #
-# - Corrected: `wait_for_everyone` came before the file was written, and nothing after it; now the others wait for it.
-# - Corrected: on CPUs Accelerate leaves every rank to itself unless it is told not to; here the ranks have been told.
-# - Completed: bfloat16, as float16 needs a GPU, and a batch of two tensors instead of a tokenizer's.
+# - Corrected: `wait_for_everyone` came before the file was written, and nothing came after; now the others wait for the
+#   file.
+# - Corrected: on CPUs Accelerate treats ranks as independent unless CPU use is forced; our ranks set the switch.
+# - Completed: bfloat16, because float16 needs a GPU, and a batch of two tensors instead of a tokenizer's.
 
 
 # %%
@@ -725,8 +729,8 @@ else:
 # %% [markdown]
 # ### transformers' Trainer
 #
-# The guide stops at Accelerate; most people meet it inside `Trainer`, which is not changed either. Any module will do
-# that takes its inputs by name and gives the loss.
+# The guide stops at Accelerate; most people use it through `Trainer`, which runs unmodified as well. Any module works
+# that takes its inputs by name and returns the loss.
 
 
 # %%
@@ -772,12 +776,12 @@ else:
 # %% [markdown]
 # ## Horovod
 #
-# Horovod itself does not build on today's PyTorch. `axon_nb.compat.horovod` has its functions on the groups that are
-# here, so that its scripts run with this one line changed.
+# Horovod itself does not build on current PyTorch. `axon_nb.compat.horovod` provides its functions on axon_nb's groups,
+# so its scripts run with one changed line.
 #
-# - Corrected: nothing dealt out the samples, so that all ranks computed the same gradients, and four times the work was
-#   that of one; a sampler does.
-# - Completed: `set_epoch`, without which every epoch has the same order; `horovodrun` is not needed here.
+# - Corrected: nothing distributed the samples, so all ranks computed the same gradients, and four ranks did the work of
+#   one; a sampler distributes them.
+# - Completed: `set_epoch`; without it every epoch has the same order. `horovodrun` is not needed here.
 
 
 # %%
@@ -811,9 +815,9 @@ print(f"loss {loss:.3f}, {right:.1%} right, in step: {together}")
 # %% [markdown]
 # ## torch.compile
 #
-# What is compiled is the model in its wrapper, so that gradients are still reduced while the backward runs. Inductor,
-# the default, writes C++ where there is no GPU; without a compiler another backend does. (Dynamo's warnings are off: on
-# every rank it would tell that DDP's mark for the profiler is left out.)
+# We compile the wrapped model, so that gradients are still reduced while backward runs. Inductor, the default,
+# generates C++ if there is no GPU; without a compiler, use another backend. (Dynamo's warnings are off: every rank
+# would warn that DDP's profiler marker is skipped.)
 
 # %%
 # %%distributed
@@ -838,7 +842,8 @@ print(f"compiled: in step: {together}")
 # ## torch.distributed.checkpoint
 #
 # Each rank writes its shards; any number of ranks, or a single process, reads them. `Checkpoints` of `axon_nb.parallel`
-# is built on it, and adds what a run needs: the newest good one after a kill, and background saving.
+# is built on it and adds what a run needs: finding the newest good checkpoint after a kill, and saving in the
+# background.
 
 # %%
 # %%distributed
@@ -860,12 +865,12 @@ if rank == 0:  # this rank alone, as a script without ranks would, which it then
 #
 # ## Profiling and bottleneck analysis
 #
-# - Completed: `criterion`, and what to do with the result; besides TensorBoard the file opens in Perfetto.
-# - Corrected: traces were named after process numbers; after ranks they can be told apart.
-# - Corrected: `ProfilerActivity.CUDA` is asked for only where there is a GPU.
+# - Completed: `criterion`, and what to do with the result; the file opens in TensorBoard and in Perfetto.
+# - Corrected: traces were named after process ids; named after ranks, you know which is which.
+# - Corrected: `ProfilerActivity.CUDA` is requested only if there is a GPU.
 #
-# Without any of this, `%%distributed --profile` profiles a cell, and `%timeline` shows what ranks do as they do it.
-# (Lines with `USDT` are the profiler's own.)
+# Without any of this code, `%%distributed --profile` profiles a cell, and `%timeline` shows live what ranks do. (Lines
+# with `USDT` are the profiler's own.)
 
 # %%
 # %%distributed
@@ -903,13 +908,13 @@ if rank == 0:
 # %% [markdown]
 # ## Gradient checkpointing
 #
-# What a layer computes in forward is not kept, but computed again in backward.
+# What a layer computes in forward is not kept but recomputed in backward.
 #
-# - Corrected: without `use_reentrant=False` a layer whose input needs no gradient gets none itself, and the next one
-#   has such an input again; the guide's model trained its last layer alone.
-# - Corrected: a single linear layer keeps only its input, so that nothing was saved; checkpoints go around blocks.
-# - Corrected: "50 % less memory, 20 % more time" is no constant; below is what autograd keeps of this model, apart from
-#   the inputs of the two blocks.
+# - Corrected: without `use_reentrant=False` a layer whose input needs no gradient gets none itself, and so does the
+#   next one; the guide's model trained only its last layer.
+# - Corrected: a single linear layer keeps only its input, so nothing was saved; checkpoint whole blocks instead.
+# - Corrected: "50 % less memory, 20 % more time" is not a constant; below is what autograd keeps for this model, apart
+#   from the inputs of the two blocks.
 
 # %%
 # %%distributed
@@ -957,15 +962,15 @@ if rank == 0:
     print("as the guide has it, parameters without a gradient:", sum(gradient is None for gradient in lost))
 
 # %% [markdown]
-# `axon_nb.parallel.checkpoint_blocks(model, Block)` does this to a model that has no such code.
+# `axon_nb.parallel.checkpoint_blocks(model, Block)` does this for a model without such code.
 #
 # ## Communication optimization
 #
 # ### Overlap communication and computation
 #
-# - Corrected: nobody waited for the reductions, so that the optimizer stepped while they ran.
-# - Corrected: they summed, and did not average.
-# - Corrected: a hook on a gradient sees it before it is added to `.grad`; the one after accumulation is meant.
+# - Corrected: nothing waited for the reductions, so the optimizer stepped while they ran.
+# - Corrected: they summed instead of averaging.
+# - Corrected: a hook on a gradient sees it before it is added to `.grad`; the post-accumulate hook is the right one.
 #
 # DDP does all of this, in buckets; `axon_nb.comm.GradientSynchronizer` does it for loops without DDP.
 
@@ -1009,12 +1014,12 @@ for name, model in {"by hand": by_hand, "in buckets": in_buckets}.items():
 # %% [markdown]
 # ### Gradient compression
 #
-# - Corrected: the result was as long as the gradient, filled up with zeros, and so was the message; what travels is
-#   values and where they belong.
-# - Corrected: what was not sent was lost; it is kept, and added to the next gradient (*error feedback*).
-# - Corrected: one per cent of fewer than 100 elements is none.
+# - Corrected: the result was as long as the gradient, padded with zeros, and so was the message; now only values and
+#   their indices are sent.
+# - Corrected: what was not sent was lost; now it is kept and added to the next gradient (*error feedback*).
+# - Corrected: one percent of fewer than 100 elements is zero elements.
 #
-# `TopK` is this as a hook of DDP; `FP16`, `BF16` and `PowerSGD` are others (`03_data_parallel`).
+# `TopK` does this as a DDP hook; `FP16`, `BF16` and `PowerSGD` are others (`03_data_parallel`).
 
 
 # %%
@@ -1059,11 +1064,11 @@ if rank == 0:
 # %% [markdown]
 # ### Hierarchical all-reduce
 #
-# Within a node links are fast, between nodes they are slow. Reduced within each node first, only a share of the bytes
-# has to go between them. Here two ranks count as a node.
+# Links are fast within a node and slow between nodes. If each node reduces first, only a share of the bytes has to
+# travel between nodes. Here two ranks count as a node.
 #
-# - Completed: both levels; the guide had a comment for each.
-# - Corrected: eight GPUs a node were written into the code; a mesh says which ranks are together.
+# - Completed: both levels; the guide only had a comment for each.
+# - Corrected: eight GPUs per node were hard-coded; a mesh says which ranks belong together.
 
 
 # %%
@@ -1088,9 +1093,9 @@ if rank == 0:
 # %% [markdown]
 # # Common issues
 #
-# "Hanging: ensure all processes reach collective operations", says the guide. Here one does not. Elsewhere that is half
-# an hour of silence; a `%%distributed` cell tells who waits for whom, ends, and everything that was there before is
-# there still.
+# "Hanging: ensure all processes reach collective operations", says the guide. Here one does not. Elsewhere that means
+# half an hour of silence. A `%%distributed` cell ends, reports which rank waits for which, and leaves everything from
+# before intact.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -1107,14 +1112,14 @@ print(f"the first model is still there, {right:.1%} right")
 #
 # | strategy | memory | speed | complexity | when | more |
 # |---|---|---|---|---|---|
-# | DDP | all on every rank | fastest | low | the model fits | `03_data_parallel` |
-# | FSDP, ZeRO-3 | a share of the states | gathers for every unit | low | the states do not fit | `04_fsdp_zero` |
-# | tensor parallel | a share of each matrix | two sums a block | middle | huge layers | `05_tensor_parallel` |
-# | pipeline | a share of the layers | a bubble | middle | very many layers | `06_pipeline` |
+# | DDP | everything on every rank | fastest | low | the model fits | `03_data_parallel` |
+# | FSDP, ZeRO-3 | a shard of the states | gathers for every unit | low | the states do not fit | `04_fsdp_zero` |
+# | tensor parallel | a shard of each matrix | two reductions per block | medium | huge layers | `05_tensor_parallel` |
+# | pipeline | some of the layers | a bubble | medium | very many layers | `06_pipeline` |
 # | 3-D | all three | all three | high | nothing else is enough | `07_three_d` |
 #
-# Begin with DDP, and leave it when memory says so. Mixed precision and accumulation come with any of them. Profile
-# before you optimise, and compare with one process before you believe a loss.
+# Start with DDP, and change when memory runs out. Mixed precision and accumulation work with all of them. Profile
+# before you optimise, and compare with one process before you trust a loss.
 
 # %%
 # %%distributed

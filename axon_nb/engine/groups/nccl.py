@@ -1,6 +1,6 @@
 """NCCL: what its ranks need set, how a communicator is connected, aborted and replaced.
 
-Written against torch's sources and not run on a machine with several GPUs: docs/design.md says what is proven.
+Written against torch's sources and not run on a machine with several GPUs: docs/design/nccl.md lists what is tested.
 
 No optimizer step on gradients of an aborted collective.
 

@@ -1,0 +1,106 @@
+"""Draw the rooms of the package, from its imports, into `docs/design/rooms.md`.
+
+One picture per package that has rooms: an arrow points from a room to each room or file that it imports, unless another
+path of arrows already says so. `--check` writes nothing and fails if the page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # grimp finds the package by import
+
+TARGET = ROOT / "docs" / "design" / "rooms.md"
+PACKAGES = ("axon_nb", *(f"axon_nb.{name}" for name in ("cluster", "engine", "plan", "widgets", "comm", "parallel")))
+
+__all__ = ["Arrows", "arrows", "draw", "main", "reduced", "render", "rooms_table"]
+
+HEAD = """\
+# The rooms, drawn from the imports
+
+Rooms: all of them. Boxes are folders, round ends are single files. An arrow points from what imports to what is
+imported; arrows that a longer path implies are left out. `scripts/rooms.py` writes this page.
+"""
+
+Arrows = dict[str, set[str]]
+"""By room or file what it imports, by their names inside the package."""
+
+
+def arrows(graph: grimp.ImportGraph, package: str) -> Arrows:
+    """Find which children of `package` import which others, including imports for type checking."""
+    found: Arrows = {child.rpartition(".")[2]: set() for child in graph.find_children(package)}
+    depth = package.count(".") + 1
+    for module in graph.find_descendants(package):
+        own = module.split(".")[depth]
+        for imported in graph.find_modules_directly_imported_by(module):
+            if imported.startswith(f"{package}."):
+                found[own].add(imported.split(".")[depth])
+        found[own].discard(own)
+    return found
+
+
+def reduced(found: Mapping[str, set[str]]) -> Arrows:
+    """Leave out arrows that a longer path implies (transitive reduction of a graph without cycles)."""
+    below: Arrows = {}
+
+    def reach(name: str) -> set[str]:
+        if name not in below:
+            below[name] = set(found[name]).union(*map(reach, found[name]))
+        return below[name]
+
+    return {name: {to for to in found[name] if not any(to in reach(by) for by in found[name])} for name in found}
+
+
+def draw(graph: grimp.ImportGraph, package: str) -> str:
+    """Draw the children of a package as a mermaid flowchart: folders as boxes, single files with round ends."""
+    found = {name: to for name, to in reduced(arrows(graph, package)).items() if not name.startswith("_")}
+    connected = {name for name, to in found.items() if to} | set().union(*found.values())
+    lines = ["flowchart TD"]
+    for name in sorted(connected):
+        is_room = bool(graph.find_children(f"{package}.{name}"))
+        lines.append(f"    {name}_[{name}]" if is_room else f"    {name}_([{name}.py])")
+    lines += [f"    {name}_ --> {to}_" for name in sorted(found) for to in sorted(found[name])]
+    return "\n".join(["```mermaid", *lines, "```"])
+
+
+def rooms_table(root: Path) -> str:
+    """List every room with the first line of its docstring."""
+    rows = ["| room | holds |", "|---|---|"]
+    for init in sorted(root.rglob("__init__.py")):
+        room = init.parent.relative_to(root).as_posix()
+        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        if room != ".":
+            rows.append(f"| `{room}` | {text.partition(chr(10))[0]} |")
+    return "\n".join(rows)
+
+
+def render() -> str:
+    """Render `docs/design/rooms.md`."""
+    graph = grimp.build_graph("axon_nb", cache_dir=None)
+    parts = [f"## `{package}`\n\n{draw(graph, package)}" for package in PACKAGES]
+    return "\n\n".join([HEAD.rstrip(), *parts, "## All rooms", rooms_table(ROOT / "axon_nb")]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page; return 1 if `--check` finds it out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    text = render()
+    if parser.parse_args(argv).check:
+        if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
+            return 0
+        print("docs/design/rooms.md is out of date; run `python scripts/rooms.py`", file=sys.stderr)
+        return 1
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
