@@ -3,7 +3,7 @@
     python scripts/run_notebook.py examples/01_quickstart.py --out out
 
 Takes a py:percent file or an `.ipynb`. Ends with 1 when a cell fails that is not tagged `raises-exception`; what
-ran until then is saved all the same.
+ran until then is saved anyway.
 """
 
 from __future__ import annotations

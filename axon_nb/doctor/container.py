@@ -22,7 +22,7 @@ _USAGE = {
 }
 """Files by controller and version of cgroups."""
 _V1_UNLIMITED = 1 << 60
-"""Without a limit version 1 tells the largest number of whole pages."""
+"""Without a limit, version 1 reports the largest number of whole pages."""
 
 
 def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, int] | None:
@@ -44,5 +44,5 @@ def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROU
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None

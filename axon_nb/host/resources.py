@@ -97,7 +97,7 @@ def _quota(folder: Path, version: int) -> float | None:
         else:
             limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(limit) / int(period) if int(limit) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is not a number
         return None
 
 
@@ -190,7 +190,7 @@ def instances_of(lines: Sequence[str]) -> dict[str, tuple[str, str]]:
 def _instance(name: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
     parent, profile = instances.get(name, ("", ""))
     if not parent and (match := _BY_PARENT.fullmatch(name)):
-        # A newer driver lists UUIDs of instances, from which their numbers cannot be told: that there are any suffices.
+        # A newer driver lists UUIDs of instances, which hide their numbers: knowing that there are some suffices.
         listed = [other for other, (card, _) in instances.items() if card == match["card"]]
         parent = match["card"] if listed and not any(map(_BY_PARENT.fullmatch, listed)) else ""
     if parent not in cards:
@@ -228,7 +228,7 @@ _CACHE = {
 }
 """Files and fields by version of cgroups."""
 _UNLIMITED = 1 << 60
-"""Without a limit version 1 tells the largest number of whole pages."""
+"""Without a limit, version 1 reports the largest number of whole pages."""
 
 
 def free_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = _MACHINE) -> int | None:
@@ -254,7 +254,7 @@ def _of_machine(meminfo: Path) -> int | None:
 def _of_cgroup(folder: Path, version: int) -> int | None:
     try:
         limit, used = (int((folder / name).read_text()) for name in _FILES[version])
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None
     return max(0, limit - used + _cache(folder, version)) if limit < _UNLIMITED else None
 

@@ -1,4 +1,4 @@
-"""Collectives that call torch's groups directly: `dist.all_reduce` and the like spend some 5 us per call on checks.
+"""Collectives that call torch's groups directly: functions such as `dist.all_reduce` spend some 5 us on checks.
 
 These checks have already been made here. Where the public functions do more than that (in a coalescing block, under
 `torch.compile`, with tensor subclasses and modes, on a torch whose groups lack the methods), they are called instead.

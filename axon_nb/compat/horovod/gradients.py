@@ -112,7 +112,7 @@ class GradientReduction:
             unit.wait, unit.arrived, unit.counts = None, 0, [0] * len(unit.parameters)
 
     def _freshen(self) -> None:
-        # Reductions that were under way when a cell was ended are lost on all ranks.
+        # If a cell is aborted, its pending reductions are lost on all ranks.
         if (era := current().era) != self._era:
             self._era = era
             self.forget()

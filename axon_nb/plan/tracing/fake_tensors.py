@@ -73,7 +73,7 @@ def lazy_chunks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_apply() -> Iterator[None]:
-    """Inside, `to`, `half` and the like replace a module's parameters.
+    """Inside, methods such as `to` and `half` replace a module's parameters.
 
     `nn.Module._apply` swaps fake tensors with their results, which fails because torch itself holds weak references to
     them ("Cannot swap t1 because it has weakref associated with it", torch 2.13).

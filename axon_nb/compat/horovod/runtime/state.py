@@ -61,7 +61,7 @@ class State:
         return self.serial, self.formed
 
     def freshen(self) -> None:
-        """Forget the calls that were under way when the groups were formed anew: no rank has them any more."""
+        """Forget the pending calls after the groups were rebuilt: no rank has them any more."""
         if self.formed == rebuild_count():
             return
         self.formed = rebuild_count()
