@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -55,6 +56,35 @@ def test_all_calls_return_and_no_process_is_left() -> None:
         "last": "no",
         "left": 0,
     }
+
+
+def forks_that_die(task: Any, report: Any) -> dict[str, Any]:
+    """Run in a process without threads: a function whose first fork dies, then one whose forks all die."""
+    here, first = os.getpid(), Path(task)
+
+    def dies_once() -> float:
+        if not first.exists():
+            first.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward()
+
+    def dies() -> float:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward()
+
+    return {
+        "once": fork_map([dies_once, backward]),
+        "forked": here not in fork_map([os.getpid, os.getpid]),
+        "always": fork_map([dies, backward]),
+        "later": fork_map([backward, backward]),
+    }
+
+
+def test_plans_go_on_after_forks_that_died(tmp_path: Path) -> None:
+    """Also with CUDA builds of torch, whose forks refuse a backward once this process has made one."""
+    found = run_in_process("tests.plan.test_copies:forks_that_die", cloudpickle.dumps(str(tmp_path / "first")))
+    assert found == {"once": [6.0, 6.0], "forked": True, "always": [6.0, 6.0], "later": [6.0, 6.0]}
 
 
 def backward() -> float:

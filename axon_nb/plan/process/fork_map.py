@@ -20,13 +20,16 @@ _MAX_FORKS = 4
 """Processes at once, because each has memory of its own."""
 _is_nested = [False]
 """Whether a `fork_map` is running; nested calls run one after the other."""
+_ran_here = [False]
+"""Whether a function ran in this process because its forks died; in forks, backward may be refused from then on."""
 
 
 def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None] | None = None) -> list[T]:
     """Call functions in forked processes, one per core at a time, and return their results in order.
 
     Changes that a function makes are lost. Even a single one is forked: after a backward in this process, CUDA builds
-    of torch refuse a backward in any later fork (pytorch wiki, "Autograd and Fork").
+    of torch refuse a backward in any later fork (pytorch wiki, "Autograd and Fork"). If a fork dies without a result, a
+    second one runs the function; if that dies, too, this and all later functions run in this process.
 
     Args:
         calls: Their results must be picklable; they must not need other threads of this process.
@@ -36,7 +39,7 @@ def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None
         Exception: what one of them raised.
     """
     free = min(_cores(), _MAX_FORKS)
-    if free < 2 or _is_nested[0] or not hasattr(os, "fork"):
+    if free < 2 or _is_nested[0] or _ran_here[0] or not hasattr(os, "fork"):
         return [_reported(call(), number, progress) for number, call in enumerate(calls)]
     _is_nested[0] = len(calls) > 1  # a single function may use the cores itself
     try:
@@ -62,7 +65,23 @@ def _reported(result: T, number: int, progress: Callable[[int], None] | None) ->
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     with contextlib.ExitStack() as stack:
         forks = [stack.enter_context(_Fork(call)) for call in calls]
-        return [fork.result() for fork in forks]
+        results: list[T | _Died] = [fork.result() for fork in forks]
+    return [
+        _retried(call) if isinstance(result, _Died) else result for call, result in zip(calls, results, strict=True)
+    ]
+
+
+def _retried(call: Callable[[], T]) -> T:
+    with _Fork(call) as fork:
+        result = fork.result()
+    if not isinstance(result, _Died):
+        return result
+    _ran_here[0] = True
+    return call()
+
+
+class _Died:
+    """In place of a result: the process died without one."""
 
 
 class _Fork(Generic[T]):
@@ -73,7 +92,6 @@ class _Fork(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
         self._pipe, theirs = Pipe(duplex=False)
         self._number = os.fork()
         if not self._number:
@@ -81,12 +99,12 @@ class _Fork(Generic[T]):
             _answer(theirs, call)
         theirs.close()
 
-    def result(self) -> T:
-        """Return the function's result; if the process died without one, call the function here."""
+    def result(self) -> T | _Died:
+        """Wait for the function's result, or for the process to die without one."""
         try:
             kind, value = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
-            return self._call()
+            return _Died()
         if kind == "raised":
             raise value
         return cast("T", value)
