@@ -20,7 +20,8 @@ LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-# The same examples in each run, however slow; `--hypothesis-profile=default` tries others.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in each run, however slow; `--hypothesis-profile=random` tries others.
 settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -35,15 +36,14 @@ def is_xdist_worker(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it."""
-    # An example takes as long as it takes on a busy machine.
-    settings.register_profile("axon_nb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("axon_nb")
-    if is_xdist_worker(config):
-        return
+    """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it.
+
+    Each of pytest-xdist's workers has folders of its own, so that none sees the clusters of another.
+    """
+    if not is_xdist_worker(config):
+        os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="axt-"))
     config.stash[_private_folder] = folder
-    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     for variable in (
         "AXON_NB_RUNTIME_DIR",
         "IPYTHONDIR",
@@ -88,6 +88,7 @@ def processes_of_this_run() -> list[psutil.Process]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run, and end the process, when a process of the tests outlives them."""
     if is_xdist_worker(session.config):
+        shutil.rmtree(session.config.stash[_private_folder], ignore_errors=True)
         return
     limit = time.monotonic() + LEFTOVER_LIMIT
     while (left := processes_of_this_run()) and time.monotonic() < limit:
