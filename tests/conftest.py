@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import tomllib
 import uuid
 from pathlib import Path
 
@@ -25,6 +26,18 @@ settings.register_profile("random", deadline=None, suppress_health_check=[Health
 settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+QUICK = (
+    "tests/js/",
+    "tests/parity/",
+    "tests/plan/test_displays.py",
+    "tests/plan/test_links.py",
+    "tests/plan/test_schedule.py",
+    "tests/structure/",
+    "tests/unit/",
+)
+"""What starts no ranks; of `MOCKED` those on mock worlds, too."""
+MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
 
 _private_folder = pytest.StashKey[Path]()
 _leftovers = pytest.StashKey[list[str]]()
@@ -57,12 +70,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why; where CI runs, a missing browser is a failure instead."""
+    """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
+
+    In CI a missing browser is a failure instead.
+    """
+    kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
+    promised = {test for kind in kinds for tests in kind.values() for test in tests}
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_browser = pytest.mark.skip(reason=f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
     has_gpu = Path("/dev/nvidiactl").exists()
     has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
     for item in items:
+        mocked = item.nodeid.startswith(MOCKED) and "mock" in item.nodeid.partition("[")[2]
+        if mocked or item.nodeid.startswith(QUICK):
+            item.add_marker(pytest.mark.quick)
+        if promised & {item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+            item.add_marker(pytest.mark.promise)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         if item.get_closest_marker("browser") and not has_browser:
