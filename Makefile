@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-all versions floors check fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions floors check fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -26,11 +26,17 @@ demo: $(INSTALLED)  ## run the quickstart on 4 ranks and save it, outputs and al
 lab: $(INSTALLED)  ## open the examples in JupyterLab
 	$(VENV)/bin/jupyter lab examples
 
-test: check  ## the checks, then the tests
+quick: check  ## the checks, and the tests that start no ranks
+	scripts/test quick
+
+test: check  ## quick, and one real path for every promise to users (tests/promises.toml)
 	scripts/test
 
-test-all: check  ## the checks, then all tests, the slow ones too
+test-all: check  ## everything that each commit must pass; CI runs it
 	scripts/test all
+
+soak: check fuzz  ## hours: 1,000 random faults, all notebooks and exports, hundreds of interrupts
+	scripts/test soak
 
 floors:  ## the fast tests and the quickstart with the lowest versions that pyproject.toml allows, then with the newest
 	scripts/dependencies.sh

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import tomllib
 import uuid
 from pathlib import Path
 
@@ -20,10 +21,23 @@ LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-# The same examples in each run, however slow; `--hypothesis-profile=default` tries others.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in each run, however slow; `--hypothesis-profile=random` tries others.
 settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+QUICK = (
+    "tests/js/",
+    "tests/parity/",
+    "tests/plan/test_displays.py",
+    "tests/plan/test_links.py",
+    "tests/plan/test_schedule.py",
+    "tests/structure/",
+    "tests/unit/",
+)
+"""What starts no ranks; of `MOCKED` those on mock worlds, too."""
+MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
 
 _private_folder = pytest.StashKey[Path]()
 _leftovers = pytest.StashKey[list[str]]()
@@ -35,15 +49,14 @@ def is_xdist_worker(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it."""
-    # An example takes as long as it takes on a busy machine.
-    settings.register_profile("axon_nb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("axon_nb")
-    if is_xdist_worker(config):
-        return
+    """Point everything that reads a user's own settings at an empty folder; short, for Unix sockets live below it.
+
+    Each of pytest-xdist's workers has folders of its own, so that none sees the clusters of another.
+    """
+    if not is_xdist_worker(config):
+        os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="axt-"))
     config.stash[_private_folder] = folder
-    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     for variable in (
         "AXON_NB_RUNTIME_DIR",
         "IPYTHONDIR",
@@ -57,12 +70,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why; where CI runs, a missing browser is a failure instead."""
+    """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
+
+    In CI a missing browser is a failure instead.
+    """
+    kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
+    promised = {test for kind in kinds for tests in kind.values() for test in tests}
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_browser = pytest.mark.skip(reason=f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
     has_gpu = Path("/dev/nvidiactl").exists()
     has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
     for item in items:
+        mocked = item.nodeid.startswith(MOCKED) and "mock" in item.nodeid.partition("[")[2]
+        if mocked or item.nodeid.startswith(QUICK):
+            item.add_marker(pytest.mark.quick)
+        if promised & {item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+            item.add_marker(pytest.mark.promise)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         if item.get_closest_marker("browser") and not has_browser:
@@ -88,6 +111,7 @@ def processes_of_this_run() -> list[psutil.Process]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run, and end the process, when a process of the tests outlives them."""
     if is_xdist_worker(session.config):
+        shutil.rmtree(session.config.stash[_private_folder], ignore_errors=True)
         return
     limit = time.monotonic() + LEFTOVER_LIMIT
     while (left := processes_of_this_run()) and time.monotonic() < limit:

@@ -1,4 +1,4 @@
-"""The files and modules of the project: `source_file`, `package_file`, `module_name` in turn, or all of them."""
+"""The files and modules of the project."""
 
 from __future__ import annotations
 
@@ -28,19 +28,6 @@ def module_name(path: Path) -> str:
     """The dotted name that a file of the package is imported by."""
     dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return re.sub(r"\.__init__$", "", dotted)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test that asks for one of the three names each of its values in turn."""
-    values: dict[str, list[Path] | list[str]] = {
-        "source_file": source_files(),
-        "package_file": package_files(),
-        "module_name": [module_name(path) for path in package_files() if path.name != "__main__.py"],
-    }
-    for name, choices in values.items():
-        if name in metafunc.fixturenames:
-            ids = [str(c.relative_to(ROOT)) if isinstance(c, Path) else c for c in choices]
-            metafunc.parametrize(name, choices, ids=ids)
 
 
 @pytest.fixture(scope="session", name="package_files")

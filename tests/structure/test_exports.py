@@ -5,20 +5,31 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import axon_nb
+from tests.structure.conftest import module_name
 
 
-def test_module_imports_and_its_exports_resolve(module_name: str) -> None:
-    module = import_module(module_name)
-    defined = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
-    exports = getattr(module, "__all__", None if any(not name.startswith("_") for name in defined) else [])
-    assert exports is not None, f"{module_name} has no __all__"
-    assert len(set(exports)) == len(exports)
-    missing = [name for name in exports if not hasattr(module, name)]
-    assert not missing, f"{module_name}.__all__ names what is not there: {missing}"
+def wrong_exports(name: str) -> str:
+    """What is wrong with the `__all__` of a module; empty if nothing is."""
+    module = import_module(name)
+    defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name]
+    exports = getattr(module, "__all__", None if any(not key.startswith("_") for key in defined) else [])
+    if exports is None:
+        return "has no __all__"
+    missing = [key for key in exports if not hasattr(module, key)]
+    if missing:
+        return f"exports missing names: {missing}"
+    return "" if len(set(exports)) == len(exports) else "exports a name twice"
+
+
+def test_modules_import_and_their_exports_resolve(package_files: list[Path]) -> None:
+    names = [module_name(path) for path in package_files if path.name != "__main__.py"]
+    wrong = [f"{name} {finding}" for name in names if (finding := wrong_exports(name))]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_dir_lists_the_exports() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.conftest import source_files
+
 MAX_LINES = 300
 MAX_FILES = 15
 """Python files in a room, `__init__.py` included."""
@@ -56,13 +58,12 @@ def test_linter_refuses_magics_under_its_folder_name(root: Path) -> None:
         assert "import axon_nb.magics" in found.stdout
 
 
-def test_file_is_short_or_listed(source_file: Path, root: Path) -> None:
-    name = source_file.relative_to(root).as_posix()
-    lines = len(source_file.read_text(encoding="utf-8").splitlines())
-    if name in LONG_FILES:
-        assert lines > MAX_LINES, f"{name} is short again: take it off LONG_FILES"
-    else:
-        assert lines <= MAX_LINES, f"{name} has {lines} lines, at most {MAX_LINES}: split it by role, or list it"
+def test_files_are_short_or_listed(root: Path) -> None:
+    lines = {path.relative_to(root).as_posix(): len(path.read_text("utf-8").splitlines()) for path in source_files()}
+    long = {name: count for name, count in lines.items() if count > MAX_LINES and name not in LONG_FILES}
+    assert not long, f"more than {MAX_LINES} lines: split each by role, or list it"
+    short = [name for name in LONG_FILES if lines.get(name, 0) <= MAX_LINES]
+    assert not short, f"short again: remove them from LONG_FILES: {short}"
 
 
 def rooms(root: Path) -> dict[str, int]:
@@ -101,12 +102,14 @@ def repeats_an_explained_name(node: ast.FunctionDef | ast.AsyncFunctionDef | ast
     return bool(names & {"override", "overload", "setter", "deleter"})
 
 
-def test_public_definitions_have_docstrings(package_file: Path) -> None:
-    tree = ast.parse(package_file.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree), "the module has no docstring"
-    bare = [
-        f"{node.name} (line {node.lineno})"
-        for node in public_definitions(tree)
-        if not ast.get_docstring(node) and not repeats_an_explained_name(node)
-    ]
-    assert not bare, f"without a docstring: {', '.join(bare)}"
+def test_public_definitions_have_docstrings(package_files: list[Path], root: Path) -> None:
+    bare = []
+    for path in package_files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bare += [] if ast.get_docstring(tree) else [f"{path.relative_to(root)}"]
+        bare += [
+            f"{path.relative_to(root)}:{node.lineno} {node.name}"
+            for node in public_definitions(tree)
+            if not ast.get_docstring(node) and not repeats_an_explained_name(node)
+        ]
+    assert not bare, "without a docstring:\n" + "\n".join(bare)
