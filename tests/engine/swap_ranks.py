@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.groups import gloo, nccl, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
-from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 
 __all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
@@ -38,16 +38,16 @@ LIMIT = timedelta(seconds=60)
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], limit: timedelta, device: torch.device) -> Any:
-    return gloo.connect(store, group.rank(), group.size(), timeout=limit, give_up=raise_if_aborted)
+    return gloo.connect(store, group.rank(), group.size(), timeout=limit, raise_if_cancelled=raise_if_aborted)
 
 
 def _abort(backend: Any) -> None:
-    gloo.poison(backend)
-    gloo.leak(backend)
+    gloo.close_connections(backend)
+    gloo.abandon(backend)
 
 
-GLOO = Kind(
-    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_limit_s=60.0
+GLOO = BackendKind(
+    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_timeout_s=60.0
 )
 
 
@@ -121,13 +121,13 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
+    recovery.recreate_groups([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
     kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
     natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)
     store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
-    natives.reform(int(epoch))
-    recovery.agree_on_names()
+    natives.rebuild(int(epoch))
+    recovery.sync_group_count()
     print(sums(1), flush=True)
     os._exit(0)
 
@@ -210,8 +210,8 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> lis
             step(model, optimizer, number, rank, between)
         except Stop:
             wait_for_threads()
-            assert groups.abort(limit_s=60) == []
-            groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
+            assert groups.abort(timeout_s=60) == []
+            groups.rebuild(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
             reset_wrappers()
             step(model, optimizer, number, rank, lambda here: None)
     return weights(model)

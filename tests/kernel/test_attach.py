@@ -239,7 +239,7 @@ HALF_WAY = {
     "a forming on one rank": (
         "import time\nfrom axon_nb.cluster.rpc import requests as remote\n"
         "remote.call(cluster.client, 1, 'axon_nb.engine.groups.recovery:recover', epoch=int(time.time()) + 9)\n"
-        "while not cluster.client.request(1, 'axon_cells').result()['content']['forming']: pass"
+        "while not cluster.client.request(1, 'axon_cells').result()['content']['rebuilding']: pass"
     ),
 }
 

@@ -246,10 +246,10 @@ def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) ->
 def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -> None:
     trained.ok(
         "%%distributed\nfrom axon_nb.engine.groups.install import all_groups\n"
-        "late = [group.poisoner() for group in all_groups()]"
+        "late = [group.connection_closer() for group in all_groups()]"
     )
     assert "bug" in trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()").traceback
-    reply = trained.ok("%%distributed\nfor poison in late: poison()\nstep()\nprint(groups_work())")
+    reply = trained.ok("%%distributed\nfor close in late: close()\nstep()\nprint(groups_work())")
     assert "[rank 0] 2.0" in reply.lines()
 
 

@@ -18,17 +18,17 @@ from types import CodeType, FrameType
 
 __all__ = [
     "ABORT",
-    "Aborted",
-    "GroupBroken",
-    "count_as_step",
-    "is_to_stop",
+    "AbortedError",
+    "BrokenGroupError",
+    "disable_groups",
     "missing_step_hooks",
     "raise_at_cut",
     "raise_if_aborted",
+    "register_step_code",
     "run_in_helper",
-    "stand_down",
     "step_depth",
     "stop_at",
+    "stop_requested",
 ]
 
 _other_steps: dict[int, CodeType] = {}
@@ -49,7 +49,7 @@ def missing_step_hooks() -> list[str]:
     return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
 
 
-def count_as_step(code: CodeType) -> None:
+def register_step_code(code: CodeType) -> None:
     """What runs under this code is a step, too: of an optimizer that is none of torch's."""
     _other_steps[id(code)] = code
 
@@ -70,15 +70,15 @@ _broken: list[str] = []
 _stop_at: list[tuple[str, int]] = []
 
 
-class Aborted(RuntimeError):
+class AbortedError(RuntimeError):
     """The cell was ended while this rank was in, or came to, a communication call."""
 
 
-class GroupBroken(Aborted):
+class BrokenGroupError(AbortedError):
     """Communication is not possible, and will not be before a rank is replaced."""
 
 
-def stand_down(reason: str) -> None:
+def disable_groups(reason: str) -> None:
     """The groups cannot be formed anew: cells may run, communication is refused with `reason`; empty: it is not."""
     _broken[:] = [reason] if reason else []
     ABORT.clear()
@@ -89,7 +89,7 @@ def stop_at(sequence: int | None, *, group: str = "") -> None:
     _stop_at[:] = [] if sequence is None else [(group, sequence)]
 
 
-def is_to_stop() -> bool:
+def stop_requested() -> bool:
     """Whether a collective is to be found before which the cell stops."""
     return bool(_stop_at)
 
@@ -120,9 +120,9 @@ def raise_if_aborted(where: str = "") -> None:
         Aborted: the cell is being ended, or the groups are broken.
     """
     if ABORT.is_set():
-        raise Aborted(f"aborted{' before ' + where if where else ''}")
+        raise AbortedError(f"aborted{' before ' + where if where else ''}")
     if _broken:
-        raise GroupBroken(f"{where or 'communication'} is not possible: {_broken[0]}.")
+        raise BrokenGroupError(f"{where or 'communication'} is not possible: {_broken[0]}.")
 
 
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []

@@ -26,18 +26,18 @@ from axon_nb.records.ranks import format_ranks
 
 __all__ = [
     "Call",
-    "begin",
-    "begin_cell",
-    "collectives",
+    "clear",
+    "clear_exclusive_ranks",
     "current_wait",
-    "end",
-    "enter",
-    "forget_all",
-    "is_alone",
-    "leave",
-    "pending",
-    "refusal",
-    "started",
+    "finish_call",
+    "is_exclusive",
+    "num_calls",
+    "num_collectives",
+    "pending_calls",
+    "refusal_reason",
+    "reset_collectives",
+    "set_exclusive_ranks",
+    "start_call",
 ]
 
 
@@ -58,9 +58,9 @@ class Call:
     started_ns: int
     number: int
     """Running number of communication calls on this rank."""
-    waited_by: int = 0
+    waiting_thread: int = 0
     """Identifier of the thread that waits for it, 0 while none does."""
-    waited_ns: int = 0
+    wait_started_ns: int = 0
     """Since when it is waited for, on the clock of `started_ns`; 0: not, or nobody watches."""
     refusal: str = ""
     """Why waiting for it is in vain; empty when it is not."""
@@ -72,13 +72,13 @@ _started = 0
 _collectives = 0
 
 
-def begin_cell() -> None:
+def reset_collectives() -> None:
     """A cell begins: its collectives are counted from here."""
     global _collectives
     _collectives = 0
 
 
-def begin(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
+def start_call(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
     """A call begins; see `Call`."""
     global _started, _collectives
     _collectives += sequence > 0
@@ -88,22 +88,22 @@ def begin(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
     return call
 
 
-def end(call: Call) -> None:
+def finish_call(call: Call) -> None:
     """A call has ended."""
     _open.pop(call.number, None)
 
 
-def started() -> int:
+def num_calls() -> int:
     """How many calls have begun since the rank joined."""
     return _started
 
 
-def collectives() -> int:
+def num_collectives() -> int:
     """How many collectives of any group the cell has begun."""
     return _collectives
 
 
-def pending() -> list[Call]:
+def pending_calls() -> list[Call]:
     """The calls that have begun and not ended, oldest first."""
     calls = list(_open.values())  # copied first: other threads begin and end calls
     return sorted(calls, key=lambda call: call.number)
@@ -111,36 +111,36 @@ def pending() -> list[Call]:
 
 def current_wait(thread: int) -> Call | None:
     """The call that `thread` waits for."""
-    return next((call for call in pending() if call.waited_by == thread), None)
+    return next((call for call in pending_calls() if call.waiting_thread == thread), None)
 
 
-def forget_all() -> None:
+def clear() -> None:
     """The groups are formed anew: nothing is under way."""
     _open.clear()
 
 
-_alone: list[frozenset[int]] = []
+_exclusive: list[frozenset[int]] = []
 
 
-def enter(ranks: Sequence[int] | None) -> None:
+def set_exclusive_ranks(ranks: Sequence[int] | None) -> None:
     """A cell begins; `ranks`: those that run it, when no others can take part; None: others can, or all run it."""
-    _alone[:] = [] if ranks is None else [frozenset(ranks)]
+    _exclusive[:] = [] if ranks is None else [frozenset(ranks)]
 
 
-def leave() -> None:
+def clear_exclusive_ranks() -> None:
     """The cell is over; what it has begun may be waited for in the next."""
-    if _alone:
-        _alone.clear()
-        for call in pending():
+    if _exclusive:
+        _exclusive.clear()
+        for call in pending_calls():
             call.refusal = ""
 
 
-def is_alone() -> bool:
+def is_exclusive() -> bool:
     """Whether communication with ranks outside the cell is in vain."""
-    return bool(_alone)
+    return bool(_exclusive)
 
 
-def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
+def refusal_reason(group: dist.ProcessGroup, name: str, peer: int) -> str:
     """Why an operation cannot end; empty when it can, or when that is not known.
 
     Args:
@@ -151,9 +151,9 @@ def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
     Raises:
         UsageError: it cannot end, and the caller would wait for it at once.
     """
-    if not _alone or threading.current_thread() is not threading.main_thread():
+    if not _exclusive or threading.current_thread() is not threading.main_thread():
         return ""
-    cell = _alone[0]
+    cell = _exclusive[0]
     members = dist.get_process_group_ranks(group)
     if name in ("recv", "send"):
         needed = {members[peer]}
@@ -169,17 +169,17 @@ def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
     return text
 
 
-def _named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
 def _sentence(what: str, members: Sequence[int], cell: frozenset[int], outside: set[int], *, one_to_one: bool) -> str:
-    where = f"with {_named(sorted(outside))}" if one_to_one else f"on the group of {_named(sorted(members))}"
+    where = f"with {name_ranks(sorted(outside))}" if one_to_one else f"on the group of {name_ranks(sorted(members))}"
     verb = "does" if len(outside) == 1 else "do"
     fix = "Run the cell on all ranks"
     if one_to_one:
-        fix = f"Run the cell on {_named(sorted(cell | outside))}"
+        fix = f"Run the cell on {name_ranks(sorted(cell | outside))}"
     elif len(cell) > 1:
         fix = "Use `group=subgroup`, the group of this cell's ranks, or run the cell on all ranks"
-    absent = f"{_named(sorted(outside))} {verb} not run this cell"
-    return f"{what}, {where}, in a cell of {_named(sorted(cell))}: {absent}. {fix}."
+    absent = f"{name_ranks(sorted(outside))} {verb} not run this cell"
+    return f"{what}, {where}, in a cell of {name_ranks(sorted(cell))}: {absent}. {fix}."

@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
 
-__all__ = ["Flight", "dump", "native_waits", "parse", "synchronizes"]
+__all__ = ["Recording", "dump", "is_synchronizing", "native_waits", "parse"]
 
 _BYTES = {
     "Bool": 1,
@@ -51,7 +51,7 @@ _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class Recording:
     """What the recorder says of some groups."""
 
     pending: tuple[dict[str, Any], ...]
@@ -66,7 +66,7 @@ def dump(kind: str = "nccl") -> bytes:
     return b"" if hook is None else bytes(hook(True, False))
 
 
-def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Flight:
+def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Recording:
     """Read a dump.
 
     Args:
@@ -86,7 +86,7 @@ def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int 
         if entry["retired"] or entry["state"] == "completed":
             continue
         pending.append(_call(entry, group, groups[group], now))
-    return Flight(tuple(sorted(pending, key=lambda call: call["number"])), counts)
+    return Recording(tuple(sorted(pending, key=lambda call: call["number"])), counts)
 
 
 def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> dict[str, Any]:
@@ -127,16 +127,16 @@ def native_waits(
         recorder: As for `dump`.
     """
     groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
-    seen = parse(dump(recorder), groups, since_ns=native.formed_at_ns)
+    seen = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
     own = list(seen.pending)
     counts = {**counts, **seen.counts}
-    if own and not pending and synchronizes(main_frame()):
+    if own and not pending and is_synchronizing(main_frame()):
         return {"pending": own, "counts": counts, "call": f"torch.cuda.synchronize() behind {own[0]['name']}"}
     newest = [call for call in own if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}
 
 
-def synchronizes(frame: FrameType | None) -> bool:
+def is_synchronizing(frame: FrameType | None) -> bool:
     """Whether the innermost `frame` waits for all that its GPU has been asked to do."""
     if frame is None:
         return False

@@ -22,10 +22,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import run_in_helper
-from axon_nb.engine.groups.store import give_up_waits, want_waits
+from axon_nb.engine.groups.store import allow_waits, cancel_waits
 from axon_nb.torch_api import torch_api
 
-__all__ = ["LOOPBACK", "PartOfSum", "connect", "in_sight", "leak", "leaked", "listen_on", "poison", "shared_device"]
+__all__ = [
+    "LOOPBACK",
+    "ReduceScatterWork",
+    "abandon",
+    "abandoned_count",
+    "close_connections",
+    "connect",
+    "listen_on",
+    "reduce_scatter_via_all_reduce",
+    "shared_device",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -37,7 +47,7 @@ _PIECE_S = 0.02
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
 _address = [LOOPBACK]
-_graveyard: list[Any] = []
+_abandoned: list[Any] = []
 
 
 def listen_on(ip: str) -> None:
@@ -53,11 +63,11 @@ def shared_device() -> Any:
     return _device[0]
 
 
-def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: Callable[[], None]) -> Any:
+def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]) -> Any:
     """A new Gloo backend, connected to all peers.
 
     The constructor connects in C++ and cannot be interrupted: it runs in a helper thread, which is left behind when
-    `give_up` raises.
+    `raise_if_cancelled` raises.
 
     Args:
         store: Where the peers meet; a fresh prefix.
@@ -80,7 +90,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
 
     def build() -> None:
         thread.append(threading.get_ident())
-        want_waits()
+        allow_waits()
         try:
             box.append(ProcessGroupGloo(store, rank, size, options))
         except BaseException as error:
@@ -90,12 +100,12 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     run_in_helper(build)
     try:
         while not done.wait(_PIECE_S):
-            give_up()
+            raise_if_cancelled()
     except BaseException:  # an interrupt may land anywhere here
-        _graveyard.append(box)
+        _abandoned.append(box)
         # Else it would stand between the next forming and the store until its limit is over.
         if thread:
-            give_up_waits(thread[0])
+            cancel_waits(thread[0])
         raise
     if isinstance(box[0], BaseException):
         raise box[0]
@@ -105,7 +115,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     return backend
 
 
-def poison(backend: Any) -> None:
+def close_connections(backend: Any) -> None:
     """Close all connections of `backend`, from any thread; whoever waits on them gets an error within milliseconds."""
     probe = torch.zeros(1)
     for peer in range(backend.size()):
@@ -116,21 +126,21 @@ def poison(backend: Any) -> None:
             backend.recv([probe], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
 
 
-def leak(group: dist.ProcessGroup) -> None:
+def abandon(group: dist.ProcessGroup) -> None:
     """Keep a poisoned group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
-    _graveyard.append(group)
+    _abandoned.append(group)
 
 
-def leaked() -> int:
+def abandoned_count() -> int:
     """How many poisoned groups this process keeps, each with 2 threads and some 0.14 MiB."""
-    return len(_graveyard)
+    return len(_abandoned)
 
 
 c10d: Any = dist.distributed_c10d
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it nothing is in sight
 
 
-class PartOfSum:
+class ReduceScatterWork:
     """The handle of one such call.
 
     Args:
@@ -191,7 +201,7 @@ class PartOfSum:
         return self._work.get_future().then(take)
 
 
-def in_sight(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_scatter_via_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     """`reduce_scatter_single` of a group of torch's on Gloo; what it does not take is left to `original`."""
 
     def operation(inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +212,7 @@ def in_sight(original: Callable[..., Any]) -> Callable[..., Any]:
         options.reduceOp, options.timeout, options.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
         whole, rows = tensor.detach().clone(), output.shape[0]
         start = inner.rank() * rows
-        return PartOfSum(inner.allreduce([whole], options), whole[start : start + rows], output.detach())
+        return ReduceScatterWork(inner.allreduce([whole], options), whole[start : start + rows], output.detach())
 
     return operation
 

@@ -24,8 +24,8 @@ from axon_nb.torch_api import torch_api
 
 __all__ = [
     "all_groups",
-    "form_default_group",
     "groups_state",
+    "init_default_group",
     "install_recoverable_groups",
     "missing_group_hooks",
     "named_group",
@@ -42,10 +42,10 @@ class GroupsState:
 
     epoch = 0
     """How often the groups have been formed anew."""
-    reforming = False
+    rebuilding = False
     """Whether the last forming has not come to its end, be it under way or failed."""
     installed = False
-    forming: tuple[str, list[int], int] | None = None
+    creating: tuple[str, list[int], int] | None = None
     """The group that `new_group` is making on the main thread: name, global ranks, since when in nanoseconds."""
 
 
@@ -84,11 +84,11 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> Non
         if str(backend).lower() not in _REPLACED:
             return original(size, group_rank, ranks, backend, *args, **kwargs)
         name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
-        groups_state.forming = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
+        groups_state.creating = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
         try:
             group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
         finally:
-            groups_state.forming = None
+            groups_state.creating = None
         if isinstance(group, RecoverableGroup):
             # What `dist.get_backend` answers, and what scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
@@ -118,7 +118,7 @@ def all_groups() -> list[RecoverableGroup]:
     return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
 
-def form_default_group(
+def init_default_group(
     backend: str,
     *,
     store: Store,

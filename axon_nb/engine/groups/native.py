@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups.abort import GroupBroken, raise_if_aborted, run_in_helper
+from axon_nb.engine.groups.abort import BrokenGroupError, raise_if_aborted, run_in_helper
 
 __all__ = [
     "MAX_SWAPS",
-    "Kind",
+    "BackendKind",
     "NativeGroups",
     "connect_in_helper",
-    "meet",
     "missing_swap_hooks",
+    "remaining_swaps",
     "swap_backend",
-    "swaps_left",
+    "wait_for_peers",
 ]
 
 _FIRST_TYPE = 7
@@ -50,7 +50,7 @@ def missing_swap_hooks() -> list[str]:
     return [name for name in names if not hasattr(dist.ProcessGroup, name)]
 
 
-def swaps_left(group: dist.ProcessGroup) -> int:
+def remaining_swaps(group: dist.ProcessGroup) -> int:
     """How often `group` can still get a fresh backend."""
     return _LAST_TYPE + 1 - _next_type.get(group, _FIRST_TYPE)
 
@@ -71,7 +71,7 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -
     """
     number = _next_type.get(group, _FIRST_TYPE)
     if number > _LAST_TYPE:
-        raise GroupBroken(
+        raise BrokenGroupError(
             f"group {group.group_name!r} has been formed anew {MAX_SWAPS} times, and torch allows no more: "
             "`%distributed restart` starts the ranks afresh."
         )
@@ -92,7 +92,7 @@ c10d = dist.distributed_c10d
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BackendKind:
     """What differs between backends."""
 
     owns: Callable[[Any], bool]
@@ -102,7 +102,7 @@ class Kind:
     the device; called in a helper thread."""
     abort: Callable[[Any], None]
     """End all that a backend does; any thread."""
-    connect_limit_s: float
+    connect_timeout_s: float
     """Seconds that connecting may take once all peers are there."""
 
 
@@ -116,7 +116,7 @@ class NativeGroups:
         timeout: Limit of the groups' operations.
     """
 
-    def __init__(self, kind: Kind, root: Store, *, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta) -> None:
         self._kind = kind
         self._root = root
         self.device = device
@@ -124,7 +124,7 @@ class NativeGroups:
         self._timeout = timeout
         self._aborted: list[Any] = []
         self._lock = threading.Lock()
-        self.formed_at_ns = time.time_ns()
+        self.rebuilt_at_ns = time.time_ns()
         """When the groups were last formed, in nanoseconds since 1970: what a recorder has from before is over."""
 
     def all(self) -> list[dist.ProcessGroup]:
@@ -138,13 +138,13 @@ class NativeGroups:
         except RuntimeError:  # it has none for this device
             return None
 
-    def abort(self, *, limit_s: float) -> list[str]:
+    def abort(self, *, timeout_s: float) -> list[str]:
         """From any thread: end all that these groups do on this rank; each once until it is formed anew.
 
         Two communicators that are aborted one after the other can wait for each other, so each gets a thread.
 
         Args:
-            limit_s: Seconds after which those that have not ended are left to themselves.
+            timeout_s: Seconds after which those that have not ended are left to themselves.
 
         Returns:
             Names of the groups that did not end in time.
@@ -160,12 +160,12 @@ class NativeGroups:
                 jobs.append((group.group_name, thread))
         for _, thread in jobs:
             thread.start()
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + timeout_s
         for _, thread in jobs:
             thread.join(max(0.0, end - time.monotonic()))
         return [name for name, thread in jobs if thread.is_alive()]
 
-    def reform(self, epoch: int) -> int:
+    def rebuild(self, epoch: int) -> int:
         """Give each group a fresh backend; collective over all ranks, on the main thread.
 
         A backend that was not aborted is aborted first: its peers' are gone.
@@ -180,20 +180,23 @@ class NativeGroups:
             Aborted: an abort came meanwhile.
             RuntimeError: a peer did not come, or did not connect.
         """
-        late = self.abort(limit_s=self._kind.connect_limit_s)
+        late = self.abort(timeout_s=self._kind.connect_timeout_s)
         if late:
             raise RuntimeError(f"the communicators of groups {', '.join(late)} did not end")
         groups = self.all()
         for group in groups:
             ranks = dist.get_process_group_ranks(group)
             store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
-            meet(store, group.rank(), group.size(), give_up=raise_if_aborted)
+            wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
 
             def build(store: Store = store, group: dist.ProcessGroup = group, ranks: list[int] = ranks) -> Any:
                 return self._kind.connect(store, group, ranks, self._timeout, self.device)
 
             backend = connect_in_helper(
-                build, give_up=raise_if_aborted, limit_s=self._kind.connect_limit_s, dispose=self._kind.abort
+                build,
+                raise_if_cancelled=raise_if_aborted,
+                timeout_s=self._kind.connect_timeout_s,
+                dispose=self._kind.abort,
             )
             swap_backend(group, backend, self.device)
             if group is c10d._get_default_group():
@@ -201,11 +204,13 @@ class NativeGroups:
                 name, _ = c10d._world.pg_map[group]
                 c10d._world.pg_map[group] = (name, PrefixStore(f"epoch{epoch}/new/", self._root))
         self._aborted.clear()
-        self.formed_at_ns = time.time_ns()
+        self.rebuilt_at_ns = time.time_ns()
         return len(groups)
 
 
-def meet(store: Store, rank: int, size: int, *, give_up: Callable[[], None], limit_s: float = _MEET_LIMIT_S) -> None:
+def wait_for_peers(
+    store: Store, rank: int, size: int, *, raise_if_cancelled: Callable[[], None], timeout_s: float = _MEET_LIMIT_S
+) -> None:
     """Wait until all ranks of a group are here: what then connects cannot be ended, and is short.
 
     Args:
@@ -213,33 +218,37 @@ def meet(store: Store, rank: int, size: int, *, give_up: Callable[[], None], lim
         rank: This process's rank in the group.
         size: Number of ranks in the group.
         give_up: Called every 20 ms; raises when the wait is to end.
-        limit_s: Seconds to wait.
+        timeout_s: Seconds to wait.
 
     Raises:
         RuntimeError: a rank did not come.
     """
     store.set(f"here{rank}", "1")
     waiting = set(range(size)) - {rank}
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + timeout_s
     while True:
         waiting = {peer for peer in waiting if not store.check([f"here{peer}"])}
         if not waiting:
             return
         if time.monotonic() > end:
-            raise RuntimeError(f"group ranks {sorted(waiting)} did not come within {limit_s:g} s")
-        give_up()
+            raise RuntimeError(f"group ranks {sorted(waiting)} did not come within {timeout_s:g} s")
+        raise_if_cancelled()
         time.sleep(_PIECE_S)
 
 
 def connect_in_helper(
-    build: Callable[[], Any], *, give_up: Callable[[], None], limit_s: float, dispose: Callable[[Any], None]
+    build: Callable[[], Any],
+    *,
+    raise_if_cancelled: Callable[[], None],
+    timeout_s: float,
+    dispose: Callable[[Any], None],
 ) -> Any:
     """What `build` returns, from a thread that is left behind when the wait ends before it.
 
     Args:
         build: Connects in C++, where nothing can end it.
         give_up: Called every 20 ms; raises when the wait is to end.
-        limit_s: Seconds to wait.
+        timeout_s: Seconds to wait.
         dispose: What to do with a backend that comes too late.
 
     Raises:
@@ -261,12 +270,12 @@ def connect_in_helper(
             dispose(result)
 
     run_in_helper(work)
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + timeout_s
     try:
         while not done.wait(_PIECE_S):
-            give_up()
+            raise_if_cancelled()
             if time.monotonic() > end:
-                raise RuntimeError(f"connecting took longer than {limit_s:g} s")
+                raise RuntimeError(f"connecting took longer than {timeout_s:g} s")
     except BaseException:
         with lock:
             abandoned.set()

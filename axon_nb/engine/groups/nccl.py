@@ -24,23 +24,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, Aborted
-from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.engine.groups.abort import ABORT, AbortedError
+from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
 __all__ = [
-    "ABORT_LIMIT_S",
+    "ABORT_TIMEOUT_S",
     "DEFAULTS",
     "REQUIRED",
     "groups",
     "install_fence",
     "install_native_groups",
+    "poll_until",
     "set_environment",
-    "wait_for",
 ]
 
-ABORT_LIMIT_S = 5.0
+ABORT_TIMEOUT_S = 5.0
 """Seconds that a communicator may take to end; after that the rank counts as stuck."""
 
 _CONNECT_LIMIT_S = 30.0
@@ -87,7 +87,7 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
 
 
 def install_native_groups(
-    root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None
+    root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
     """From now on NCCL groups of this rank, or those of another `kind`, can be aborted and formed anew."""
     _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
@@ -130,7 +130,7 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-_KIND = Kind(owns=_owns, connect=_connect, abort=_abort, connect_limit_s=_CONNECT_LIMIT_S)
+_KIND = BackendKind(owns=_owns, connect=_connect, abort=_abort, connect_timeout_s=_CONNECT_LIMIT_S)
 
 
 _FIRST_PAUSE_S = 20e-6
@@ -151,12 +151,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for device in devices:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))
-        wait_for(done.query)
+        poll_until(done.query)
     # The flag is set before communicators are aborted: work that ended because of that is seen here.
     _refuse()
 
 
-def wait_for(done: Callable[[], bool]) -> None:
+def poll_until(done: Callable[[], bool]) -> None:
     """Poll until `done`, where an interrupt and an abort can end the wait.
 
     Raises:
@@ -172,7 +172,7 @@ def wait_for(done: Callable[[], bool]) -> None:
 def _refuse() -> None:
     # Not `raise_if_aborted`: a step needs no group, and one of a model of this rank alone may run when they are broken.
     if ABORT.is_set():
-        raise Aborted("aborted before optimizer.step")
+        raise AbortedError("aborted before optimizer.step")
 
 
 def _cuda_devices(optimizer: torch.optim.Optimizer) -> set[torch.device]:

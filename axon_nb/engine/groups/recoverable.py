@@ -1,6 +1,6 @@
 """A process group that survives an abort: torch's group API over an inner Gloo group that can be replaced.
 
-Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `reform` gives it a fresh inner group. On
+Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `rebuild` gives it a fresh inner group. On
 Gloo this is the only way: it has no abort, and a poisoned backend cannot be mended.
 """
 
@@ -19,11 +19,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups import activity as membership
-from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
-from axon_nb.engine.groups.gloo import PartOfSum, connect, in_sight, leak, poison
-from axon_nb.engine.groups.size_check import Table, open_table
-from axon_nb.engine.groups.store import wait_for_all
+from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
+from axon_nb.engine.groups.gloo import (
+    ReduceScatterWork,
+    abandon,
+    close_connections,
+    connect,
+    reduce_scatter_via_all_reduce,
+)
+from axon_nb.engine.groups.size_check import SizeTable, open_size_table
+from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.spans import emit, span_of
 
@@ -85,14 +90,14 @@ class RecoverableGroup(PythonProcessGroup):
         self._timeout = timeout
         self._global_rank = global_rank
         self._inner: Any = None
-        self._table: Table | None = None
+        self._table: SizeTable | None = None
         self.sequence = 0
         """How many collectives this rank has begun in the group since it was formed."""
         if name != "0":  # the default group: all come to it at their start
-            wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
-        self.reform(epoch)
+            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
+        self.rebuild(epoch)
 
-    def reform(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> None:
         """Connect a fresh inner group; collective over the group's ranks.
 
         Raises:
@@ -102,9 +107,9 @@ class RecoverableGroup(PythonProcessGroup):
         if self._table is not None:
             self._table.close()
         # Before connecting: when the ranks are connected, each has cleared its part.
-        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
+        self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
-        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
+        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, raise_if_cancelled=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
             inner._register_backend(device, _GLOO, backend)
@@ -113,69 +118,69 @@ class RecoverableGroup(PythonProcessGroup):
         inner._set_group_desc(self._desc)
         if self._inner is not None:
             # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
-            self.poison()
-            leak(self._inner)
+            self.close_connections()
+            abandon(self._inner)
         self.sequence = 0
         self._inner = inner
 
-    def give_up(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
-        self.poison()
-        leak(self._inner)
+        self.close_connections()
+        abandon(self._inner)
 
         def refuse(name: str, *_: Any) -> Any:
-            raise GroupBroken(
+            raise BrokenGroupError(
                 f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
                 "`dist.new_group` on all ranks."
             )
 
         self.run = refuse
 
-    def poison(self) -> None:
+    def close_connections(self) -> None:
         """From any thread: end all waits in this group on this rank."""
-        self.poisoner()()
+        self.connection_closer()()
 
-    def poisoner(self) -> Callable[[], None]:
+    def connection_closer(self) -> Callable[[], None]:
         """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
-        return functools.partial(poison, self._inner._get_backend(_CPU))
+        return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin one operation on the inner group."""
         raise_if_aborted(name)
         paired = name in _POINT_TO_POINT
         peer = _peer(name, args) if paired else -1
-        refusal = membership.refusal(self, name, peer) if membership.is_alone() else ""
+        refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
         if paired:
             sequence = 0
             if self._table is not None:
-                self._table.compare_pair(name, args, self._members)
+                self._table.check_point_to_point(name, args, self._members)
         else:
-            if is_to_stop():
-                raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
+            if stop_requested():
+                raise_at_cut(self.sequence + 1, activity.num_collectives() + 1, group=self._name, name=name)
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
-                self._table.compare(name, args, sequence, self._members)
-        call = activity.begin(name, self._name, sequence, peer, _payload(args))
+                self._table.check_collective(name, args, sequence, self._members)
+        call = activity.start_call(name, self._name, sequence, peer, _payload(args))
         if refusal:
             call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:
-            activity.end(call)
+            activity.finish_call(call)
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
-                raise Aborted(f"peer lost in {name}: {str(error)[-120:]}") from None
+                raise AbortedError(f"peer lost in {name}: {str(error)[-120:]}") from None
             raise
-        sliced = name in _SLICED or type(work) is PartOfSum
+        sliced = name in _SLICED or type(work) is ReduceScatterWork
         return RecoverableWork(work, call, sliced=sliced, keep=args, on_end=self._ended, limit=self._timeout)
 
     def _ended(self, call: activity.Call) -> None:
-        activity.end(call)
+        activity.finish_call(call)
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
         rank, group = self._global_rank, self._name
         emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence)))
-        if call.waited_ns:
-            emit(span_of((rank, "wait", call.name, call.waited_ns, end, group, 0, -1, -1, sequence)))
+        if call.wait_started_ns:
+            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, -1, -1, sequence)))
 
     def _members(self) -> list[int]:
         return dist.get_process_group_ranks(self)
@@ -186,7 +191,7 @@ class RecoverableGroup(PythonProcessGroup):
 
     def abort(self) -> None:
         """End all waits in this group on this rank."""
-        self.poison()
+        self.close_connections()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -240,7 +245,7 @@ def _payload(args: tuple[Any, ...]) -> int:
 def _wrapped(name: str) -> Callable[..., Any]:
     operation = getattr(dist.ProcessGroup, name)
     if name in _SCATTERING:
-        operation = in_sight(operation)
+        operation = reduce_scatter_via_all_reduce(operation)
 
     def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, operation, args, kwargs)

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 from axon_nb.engine.collective_names import call_in_words
 from axon_nb.errors import UsageError
 
-__all__ = ["Table", "cell_begins", "open_table"]
+__all__ = ["SizeTable", "open_size_table", "start_cell"]
 
 _RING = 8
 """Operations that a rank may be ahead and still be compared."""
@@ -102,7 +102,7 @@ def _entry_in_words(entry: int, ranks: Sequence[int]) -> str:
     return f"{words} and rank {ranks[root - 1]} as the root" if 0 < root <= len(ranks) else words
 
 
-class Table:
+class SizeTable:
     """The shared file of one group in one epoch.
 
     Args:
@@ -159,7 +159,9 @@ class Table:
         entry = self._words[place + 1]
         return entry if self._words[place] == number else otherwise
 
-    def compare(self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]) -> None:
+    def check_collective(
+        self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]
+    ) -> None:
         """Write down what this rank brings to collective number `sequence`, and compare it with what others bring.
 
         Args:
@@ -197,7 +199,7 @@ class Table:
                     "same."
                 )
 
-    def compare_pair(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
+    def check_point_to_point(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
         """Write down the size of a send or recv, and compare it with the other side's.
 
         Raises:
@@ -236,7 +238,7 @@ def _too_long(mine: int, theirs: int, *, sends: bool) -> bool:
     return mine > theirs if sends else theirs > mine
 
 
-def cell_begins(run: str) -> None:
+def start_cell(run: str) -> None:
     """Another cell runs from now on.
 
     Args:
@@ -245,12 +247,12 @@ def cell_begins(run: str) -> None:
     _cell[0] = int(run[:8] or "0", 16) & 0x3FFFF
 
 
-def open_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> Table | None:
+def open_size_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> SizeTable | None:
     """The table of one group, beside the store's socket; None where there is none: sizes then go unchecked."""
     folder: Path | None = getattr(root, "folder", None)
     if folder is None:
         return None
     try:
-        return Table(folder, name=name, epoch=epoch, rank=rank, size=size)
+        return SizeTable(folder, name=name, epoch=epoch, rank=rank, size=size)
     except (OSError, ValueError):
         return None

@@ -26,7 +26,7 @@ from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.host.store import encode, receive
 from axon_nb.host.store_tcp import MessageSigner, authenticate
 
-__all__ = ["AgentStore", "give_up_waits", "nobody_to_wait_for", "wait_for_all", "want_waits"]
+__all__ = ["AgentStore", "allow_waits", "cancel_waits", "rendezvous", "skip_rendezvous"]
 
 _SLICE_MS = b"50"
 _CONNECT_S = 10.0
@@ -35,12 +35,12 @@ _TCP = "tcp:"
 _given_up: set[int] = set()
 
 
-def give_up_waits(thread: int) -> None:
+def cancel_waits(thread: int) -> None:
     """Nobody wants the result of what `thread` waits for: the wait ends, and stands in nobody's way any more."""
     _given_up.add(thread)
 
 
-def want_waits() -> None:
+def allow_waits() -> None:
     """Waits of this thread are wanted, whatever it did before."""
     _given_up.discard(threading.get_ident())
 
@@ -200,7 +200,7 @@ _off: list[bool] = []
 
 
 @contextlib.contextmanager
-def nobody_to_wait_for() -> Iterator[None]:
+def skip_rendezvous() -> Iterator[None]:
     """On a replaced rank: the others have its groups already, and only form them anew."""
     _off.append(True)
     try:
@@ -209,7 +209,7 @@ def nobody_to_wait_for() -> Iterator[None]:
         _off.pop()
 
 
-def wait_for_all(store: Store, place: str, *, rank: int, size: int, limit: timedelta) -> None:
+def rendezvous(store: Store, place: str, *, rank: int, size: int, limit: timedelta) -> None:
     """Say that this rank has come to `place`, and wait for the others.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.session import RankSession
 
-__all__ = ["NAME", "bind", "of"]
+__all__ = ["NAME", "bind", "get"]
 
 NAME = "subgroup"
 
@@ -36,14 +36,14 @@ def bind(session: RankSession, ranks: Sequence[int], *, wanted: bool) -> None:
     mine = session.extras.get(NAME)
     if (NAME in space and space[NAME] is not mine) or not (wanted or NAME in space):
         return
-    group = of(session, ranks, make=wanted)
+    group = get(session, ranks, make=wanted)
     if group is None:
         space.pop(NAME, None)  # rather than the group of other ranks
         return
     session.extras[NAME] = space[NAME] = group
 
 
-def of(session: RankSession, ranks: Sequence[int], *, make: bool = True) -> Any:
+def get(session: RankSession, ranks: Sequence[int], *, make: bool = True) -> Any:
     """The group of exactly `ranks`; with `make` it is made where there is none, which all of them must do.
 
     Raises:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from axon_nb.engine.groups.abort import ABORT, Aborted, run_in_helper
+from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.activity import Call
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork", "fail_all"]
+__all__ = ["RecoverableWork", "fail_all_futures"]
 
 _SLICE = timedelta(milliseconds=50)
 _PIECE_S = 0.05
@@ -65,21 +65,21 @@ class RecoverableWork(Work):
         if self._call.refusal:
             raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
-        self._call.waited_by = threading.get_ident()
+        self._call.waiting_thread = threading.get_ident()
         if ring.watched and not is_suppressed("wait"):
-            self._call.waited_ns = time.monotonic_ns()
+            self._call.wait_started_ns = time.monotonic_ns()
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
         except RuntimeError as error:
-            if isinstance(error, Aborted):
+            if isinstance(error, AbortedError):
                 raise
             if ABORT.is_set():
-                raise Aborted(f"aborted while waiting in {self._call.name}") from None
+                raise AbortedError(f"aborted while waiting in {self._call.name}") from None
             if "gloo" in str(error) and "timed out" not in str(error).lower():
-                raise Aborted(f"peer lost while waiting in {self._call.name}: {str(error)[-120:]}") from None
+                raise AbortedError(f"peer lost while waiting in {self._call.name}: {str(error)[-120:]}") from None
             raise
         finally:
-            self._call.waited_by = 0
+            self._call.waiting_thread = 0
         if not self._done:
             self._done = True
             self._on_end(self._call)
@@ -119,7 +119,7 @@ class RecoverableWork(Work):
 
     def _check(self, end: float | None) -> None:
         if ABORT.is_set():
-            raise Aborted(f"aborted while waiting in {self._call.name}")
+            raise AbortedError(f"aborted while waiting in {self._call.name}")
         if end is not None and time.monotonic() > end:
             raise RuntimeError(f"{self._call.name} timed out")
 
@@ -137,7 +137,7 @@ class RecoverableWork(Work):
 
             def unwrap(_: Any) -> Any:
                 if self._failed:
-                    raise Aborted(f"aborted while waiting in {self._call.name}")
+                    raise AbortedError(f"aborted while waiting in {self._call.name}")
                 return inner.value()
 
             self._future = self._base.then(unwrap)
@@ -156,7 +156,7 @@ class RecoverableWork(Work):
         self._base.set_result(None)
 
     def fail(self) -> None:
-        """From any thread: whoever waits for the future gets `Aborted`."""
+        """From any thread: whoever waits for the future gets `AbortedError`."""
         if self._future is not None:
             self._fire(failed=True)
 
@@ -186,7 +186,7 @@ class RecoverableWork(Work):
     _source_rank = source_rank
 
 
-def fail_all() -> None:
+def fail_all_futures() -> None:
     """From any thread: fail every future that is waited for."""
     for work in list(_with_future):
         work.fail()

@@ -14,7 +14,7 @@ from axon_nb.compat import deepspeed
 from axon_nb.engine.live_objects import living
 from axon_nb.torch_api import torch_api
 
-__all__ = ["follow_engines", "follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
+__all__ = ["rebuild_reducer", "rebuild_reducers", "reset_modules", "reset_wrappers", "track_engines", "track_wrappers"]
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
@@ -23,12 +23,12 @@ _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
-def follow_wrappers() -> None:
+def track_wrappers() -> None:
     """Before any is made: those made from now on are known, and need not be looked for."""
     living(_DDP, _FSDP, _SCHEDULES)
 
 
-def follow_engines() -> None:
+def track_engines() -> None:
     """When DeepSpeed has been imported: its engines are known from when they are made."""
     living(_DEEPSPEED)
 
@@ -100,10 +100,10 @@ def _reset_schedule(schedule: Any) -> None:
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
     for module in living(_DDP)[0]:
-        renew_reducer(module)
+        rebuild_reducer(module)
 
 
-def renew_reducer(module: Any) -> None:
+def rebuild_reducer(module: Any) -> None:
     """Give one DDP module a fresh reducer, with what was set on the old one; does not talk to the other ranks."""
     parameters, sparse = module._build_params_for_reducer()
     names = module._build_debug_param_to_name_mapping(parameters)

@@ -6,6 +6,6 @@ is cached per build of torch, Python and axon_nb (`verdict`); a start reads it, 
 
 from __future__ import annotations
 
-from axon_nb.engine.self_test.verdict import begin_in_child, verdict_at_start
+from axon_nb.engine.self_test.verdict import start_in_child, startup_verdict
 
-__all__ = ["begin_in_child", "verdict_at_start"]
+__all__ = ["start_in_child", "startup_verdict"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from axon_nb.records.compatibility import Capability, install_command
 
-__all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_out_of_time", "passed"]
+__all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_timeout", "passed"]
 
 OUT_OF_TIME = "not done after"
 
@@ -121,7 +121,7 @@ CHECKS = (
 """In the order in which they run and are shown."""
 
 
-def is_out_of_time(reason: str) -> bool:
+def is_timeout(reason: str) -> bool:
     """Whether a check failed because it took too long, as on a busy machine, or as a wait that nothing ends."""
     # The limits of Gloo and of the store, 20 s, come before ours of 30 s, and in words of their own.
     return reason.startswith(OUT_OF_TIME) or any(words in reason.lower() for words in ("timeout", "timed out"))

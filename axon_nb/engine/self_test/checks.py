@@ -16,11 +16,11 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from axon_nb.engine.groups import activity, recovery
-from axon_nb.engine.groups.abort import Aborted, raise_if_aborted
+from axon_nb.engine.groups.abort import AbortedError, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect
-from axon_nb.engine.groups.install import all_groups, form_default_group
+from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import swap_backend
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.errors import UsageError
 
 __all__ = [
@@ -44,21 +44,21 @@ class _Store(FileStore):
     folder: Path
 
 
-def _store(place: Place) -> _Store:
-    store = _Store(str(place.folder / "store"), -1)
+def _store(process: CheckProcess) -> _Store:
+    store = _Store(str(process.folder / "store"), -1)
     store.set_timeout(timedelta(seconds=_LIMIT_S))
-    store.folder = place.folder
+    store.folder = process.folder
     return store
 
 
-def _join(place: Place, *, epoch: int = 0) -> _Store:
+def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
     torch.set_num_threads(1)
-    store = _store(place)
-    form_default_group(
+    store = _store(process)
+    init_default_group(
         "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.num_ranks,
+        rank=process.rank,
+        world_size=process.num_ranks,
         device=_CPU,
         timeout_s=_LIMIT_S,
         epoch=epoch,
@@ -78,7 +78,9 @@ def _aborted_when_waiting() -> Iterator[None]:
 
     def abort() -> None:
         with contextlib.suppress(TimeoutError):
-            Place.wait_until(lambda: over.is_set() or any(call.waited_by for call in activity.pending()), "no wait")
+            CheckProcess.wait_until(
+                lambda: over.is_set() or any(call.waiting_thread for call in activity.pending_calls()), "no wait"
+            )
             if not over.is_set():
                 recovery.abort(again=False)
 
@@ -86,7 +88,7 @@ def _aborted_when_waiting() -> Iterator[None]:
     thread.start()
     try:
         yield
-    except (Aborted, RuntimeError) as error:
+    except (AbortedError, RuntimeError) as error:
         if "abort" not in str(error).lower() and "peer lost" not in str(error):
             raise
     else:
@@ -103,10 +105,10 @@ def _expect_sum(group: Any = None) -> None:
         raise AssertionError(f"all_reduce gave {tensor.tolist()}")
 
 
-def _wait_in_vain(place: Place) -> None:
+def _wait_in_vain(process: CheckProcess) -> None:
     """One rank waits in a collective, the other in a receive; neither can end."""
     with _aborted_when_waiting():
-        if place.rank == 0:
+        if process.rank == 0:
             dist.all_reduce(torch.ones(8))
         else:
             dist.recv(torch.ones(8), 0)
@@ -117,19 +119,19 @@ def _recover(*, replaced: bool = False) -> None:
         raise AssertionError(not_reset[0])
 
 
-def release(place: Place) -> None:
+def release(process: CheckProcess) -> None:
     """A collective and a receive that nobody answers are ended from another thread."""
-    _join(place)
+    _join(process)
     _expect_sum()
-    _wait_in_vain(place)
+    _wait_in_vain(process)
 
 
-def rebuild(place: Place) -> None:
+def rebuild(process: CheckProcess) -> None:
     """After an abort the same group objects communicate again, the default one and a subgroup."""
-    _join(place)
+    _join(process)
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
-    _wait_in_vain(place)
+    _wait_in_vain(process)
     _recover()
     if dist.group.WORLD is not world:
         raise AssertionError("the default group is another object")
@@ -138,29 +140,31 @@ def rebuild(place: Place) -> None:
     _expect_sum(dist.new_group([0, 1]))
 
 
-def repair(place: Place) -> None:
+def repair(process: CheckProcess) -> None:
     """Rank 1 dies and a newcomer takes its rank in the default group and in a subgroup."""
-    if place.newcomer:
-        groups = json.loads(place.wait_for("groups", 0))
-        _join(place, epoch=1)
+    if process.newcomer:
+        groups = json.loads(process.wait_for("groups", 0))
+        _join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
-        recovery.agree_on_names()
+        recovery.sync_group_count()
     else:
-        _join(place)
+        _join(process)
         own = dist.new_group([0, 1])
         _expect_sum(own)
-        if place.rank == 1:
-            place.die()
+        if process.rank == 1:
+            process.die()
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
-        place.note("groups", json.dumps(recovery.registry()))
+        process.note("groups", json.dumps(recovery.list_groups()))
         _recover(replaced=True)
     _expect_sum()
     for group in all_groups():
         _expect_sum(group)
 
 
-def _train_through_abort(place: Place, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]) -> None:
+def _train_through_abort(
+    process: CheckProcess, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]
+) -> None:
     """Steps 0, 1, 2 with step 1 aborted on rank 0 and run again must equal three undisturbed ones, bit for bit.
 
     Args:
@@ -174,11 +178,11 @@ def _train_through_abort(place: Place, make: Callable[[], Callable[[int], None]]
     expected = weights()
     step = make()
     step(0)
-    if place.rank == 0:
+    if process.rank == 0:
         with _aborted_when_waiting():
             step(1)
     else:
-        with contextlib.suppress(Aborted, RuntimeError):
+        with contextlib.suppress(AbortedError, RuntimeError):
             recovery.abort(again=False)
     _recover()
     step(1)
@@ -197,8 +201,8 @@ def _data(number: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-def _wrapped_reset(place: Place, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
-    _join(place)
+def _wrapped_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
+    _join(process)
     made: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
@@ -217,15 +221,15 @@ def _wrapped_reset(place: Place, wrap: Callable[[nn.Sequential], nn.Module]) -> 
         local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in made[0].parameters()]
         return [part.detach().clone() for part in local]
 
-    _train_through_abort(place, make, weights)
+    _train_through_abort(process, make, weights)
 
 
-def ddp_reset(place: Place) -> None:
+def ddp_reset(process: CheckProcess) -> None:
     """A DDP model trains on after a step in which one rank waited for the other."""
-    _wrapped_reset(place, nn.parallel.DistributedDataParallel)
+    _wrapped_reset(process, nn.parallel.DistributedDataParallel)
 
 
-def fsdp2_reset(place: Place) -> None:
+def fsdp2_reset(process: CheckProcess) -> None:
     """An FSDP2 model does."""
     from torch.distributed.fsdp import fully_shard
 
@@ -234,21 +238,21 @@ def fsdp2_reset(place: Place) -> None:
             fully_shard(module)
         return model
 
-    _wrapped_reset(place, wrap)
+    _wrapped_reset(process, wrap)
 
 
-def pipeline_reset(place: Place) -> None:
+def pipeline_reset(process: CheckProcess) -> None:
     """A pipeline of two stages does."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    _join(place)
+    _join(process)
     made: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
-        torch.manual_seed(place.rank)
+        torch.manual_seed(process.rank)
         module = nn.Linear(8, 8)
         made[:] = [module]
-        stage = PipelineStage(module, place.rank, 2, _CPU)
+        stage = PipelineStage(module, process.rank, 2, _CPU)
         schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -256,7 +260,7 @@ def pipeline_reset(place: Place) -> None:
             generator = torch.Generator().manual_seed(number)
             inputs, target = (torch.randn(8, 8, generator=generator) for _ in range(2))
             optimizer.zero_grad()
-            if place.rank == 0:
+            if process.rank == 0:
                 schedule.step(inputs)
             else:
                 schedule.step(target=target)
@@ -264,32 +268,32 @@ def pipeline_reset(place: Place) -> None:
 
         return step
 
-    _train_through_abort(place, make, lambda: [p.detach().clone() for p in made[0].parameters()])
+    _train_through_abort(process, make, lambda: [p.detach().clone() for p in made[0].parameters()])
 
 
-def size_check(place: Place) -> None:
+def size_check(process: CheckProcess) -> None:
     """Of two ranks that bring tensors of different sizes, one raises before it sends anything."""
-    _join(place)
+    _join(process)
     _expect_sum()
     refused = ""
     try:
         with _aborted_when_waiting():
-            dist.all_reduce(torch.ones(4 + place.rank))
+            dist.all_reduce(torch.ones(4 + process.rank))
     except UsageError as error:
         refused = str(error)
-    place.note("refused", refused)
-    if not refused and not place.wait_for("refused", 1 - place.rank):
+    process.note("refused", refused)
+    if not refused and not process.wait_for("refused", 1 - process.rank):
         raise AssertionError("sizes of 4 and 5 elements were not refused")
 
 
-def backend_swap(place: Place) -> None:
+def backend_swap(process: CheckProcess) -> None:
     """Torch's own group communicates through a backend that was put under it."""
     torch.set_num_threads(1)
-    store = _store(place)
-    dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=place.rank, world_size=2)
+    store = _store(process)
+    dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=process.rank, world_size=2)
     _expect_sum()
     limit = timedelta(seconds=_LIMIT_S)
-    fresh = connect(PrefixStore("fresh/", store), place.rank, 2, timeout=limit, give_up=raise_if_aborted)
+    fresh = connect(PrefixStore("fresh/", store), process.rank, 2, timeout=limit, raise_if_cancelled=raise_if_aborted)
     group: Any = dist.group.WORLD
     swap_backend(group, fresh, _CPU)
     if group._get_backend(_CPU) is not fresh:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["held"]
+__all__ = ["hold_lock"]
 
 _PIECE_S = 0.02
 
 
 @contextlib.contextmanager
-def held(path: Path, *, wait_s: float) -> Iterator[bool]:
+def hold_lock(path: Path, *, wait_s: float) -> Iterator[bool]:
     """Hold a lock; yields whether it was got.
 
     Args:

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.locking import hold_lock
 
 __all__ = ["mark_used", "prune"]
 
@@ -47,7 +47,7 @@ def prune(folder: Path, *, but: str) -> None:
 def _remove(verdict: Path, lock: Path) -> None:
     if not (_is_unused(verdict) and _is_unused(lock)):
         return
-    with contextlib.suppress(OSError), held(lock, wait_s=0.0) as alone:
+    with contextlib.suppress(OSError), hold_lock(lock, wait_s=0.0) as alone:
         if alone and _is_unused(verdict):
             verdict.unlink(missing_ok=True)
             lock.unlink(missing_ok=True)

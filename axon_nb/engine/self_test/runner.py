@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.compatibility import Capability
 
@@ -62,7 +62,7 @@ def _run(check: Check, folder: Path) -> str:
     """Why the check failed; empty when it passed."""
     with _ranks() as pids:
         for rank in range(check.num_ranks):
-            pids[_fork(check, Place(folder, rank, check.num_ranks))] = rank
+            pids[_fork(check, CheckProcess(folder, rank, check.num_ranks))] = rank
         end = time.monotonic() + _LIMIT_S
         while pids:
             pid, status = _next_exit(pids)
@@ -74,13 +74,13 @@ def _run(check: Check, folder: Path) -> str:
                 continue
             rank = pids.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            place = Place(folder, rank, check.num_ranks)
-            if code == Place.DIED_ON_PURPOSE:  # a newcomer takes its rank
-                pids[_fork(check, Place(folder, rank, check.num_ranks, newcomer=True))] = rank
+            process = CheckProcess(folder, rank, check.num_ranks)
+            if code == CheckProcess.DIED_ON_PURPOSE:  # a newcomer takes its rank
+                pids[_fork(check, CheckProcess(folder, rank, check.num_ranks, newcomer=True))] = rank
             elif code < 0:
                 return f"rank {rank} died of {signal.Signals(-code).name}"
             elif code:
-                return place.failure() or f"rank {rank} exited with status {code}"
+                return process.failure() or f"rank {rank} exited with status {code}"
     return ""
 
 
@@ -107,7 +107,7 @@ def _next_exit(pids: dict[int, int]) -> tuple[int, int]:
     return 0, 0
 
 
-def _fork(check: Check, place: Place) -> int:
+def _fork(check: Check, process: CheckProcess) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -118,12 +118,12 @@ def _fork(check: Check, place: Place) -> int:
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _be_quiet(place)
+        _be_quiet(process)
         module = "checks" if check.num_ranks > 1 else "single_checks"
-        getattr(importlib.import_module(f"axon_nb.engine.self_test.{module}"), check.name)(place)
+        getattr(importlib.import_module(f"axon_nb.engine.self_test.{module}"), check.name)(process)
         code = 0
     except BaseException as error:
-        place.fail(error)
+        process.fail(error)
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
@@ -132,10 +132,10 @@ def _fork(check: Check, place: Place) -> int:
         os._exit(code)  # a poisoned Gloo group cannot be freed
 
 
-def _be_quiet(place: Place) -> None:
+def _be_quiet(process: CheckProcess) -> None:
     """Whatever the check and torch print goes to a file: the engine's output belongs to cells."""
     null = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    out = os.open(process.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((null, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
     sys.stdout = os.fdopen(1, "w", closefd=False)

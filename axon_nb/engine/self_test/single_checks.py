@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.process import CheckProcess
 
 __all__ = [
     "interrupts",
@@ -34,7 +34,7 @@ def _raise_if_missing(names: list[str]) -> None:
         raise AttributeError(f"missing: {', '.join(names)}")
 
 
-def whole_steps(_: Place) -> None:
+def whole_steps(_: CheckProcess) -> None:
     """A step of an optimizer is found on the stack."""
     from axon_nb.engine.groups import abort
 
@@ -52,7 +52,7 @@ def whole_steps(_: Place) -> None:
         raise AssertionError(f"a step counts as {depths} steps")
 
 
-def interrupts(_: Place) -> None:
+def interrupts(_: CheckProcess) -> None:
     """A loop that catches everything is left at a line that no `try` guards."""
     from axon_nb.engine.kernel import interrupts as insist
 
@@ -83,7 +83,7 @@ def interrupts(_: Place) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def kernel_hooks(_: Place) -> None:
+def kernel_hooks(_: CheckProcess) -> None:
     """The kernel of an engine has what is replaced in it."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
@@ -92,7 +92,7 @@ def kernel_hooks(_: Place) -> None:
     _raise_if_missing(missing(IPythonParallelKernel()))
 
 
-def short_tracebacks(_: Place) -> None:
+def short_tracebacks(_: CheckProcess) -> None:
     """The shell of an engine shows the ends of a traceback of 500 calls alone."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
@@ -108,7 +108,7 @@ def short_tracebacks(_: Place) -> None:
         raise AssertionError(f"a traceback of 500 calls has {shown.count('fall')}")
 
 
-def sharding_views(_: Place) -> None:
+def sharding_views(_: CheckProcess) -> None:
     """What the views read of DTensor and FSDP2 is there."""
     from axon_nb.engine import live_objects
     from axon_nb.engine.sharding import placement
@@ -122,14 +122,14 @@ def sharding_views(_: Place) -> None:
     )
 
 
-def pipeline_spans(_: Place) -> None:
+def pipeline_spans(_: CheckProcess) -> None:
     """What is wrapped in pipelines to record their actions is there."""
     from axon_nb.parallel.pipeline import torch_hooks
 
     _raise_if_missing(torch_hooks.missing_hooks())
 
 
-def mock_worlds(_: Place) -> None:
+def mock_worlds(_: CheckProcess) -> None:
     """Two ranks inside this process reduce a tensor."""
     from axon_nb.comm import World
 
@@ -142,7 +142,7 @@ def mock_worlds(_: Place) -> None:
         raise AssertionError(f"a mock world gave {found}")
 
 
-def simulation(_: Place) -> None:
+def simulation(_: CheckProcess) -> None:
     """A rank of a world that does not exist runs a sharded step on tensors without data."""
     from torch.distributed.fsdp import fully_shard
 

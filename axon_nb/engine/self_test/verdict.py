@@ -22,13 +22,13 @@ import IPython
 import torch
 
 from axon_nb._version import __version__
-from axon_nb.engine.self_test.catalog import CHECKS, failed, is_out_of_time
-from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout
+from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
 
-__all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
+__all__ = ["cache_folder", "cached_verdict", "current_verdict", "run_and_save", "start_in_child", "startup_verdict"]
 
 _LIMIT_S = 90.0
 _FAILURE_HOLDS_S = 60.0
@@ -91,17 +91,17 @@ def run_and_save() -> Verdict:
     capabilities = run()
     verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
     # On a starved machine a check runs out of time: that says nothing about versions that are known to work.
-    if not (verdict.lost and are_tested(_versions()) and all(is_out_of_time(item.reason) for item in verdict.lost)):
+    if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
             _write(_path(), json.dumps(verdict.to_json()))
         prune(cache_folder(), but=_key())
     return verdict
 
 
-def verdict_at_start() -> Verdict:
+def startup_verdict() -> Verdict:
     """The verdict that a start relies on.
 
-    Where none is cached, versions that were tested are taken to work, and the test that `begin_in_child` has begun
+    Where none is cached, versions that were tested are taken to work, and the test that `start_in_child` has begun
     counts from the next start on: it must not hold up the first one. Other versions wait for it.
     """
     if (found := cached_verdict()) is not None:
@@ -129,7 +129,7 @@ def _write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
-def begin_in_child() -> None:
+def start_in_child() -> None:
     """Begin the test in a forked child where no verdict is cached, and return at once.
 
     For a process that is about to become a rank: it has one thread and has run no torch operation.
@@ -170,7 +170,7 @@ def _locked(*, wait_s: float) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         try:
             _make_cache_folder()
-            got = stack.enter_context(held(_path().with_suffix(".lock"), wait_s=wait_s))
+            got = stack.enter_context(hold_lock(_path().with_suffix(".lock"), wait_s=wait_s))
         except OSError:
             got = wait_s > 0
         yield got

@@ -22,18 +22,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from axon_nb.engine.sharding.sharded import loaded, placement_in_words
+from axon_nb.engine.sharding.sharded import format_placement, loaded_class
 from axon_nb.torch_api import torch_api
 
 __all__ = [
-    "Cut",
-    "Place",
-    "cut_parameters",
+    "LayerSharding",
+    "ShardPlacement",
+    "layer_shardings",
+    "local_tensor",
     "missing_gathering_hooks",
     "missing_placement_hooks",
-    "place_of",
-    "placed_local",
-    "whole_parameters",
+    "placement_of",
+    "unsharded_parameters",
 ]
 
 _LINEAR = "axon_nb.parallel.tensor.linear"
@@ -42,7 +42,7 @@ _NORM = ("axon_nb.parallel.tensor.blocks", "SequenceParallelNorm")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayerSharding:
     """How a layer holds one of its parameters."""
 
     group: Any
@@ -51,21 +51,23 @@ class Cut:
     """Along which dim the parameter is cut, in equal parts in the order of the group's ranks; None: each has it all."""
 
 
-def cut_parameters(modules: Iterable[Any]) -> dict[int, Cut]:
+def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
     """The parameters that such layers among these modules hold, by `id`; those of layers on one rank are left out."""
-    linear = (loaded(_LINEAR, "ColumnParallelLinear"), loaded(_LINEAR, "RowParallelLinear"))
-    block, norm = loaded(*_BLOCK), loaded(*_NORM)
-    found: dict[int, Cut] = {}
+    linear = (loaded_class(_LINEAR, "ColumnParallelLinear"), loaded_class(_LINEAR, "RowParallelLinear"))
+    block, norm = loaded_class(*_BLOCK), loaded_class(*_NORM)
+    found: dict[int, LayerSharding] = {}
     for module in modules:
         if issubclass(type(module), linear):
             dims = module.shard_dims
             own = dict(module.named_parameters(recurse=False))
-            found |= {id(own[name]): Cut(module.group, dims.get(name)) for name in own}
+            found |= {id(own[name]): LayerSharding(module.group, dims.get(name)) for name in own}
         elif issubclass(type(module), block):
             whole = [parameter for part in (module.norm_1, module.norm_2) for parameter in part.parameters()]
-            found |= {id(parameter): Cut(module.attention.group, None) for parameter in whole}
+            found |= {id(parameter): LayerSharding(module.attention.group, None) for parameter in whole}
         elif issubclass(type(module), norm):
-            found |= {id(parameter): Cut(module.group, None) for parameter in module.parameters(recurse=False)}
+            found |= {
+                id(parameter): LayerSharding(module.group, None) for parameter in module.parameters(recurse=False)
+            }
     return {key: cut for key, cut in found.items() if cut.group.size() > 1}
 
 
@@ -79,7 +81,7 @@ def missing_placement_hooks() -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardPlacement:
     """A tensor on a mesh, seen from one rank; the fields are those of `records.shard.Shard`."""
 
     global_shape: tuple[int, ...]
@@ -91,13 +93,15 @@ class Place:
     padding: int = 0
 
 
-def placed_local(tensor: Any) -> torch.Tensor:
+def local_tensor(tensor: Any) -> torch.Tensor:
     """What this rank holds of a tensor."""
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
 
-def place_of(tensor: Any, *, group: Any = None, sharded: Any = None, cut: Cut | None = None) -> Place:
+def placement_of(
+    tensor: Any, *, group: Any = None, sharded: Any = None, cut: LayerSharding | None = None
+) -> ShardPlacement:
     """Where a tensor lies.
 
     Args:
@@ -110,7 +114,7 @@ def place_of(tensor: Any, *, group: Any = None, sharded: Any = None, cut: Cut | 
     return place if cut is None else _within_layer(place, cut)
 
 
-def _place_here(tensor: Any, group: Any, sharded: Any) -> Place:
+def _place_here(tensor: Any, group: Any, sharded: Any) -> ShardPlacement:
     if isinstance(tensor, DTensor):
         return _on_mesh(tensor, tensor.placements, padded=True)
     if isinstance(sharded, DTensor):
@@ -118,11 +122,11 @@ def _place_here(tensor: Any, group: Any, sharded: Any) -> Place:
     shape = tuple(tensor.shape)
     if group is not None:
         place, size = (dist.get_rank(group),), (dist.get_world_size(group),)
-        return Place(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, place)
-    return Place(shape, (0,) * len(shape))
+        return ShardPlacement(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, place)
+    return ShardPlacement(shape, (0,) * len(shape))
 
 
-def _within_layer(place: Place, cut: Cut) -> Place:
+def _within_layer(place: ShardPlacement, cut: LayerSharding) -> ShardPlacement:
     """Where a part lies in what a layer has cut over its group."""
     count, own = cut.group.size(), cut.group.rank()
     shape, offset, words = list(place.global_shape), list(place.offset), "Replicate()"
@@ -141,15 +145,15 @@ def _within_layer(place: Place, cut: Cut) -> Place:
     )
 
 
-def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> Place:
+def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> ShardPlacement:
     mesh = tensor.device_mesh
     shape = tuple(tensor.shape)
     offset = _offset(tensor, placements)
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-    return Place(
+    return ShardPlacement(
         shape,
         offset,
-        tuple(placement_in_words(placement) for placement in placements),
+        tuple(format_placement(placement) for placement in placements),
         tuple(names),
         tuple(mesh.shape),
         tuple(mesh.get_coordinate() or ()),
@@ -199,7 +203,7 @@ def _state_type() -> Any:
     return getattr(module, "ShardedState", None)
 
 
-def whole_parameters(modules: Iterable[Any]) -> dict[int, Any]:
+def unsharded_parameters(modules: Iterable[Any]) -> dict[int, Any]:
     """The sharded form (a DTensor) of each parameter that is whole now, by the `id` of the whole one.
 
     Args:

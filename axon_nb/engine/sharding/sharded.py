@@ -15,16 +15,16 @@ from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 
 __all__ = [
-    "apart_in_wrappers",
-    "held_alone",
+    "device_mesh_type",
+    "format_placement",
     "is_dtensor",
     "is_sharded",
     "is_stage",
-    "loaded",
-    "local_part",
-    "mesh_type",
-    "placement_in_words",
-    "why_apart",
+    "loaded_class",
+    "local_shard",
+    "only_on_ranks",
+    "unreplicated_parameters",
+    "unreplicated_reason",
 ]
 
 
@@ -39,15 +39,15 @@ class _Absent:
     """No object is an instance of it."""
 
 
-def loaded(module: str, name: str) -> type:
+def loaded_class(module: str, name: str) -> type:
     """A class of a module that need not be imported."""
     found: type = getattr(sys.modules.get(module), name, _Absent)
     return found
 
 
-def mesh_type() -> type:
+def device_mesh_type() -> type:
     """Torch's DeviceMesh."""
-    return loaded("torch.distributed.device_mesh", "DeviceMesh")
+    return loaded_class("torch.distributed.device_mesh", "DeviceMesh")
 
 
 def is_dtensor(value: Any) -> bool:
@@ -56,25 +56,25 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _dtensor_type() -> Any:
-    return loaded("torch.distributed.tensor", "DTensor")
+    return loaded_class("torch.distributed.tensor", "DTensor")
 
 
 def is_sharded(obj: Any) -> bool:
     """Whether the object is a distributed tensor, or a module that FSDP has taken apart."""
     kinds = (
         _dtensor_type(),
-        loaded("torch.distributed.fsdp", "FSDPModule"),
-        loaded(*_FSDP1),
+        loaded_class("torch.distributed.fsdp", "FSDPModule"),
+        loaded_class(*_FSDP1),
     )
     return issubclass(type(obj), kinds)
 
 
 def is_stage(obj: Any) -> bool:
     """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
-    return issubclass(type(obj), (loaded(*_STAGE), loaded(*_PIPELINE), loaded(*_THREE_D)))
+    return issubclass(type(obj), (loaded_class(*_STAGE), loaded_class(*_PIPELINE), loaded_class(*_THREE_D)))
 
 
-def placement_in_words(placement: Any) -> str:
+def format_placement(placement: Any) -> str:
     """Such as ``Shard(0)``, ``Partial(sum)``, ``Replicate()``."""
     if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard is one for the reader
         return f"Shard({dim})"
@@ -83,13 +83,13 @@ def placement_in_words(placement: Any) -> str:
     return "Replicate()" if placement.is_replicate() else str(placement)
 
 
-def local_part(tensor: Any) -> torch.Tensor:
+def local_shard(tensor: Any) -> torch.Tensor:
     """What this rank holds of the tensor."""
     found: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
     return found
 
 
-def apart_in_wrappers() -> dict[int, str]:
+def unreplicated_parameters() -> dict[int, str]:
     """Why the parameters of FSDP1 modules and of pipeline stages are no copies of other ranks' ones, by their `id`."""
     modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
     held = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
@@ -97,25 +97,25 @@ def apart_in_wrappers() -> dict[int, str]:
     return found | {id(parameter): _SPLIT for module in modules for parameter in module.parameters()}
 
 
-def why_apart(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
+def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
     """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that.
 
     Args:
         tensors: Parameters, usually.
-        in_wrappers: From `apart_in_wrappers`, for who asks several times; None: found here.
+        in_wrappers: From `unreplicated_parameters`, for who asks several times; None: found here.
     """
     known = {id(tensor): tensor for tensor in tensors}
-    flat = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
+    flat = loaded_class("torch.distributed.fsdp._flat_param", "FlatParameter")
     for tensor in known.values():
         if isinstance(tensor, flat):
             return _SPLIT
         if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
             return _SPLIT
-    wrapped = apart_in_wrappers() if in_wrappers is None else in_wrappers
+    wrapped = unreplicated_parameters() if in_wrappers is None else in_wrappers
     return next((wrapped[tensor] for tensor in known if tensor in wrapped), "")
 
 
-def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
+def only_on_ranks(ranks: Iterable[int]) -> list[dict[str, Any]]:
     """The variables of this rank whose parts on `ranks` no other rank holds.
 
     Returns:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, reason
+from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
 
-__all__ = ["give", "group_variables", "pack", "take"]
+__all__ = ["group_variables", "pack", "receive", "send"]
 
 _PIECE = 64 << 20
 
@@ -47,14 +47,14 @@ def group_variables() -> dict[str, str]:
 
 
 def pack(names: Sequence[str] = ()) -> dict[str, Any]:
-    """Make a parcel of variables; it is kept for `give`.
+    """Make a parcel of variables; it is kept for `send`.
 
     Args:
         names: Which; empty: all that can be copied.
 
     Returns:
         `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
-        parcel, and `surroundings`, which `take` wants.
+        parcel, and `environment`, which `receive` wants.
     """
     variables = users_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
@@ -64,49 +64,49 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
         try:
             _Probe(_Nowhere(), protocol=5).dump(value)
         except Exception as error:
-            skipped[name] = reason(error)
+            skipped[name] = copy_failure_reason(error)
         else:
             copied[name] = value
-    parcel = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
-    current().extras["parcel"] = parcel
+    payload = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
+    current().extras["namespace_payload"] = payload
     return {
         "copied": list(copied),
         "skipped": skipped,
-        "size": len(parcel),
-        "digest": hashlib.sha256(parcel).hexdigest(),
-        "surroundings": _surroundings(copied),
+        "size": len(payload),
+        "digest": hashlib.sha256(payload).hexdigest(),
+        "environment": _environment(copied),
     }
 
 
-def give(ranks: Sequence[int]) -> None:
-    """Send the parcel to each of `ranks`, which must be in `take`."""
-    parcel = torch.frombuffer(current().extras.pop("parcel"), dtype=torch.uint8)
+def send(ranks: Sequence[int]) -> None:
+    """Send the parcel to each of `ranks`, which must be in `receive`."""
+    payload = torch.frombuffer(current().extras.pop("namespace_payload"), dtype=torch.uint8)
     for rank in ranks:
-        for piece in parcel.split(_PIECE):
-            dist.send(piece.to(_carrier()), rank)
+        for piece in payload.split(_PIECE):
+            dist.send(piece.to(_transfer_device()), rank)
 
 
-def take(source: int, size: int, digest: str, surroundings: dict[str, Any], groups: dict[str, str]) -> None:
+def receive(source: int, size: int, digest: str, environment: dict[str, Any], groups: dict[str, str]) -> None:
     """Receive the parcel from `source` and put its variables into the namespace.
 
     Args:
-        source: The rank that is in `give`.
+        source: The rank that is in `send`.
         size: Bytes of the parcel.
         digest: Its SHA-256: Gloo's connections prove nobody's identity, and a pickle runs code.
         surroundings: What `pack` said of folder and modules.
         groups: Variables that are process groups on other ranks, with the groups' names.
     """
-    parcel = torch.empty(size, dtype=torch.uint8)
-    for piece in parcel.split(_PIECE):
-        carrier = piece.to(_carrier())
+    payload = torch.empty(size, dtype=torch.uint8)
+    for piece in payload.split(_PIECE):
+        carrier = piece.to(_transfer_device())
         dist.recv(carrier, source)
         if carrier is not piece:
             piece.copy_(carrier)
-    data: Any = parcel.numpy()
+    data: Any = payload.numpy()
     if hashlib.sha256(data).hexdigest() != digest:
         raise RuntimeError(f"what came from rank {source} is not what it sent")
-    _take_up(surroundings)
-    content = torch.load(io.BytesIO(data), map_location=_place, weights_only=False)
+    _apply_environment(environment)
+    content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
     shell = current().kernel.shell
     known = {group.group_name: group for group in install.all_groups()}
     absent = dist.GroupMember.NON_GROUP_MEMBER
@@ -140,17 +140,17 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _surroundings(variables: dict[str, Any]) -> dict[str, Any]:
+def _environment(variables: dict[str, Any]) -> dict[str, Any]:
     tops = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
     modules = [name for name in list(sys.modules) if name.partition(".")[0] in tops]
     return {"path": list(sys.path), "folder": os.getcwd(), "modules": modules}
 
 
-def _take_up(surroundings: dict[str, Any]) -> None:
-    sys.path[:] = surroundings["path"]
+def _apply_environment(environment: dict[str, Any]) -> None:
+    sys.path[:] = environment["path"]
     with contextlib.suppress(OSError):
-        os.chdir(surroundings["folder"])
-    for name in surroundings["modules"]:
+        os.chdir(environment["folder"])
+    for name in environment["modules"]:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # what a variable needs is told when it is loaded
                 importlib.import_module(name)
@@ -169,10 +169,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["random"])
 
 
-def _carrier() -> torch.device:
+def _transfer_device() -> torch.device:
     return current().device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _place(storage: Any, location: str) -> Any:
+def _restore_location(storage: Any, location: str) -> Any:
     own = str(current().device) if location.startswith("cuda") else location
     return torch.serialization.default_restore_location(storage, own)

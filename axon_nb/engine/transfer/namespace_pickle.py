@@ -21,18 +21,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from axon_nb.comm.world import World
 from axon_nb.engine.groups import install
-from axon_nb.engine.groups.wrapper_reset import renew_reducer
+from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import is_sharded, is_stage, mesh_type
+from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
 from axon_nb.engine.transfer.value_pickle import namespace, reduce_function
 
-__all__ = ["CannotCopy", "NamespacePickler", "reason"]
+__all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason"]
 
 _CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
 _PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
 
 
-class CannotCopy(Exception):
+class CannotCopyError(Exception):
     """This object cannot be on another rank; the message says what it is."""
 
 
@@ -63,9 +63,9 @@ class NamespacePickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def reason(error: BaseException) -> str:
+def copy_failure_reason(error: BaseException) -> str:
     """Why an object cannot be copied, in a few words."""
-    if isinstance(error, CannotCopy):
+    if isinstance(error, CannotCopyError):
         return str(error)
     match = _CANNOT_PICKLE.search(str(error))
     if match:
@@ -75,15 +75,15 @@ def reason(error: BaseException) -> str:
 
 def _refuse(obj: Any, kind: type) -> None:
     if is_sharded(obj):
-        raise CannotCopy("is sharded: each rank holds its own part")
+        raise CannotCopyError("is sharded: each rank holds its own part")
     if is_stage(obj):
-        raise CannotCopy("is a pipeline stage: each rank holds its own")
-    if issubclass(kind, mesh_type()):
-        raise CannotCopy("is a device mesh: make it anew on all ranks")
+        raise CannotCopyError("is a pipeline stage: each rank holds its own")
+    if issubclass(kind, device_mesh_type()):
+        raise CannotCopyError("is a device mesh: make it anew on all ranks")
     if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
-        raise CannotCopy("is an open file, which stays with its process")
+        raise CannotCopyError("is an open file, which stays with its process")
     if issubclass(kind, types.GeneratorType):
-        raise CannotCopy("is a generator, which stays with its process")
+        raise CannotCopyError("is a generator, which stays with its process")
 
 
 def _new(kind: Any) -> Any:
@@ -118,7 +118,7 @@ def _set_ddp(model: DistributedDataParallel, state: tuple[dict[str, Any], Any]) 
     # Its reducer does not talk to the others: theirs were made anew when this rank was replaced.
     attributes, model.process_group = state
     torch.nn.Module.__setstate__(model, attributes)
-    renew_reducer(model)
+    rebuild_reducer(model)
 
 
 def _set_sampler(sampler: Any, state: tuple[dict[str, Any], bool]) -> None:

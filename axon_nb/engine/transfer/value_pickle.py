@@ -97,27 +97,27 @@ def _set_function(function: types.FunctionType, state: dict[str, Any]) -> None:
         function.__globals__.setdefault(name, value)
 
 
-_WITHIN = 4 << 10
+_MAX_INLINE_BYTES = 4 << 10
 """Memory of fewer bytes travels within the pickle."""
 
 
-class _Content:
+class _TensorMemory:
     """The memory of one tensor; tensors that are views of the same elements share it, as tied weights do."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
 
-class _Packer(cloudpickle.Pickler):
+class _ValuePickler(cloudpickle.Pickler):
     def __init__(self, file: Any, buffer_callback: Any, *, with_names: bool) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self._with_names = with_names
-        self._contents: dict[Any, _Content] = {}
+        self._contents: dict[Any, _TensorMemory] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is made anew; called for all but the plainest types."""
         kind = type(obj)
-        if kind is _Content:
+        if kind is _TensorMemory:
             return _same, (pickle.PickleBuffer(obj.data),)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj, with_names=self._with_names)
@@ -136,7 +136,7 @@ class _Packer(cloudpickle.Pickler):
         if content is None:
             flat = moved.reshape(-1)
             data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-            content = self._contents[key] = _Content(data)
+            content = self._contents[key] = _TensorMemory(data)
         name = str(tensor.dtype).removeprefix("torch.")
         parameter = isinstance(tensor, torch.nn.Parameter)
         wants_gradient = tensor.requires_grad and tensor.is_leaf
@@ -184,12 +184,12 @@ def pack(value: Any, *, with_names: bool = False) -> list[Any]:
 
     def outside(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _WITHIN:
+        if raw.nbytes < _MAX_INLINE_BYTES:
             return True
         memory.append(raw)
         return False
 
-    _Packer(stream, outside, with_names=with_names).dump(value)
+    _ValuePickler(stream, outside, with_names=with_names).dump(value)
     return [stream.getbuffer(), *memory]
 
 

@@ -23,17 +23,17 @@ from axon_nb.records.ranks import format_ranks
 from axon_nb.records.units import format_bytes
 
 __all__ = [
-    "OtherRanks",
-    "as_arrays",
-    "give",
+    "OtherRanksNeededError",
+    "gather_full",
     "last_value",
-    "local_value",
-    "portable",
-    "put",
-    "split_over",
-    "take",
-    "take_offer",
-    "whole_value",
+    "receive_block",
+    "send_value",
+    "set_variables",
+    "sharded_over",
+    "take_pending_value",
+    "to_cpu",
+    "to_local",
+    "to_numpy",
 ]
 
 
@@ -66,7 +66,7 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
-def split_over(value: Any) -> set[int]:
+def sharded_over(value: Any) -> set[int]:
     """The ranks that hold parts of the distributed tensors in a value; empty when each rank has all of it.
 
     Raises:
@@ -86,11 +86,11 @@ def split_over(value: Any) -> set[int]:
     return found
 
 
-def whole_value(value: Any, *, keep: bool) -> Any:
+def gather_full(value: Any, *, keep: bool) -> Any:
     """The value with its distributed tensors whole, on the CPU; collective over the ranks that hold parts.
 
     Args:
-        value: What `split_over` was asked of.
+        value: What `sharded_over` was asked of.
         keep: Whether this rank needs the result; elsewhere each tensor is let go of before the next is put together.
     """
 
@@ -105,17 +105,17 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def local_value(value: Any) -> Any:
+def to_local(value: Any) -> Any:
     """The value with this rank's own parts in the place of distributed tensors."""
     return _convert(value, _local)
 
 
-def portable(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     """The value with its tensors on the CPU and without history."""
     return _convert(value, lambda tensor: tensor.detach().cpu())
 
 
-def as_arrays(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
     """The value with NumPy arrays in the place of tensors; bfloat16 and float8, which NumPy lacks, become float32."""
 
     def change(tensor: torch.Tensor) -> Any:
@@ -126,20 +126,20 @@ def as_arrays(value: Any) -> Any:
     return _convert(value, change)
 
 
-_WITHIN = 64 << 10
+_MAX_INLINE_BYTES = 64 << 10
 """A cell's value of fewer bytes travels in the reply itself."""
 
 
-class OtherRanks(Exception):
+class OtherRanksNeededError(Exception):
     """The value is split over ranks that were not asked; the message names all that are needed."""
 
 
-def take(addresses: Mapping[int, BlockAddress]) -> None:
+def receive_block(addresses: Mapping[int, BlockAddress]) -> None:
     """Set the variables in the notebook's shared block for this rank."""
-    put(read_block(addresses[current().config.rank]))
+    set_variables(read_block(addresses[current().config.rank]))
 
 
-def put(parts: Any) -> None:
+def set_variables(parts: Any) -> None:
     """Set variables.
 
     Args:
@@ -149,7 +149,7 @@ def put(parts: Any) -> None:
     current().kernel.shell.user_ns.update(variables)
 
 
-def give(
+def send_value(
     expression: str,
     addresses: Mapping[int, BlockAddress | None],
     ranks: Sequence[int],
@@ -162,7 +162,7 @@ def give(
     Args:
         expression: What is evaluated here.
         addresses: The ranks that were asked, each with the parcel that it fills; None: it keeps the bytes for
-            `take_offer`.
+            `take_pending_value`.
         ranks: The ranks that run this.
         shards: Whether of a distributed tensor each rank gives its own part; else the first of them gives the whole
             one, and the others nothing.
@@ -174,26 +174,26 @@ def give(
     """
     session = current()
     own = session.config.rank
-    session.extras.pop("offer", None)
+    session.extras.pop("pending_value", None)
     value = eval(expression, session.kernel.shell.user_ns)
     parts: list[Any] = []
-    holders = split_over(value) if not shards else set()
+    holders = sharded_over(value) if not shards else set()
     if holders and not holders & set(addresses):
         raise UsageError(f"it is split over ranks {format_ranks(holders)}: ask one of those")
     if holders - set(ranks):
-        raise OtherRanks(format_ranks(holders | set(ranks)))
+        raise OtherRanksNeededError(format_ranks(holders | set(ranks)))
     if holders:
         giver = min(holders & set(addresses))
-        value = whole_value(value, keep=own == giver)
+        value = gather_full(value, keep=own == giver)
         if own != giver:
             addresses = {rank: address for rank, address in addresses.items() if rank != own}
     if own not in addresses:
         return
-    value = portable(local_value(value))
-    parts = pack(as_arrays(value) if arrays else value)
+    value = to_cpu(to_local(value))
+    parts = pack(to_numpy(value) if arrays else value)
     address = addresses[own]
     if address is None:
-        session.extras["offer"] = join_parts(parts)
+        session.extras["pending_value"] = join_parts(parts)
         return
     size, free = block_size(parts), free_memory()
     if free is not None and size > free:
@@ -201,9 +201,9 @@ def give(
     write_block(address, parts, writers=sum(place is not None for place in addresses.values()))
 
 
-def take_offer() -> bytes:
-    """What `give` has kept, once; empty when it was another rank that gave it."""
-    return bytes(current().extras.pop("offer", b""))
+def take_pending_value() -> bytes:
+    """What `send_value` has kept, once; empty when it was another rank that gave it."""
+    return bytes(current().extras.pop("pending_value", b""))
 
 
 def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
@@ -216,13 +216,13 @@ def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, 
     Returns:
         The bytes of its parts; None: they are in the parcel; empty: it does not pickle, and there is the text alone.
     """
-    value = portable(current().extras["runner"].take_value(token))
+    value = to_cpu(current().extras["runner"].take_value(token))
     try:
         parts = pack(value)
     except Exception:
         return b"", repr(value)
     text = "" if _plain(value) else repr(value)
-    if address is None or block_size(parts) < _WITHIN:
+    if address is None or block_size(parts) < _MAX_INLINE_BYTES:
         return bytes(join_parts(parts)), text
     write_block(address, parts)
     return None, text

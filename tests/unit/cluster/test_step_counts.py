@@ -94,13 +94,18 @@ def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
 
 
 def has(kind: str = "module", **other: Any) -> dict[str, Any]:
-    return {"kind": kind, "digest": "d", "bytes": 8, "why_not": "", "within": "", **other}
+    return {"kind": kind, "digest": "d", "bytes": 8, "obstacle": "", "contained_in": "", **other}
 
 
 def test_sync_copies_what_all_ranks_have_whole() -> None:
     told = {
-        0: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks"), "mine": has()},
-        1: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks")},
+        0: {
+            "ddp": has(),
+            "net": has(contained_in="ddp"),
+            "sharded": has(obstacle="is split over ranks"),
+            "mine": has(),
+        },
+        1: {"ddp": has(), "net": has(contained_in="ddp"), "sharded": has(obstacle="is split over ranks")},
     }
     chosen, skipped = plan_sync(told, 0, ())
     assert chosen == ["ddp"]
@@ -108,7 +113,7 @@ def test_sync_copies_what_all_ranks_have_whole() -> None:
 
 
 def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
-    told = {0: {"ddp": has(), "net": has(within="ddp")}, 1: {"ddp": has(), "net": has()}}
+    told = {0: {"ddp": has(), "net": has(contained_in="ddp")}, 1: {"ddp": has(), "net": has()}}
     assert plan_sync(told, 0, ())[0] == ["ddp", "net"]
 
 
@@ -121,6 +126,6 @@ def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
     ],
 )
 def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:
-    told = {rank: {"sharded": has(why_not="is split over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
+    told = {rank: {"sharded": has(obstacle="is split over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
     with pytest.raises(UsageError, match=says):
         plan_sync(told, 0, [name])

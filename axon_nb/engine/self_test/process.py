@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-__all__ = ["Place"]
+__all__ = ["CheckProcess"]
 
 _WAIT_S = 20.0
 _POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckProcess:
     """One process of a check."""
 
     DIED_ON_PURPOSE: ClassVar[int] = 77
