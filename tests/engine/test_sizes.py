@@ -134,8 +134,8 @@ def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
     start_cell("2")
     small, large = torch.empty(2), torch.empty(3)
     tables[0].check_collective("allreduce", ([small],), 1, lambda: [4, 5])
-    with pytest.raises(UsageError, match="rank 5 brings 3 float32, rank 4 2 float32"):
+    with pytest.raises(UsageError, match="rank 5 passed 3 float32, rank 4 passed 2 float32"):
         tables[1].check_collective("allreduce", ([large],), 1, lambda: [4, 5])
     tables[1].check_point_to_point("recv", ([small], 0, 7), lambda: [4, 5])
-    with pytest.raises(UsageError, match="rank 4 sends 12 bytes, and rank 5 receives into 8 bytes"):
+    with pytest.raises(UsageError, match="rank 4 sends 12 bytes, but rank 5 receives into 8 bytes"):
         tables[0].check_point_to_point("send", ([large], 1, 7), lambda: [4, 5])

@@ -171,7 +171,7 @@ def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None
         native.swap_backend(group, backend, CPU)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    with pytest.raises(BrokenGroupError, match=r"formed anew 249 times.*%distributed restart"):
+    with pytest.raises(BrokenGroupError, match=r"rebuilt 249 times.*%distributed restart"):
         native.swap_backend(group, backend, CPU)
 
 
@@ -197,10 +197,10 @@ def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
 
 
 def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"group ranks \[1, 2\] did not come within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"group ranks 1-2 did not arrive within 0.1 s"):
         wait_for_peers(alone, 0, 3, raise_if_cancelled=lambda: None, timeout_s=0.1)
     stop = threading.Event()
-    with pytest.raises(RuntimeError, match=r"connecting took longer than 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"connecting timed out after 0.1 s"):
         connect_in_helper(stop.wait, raise_if_cancelled=lambda: None, timeout_s=0.1, dispose=lambda backend: None)
     stop.set()
     with pytest.raises(ZeroDivisionError):

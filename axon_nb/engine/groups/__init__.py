@@ -1,4 +1,4 @@
-"""The process groups of a rank: formed, owned and told apart here alone."""
+"""The process groups of a rank; the only place that creates, owns and distinguishes them."""
 
 from __future__ import annotations
 

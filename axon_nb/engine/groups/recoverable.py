@@ -1,7 +1,7 @@
 """A process group that survives an abort: torch's group API over an inner Gloo group that can be replaced.
 
 Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `rebuild` gives it a fresh inner group. On
-Gloo this is the only way: it has no abort, and a poisoned backend cannot be mended.
+Gloo this is the only way: it has no abort, and a backend whose connections were closed cannot be repaired.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 _SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
-# Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
-# (send, recv) or ignore it (reduce_scatter).
+# For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
+# a wait times out (send, recv) or ignore the timeout (reduce_scatter).
 _SLICED = frozenset(
     {
         "_allgather_base",
@@ -58,24 +58,24 @@ _SLICED = frozenset(
     }
 )
 # Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
-# operation that is not known here is waited for in a helper thread, which is right for any.
+# operation that is not listed is waited for in a helper thread, which works for any.
 _OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
 
 
 def operations() -> list[str]:
-    """The operations of torch's `ProcessGroup` that are wrapped, by name."""
+    """Return the names of the operations of torch's `ProcessGroup` that are wrapped."""
     return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]
 
 
 class RecoverableGroup(PythonProcessGroup):
-    """See the module.
+    """A group whose connections can be closed from any thread and rebuilt; see the module.
 
     Args:
-        root: The store that all ranks reach; each forming uses a prefix of its own.
-        epoch: How often the groups have been formed before.
+        root: The store that all ranks can reach; each rebuild uses its own prefix.
+        epoch: How often the groups have been rebuilt.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        timeout: Limit of the group's operations.
+        timeout: Timeout of the group's operations.
         name: torch's name of the group, the same on all its ranks.
         global_rank: This process's rank in the default group.
     """
@@ -85,28 +85,28 @@ class RecoverableGroup(PythonProcessGroup):
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
-        """`axon_nb.comm` need not record calls on this group."""
+        """Tells `axon_nb.comm` not to record calls on this group."""
         self._root = root
         self._timeout = timeout
         self._global_rank = global_rank
         self._inner: Any = None
         self._table: SizeTable | None = None
         self.sequence = 0
-        """How many collectives this rank has begun in the group since it was formed."""
-        if name != "0":  # the default group: all come to it at their start
-            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
+        """Number of collectives that this rank has started in the group since it was last rebuilt."""
+        if name != "0":  # all ranks arrive at the default group when they start
+            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, timeout=timeout)
         self.rebuild(epoch)
 
     def rebuild(self, epoch: int) -> None:
         """Connect a fresh inner group; collective over the group's ranks.
 
         Raises:
-            Aborted: an abort came meanwhile.
-            RuntimeError: a peer did not come.
+            AbortedError: an abort arrived meanwhile.
+            RuntimeError: a peer did not arrive.
         """
         if self._table is not None:
             self._table.close()
-        # Before connecting: when the ranks are connected, each has cleared its part.
+        # Before connecting: once the ranks are connected, each has cleared its entries.
         self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._own_rank, self._size, timeout=self._timeout, raise_if_cancelled=raise_if_aborted)
@@ -117,40 +117,40 @@ class RecoverableGroup(PythonProcessGroup):
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
         if self._inner is not None:
-            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
+            # A rank that had finished its cell got no abort: its connections to others like it are still open.
             self.close_connections()
             abandon(self._inner)
         self.sequence = 0
         self._inner = inner
 
-    def raise_if_cancelled(self) -> None:
-        """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
+    def disable(self) -> None:
+        """Refuse all operations, instead of a rebuild: some ranks of the group do not have it."""
         self.close_connections()
         abandon(self._inner)
 
         def refuse(name: str, *_: Any) -> Any:
             raise BrokenGroupError(
-                f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
-                "`dist.new_group` on all ranks."
+                f"{name} failed: group {self._name!r} no longer exists on all of its ranks. Recreate it with "
+                "`dist.new_group` on every rank."
             )
 
         self.run = refuse
 
     def close_connections(self) -> None:
-        """From any thread: end all waits in this group on this rank."""
+        """End all waits in this group on this rank, from any thread."""
         self.connection_closer()()
 
     def connection_closer(self) -> Callable[[], None]:
-        """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
+        """Return a function that closes the current connections; called late, it spares those of a rebuild."""
         return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin one operation on the inner group."""
+        """Start one operation on the inner group."""
         raise_if_aborted(name)
-        paired = name in _POINT_TO_POINT
-        peer = _peer(name, args) if paired else -1
+        point_to_point = name in _POINT_TO_POINT
+        peer = _peer(name, args) if point_to_point else -1
         refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
-        if paired:
+        if point_to_point:
             sequence = 0
             if self._table is not None:
                 self._table.check_point_to_point(name, args, self._members)
@@ -168,12 +168,14 @@ class RecoverableGroup(PythonProcessGroup):
         except RuntimeError as error:
             activity.finish_call(call)
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
-                raise AbortedError(f"peer lost in {name}: {str(error)[-120:]}") from None
+                raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
         sliced = name in _SLICED or type(work) is ReduceScatterWork
-        return RecoverableWork(work, call, sliced=sliced, keep=args, on_end=self._ended, limit=self._timeout)
+        return RecoverableWork(
+            work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self._timeout
+        )
 
-    def _ended(self, call: activity.Call) -> None:
+    def _finished(self, call: activity.Call) -> None:
         activity.finish_call(call)
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
@@ -186,7 +188,7 @@ class RecoverableGroup(PythonProcessGroup):
         return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """Behave like torch's."""
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
     def abort(self) -> None:
@@ -232,7 +234,7 @@ def _peer(name: str, args: tuple[Any, ...]) -> int:
 def _payload(args: tuple[Any, ...]) -> int:
     first = args[0] if args else None
     if type(first) is list and len(first) == 1:
-        first = first[0]  # as most calls have it
+        first = first[0]  # as in most calls
     if type(first) is torch.Tensor:
         return first.nbytes
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):

@@ -1,4 +1,4 @@
-"""Abort, from any thread at any time; and, when all ranks are idle, forming the groups anew under the same objects."""
+"""Abort, from any thread at any time; and, when all ranks are idle, rebuild the groups under the same objects."""
 
 from __future__ import annotations
 
@@ -41,17 +41,14 @@ def abort(*, again: bool) -> None:
     """End every wait of this rank in any group, and refuse new ones until `recover`.
 
     Args:
-        again: The groups have been poisoned already; only wake who waits.
+        again: Whether the connections were closed by an earlier abort; this one only wakes waiting threads.
     """
     ABORT.set()
     threads = []
     if not again:
-        # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        poisoners = [group.connection_closer() for group in all_groups()]
-        threads = [
-            threading.Thread(target=close_connections, name="axon_nb-poison", daemon=True)
-            for close_connections in poisoners
-        ]
+        # Each group takes milliseconds; one after the other that would be half a second for a dozen.
+        closers = [group.connection_closer() for group in all_groups()]
+        threads = [threading.Thread(target=close, name="axon_nb-close", daemon=True) for close in closers]
     for thread in threads:
         thread.start()
     fail_all_futures()
@@ -63,7 +60,7 @@ def abort(*, again: bool) -> None:
 
 
 def report_waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
+    """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
     for call in activity.pending_calls():
@@ -83,30 +80,36 @@ def report_waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    counts = {name: group.sequence for name, group in groups.items()} | {_made(name): 1 for name in groups}
+    counts = {name: group.sequence for name, group in groups.items()} | {_creation(name): 1 for name in groups}
     if (creating := groups_state.creating) is not None:
         name, members, since_ns = creating
-        counts[_made(name)] = 1
-        facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
+        counts[_creation(name)] = 1
+        call_fields = {
+            "number": since_ns,
+            "name": "new_group",
+            "group": _creation(name),
+            "ranks": members,
+            "sequence": 1,
+        }
         seconds = (time.monotonic_ns() - since_ns) / 1e9
-        pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
+        pending.insert(0, {**call_fields, "peer": -1, "bytes": 0, "seconds": seconds})
     if (native := nccl.groups()) is not None:
         return {**native_waits(native, pending, counts), "collectives": 0}
     return {"pending": pending, "counts": counts, "collectives": activity.num_collectives()}
 
 
-def _made(name: str) -> str:
-    """Under what name the making of a group counts as a collective of its ranks."""
+def _creation(name: str) -> str:
+    """Return the name under which the creation of a group counts as a collective of its ranks."""
     return f"new_group {name}"
 
 
 def group_status() -> dict[str, Any]:
-    """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
+    """Report whether the groups are usable: the last rebuild's number, and whether it or an abort is in progress."""
     return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "rebuilding": groups_state.rebuilding}
 
 
 def list_groups() -> list[dict[str, Any]]:
-    """The groups that this rank is in besides the default one: name, global ranks, description, backend."""
+    """List the groups that this rank is in, besides the default one: name, global ranks, description, backend."""
     default, native = c10d._get_default_group(), nccl.groups()
     groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
     return [
@@ -122,7 +125,7 @@ def list_groups() -> list[dict[str, Any]]:
 
 
 def recreate_groups(groups: list[dict[str, Any]]) -> None:
-    """On a replaced rank: make the groups that its predecessor was in, under their old names and in their order."""
+    """Create, on a replacement rank, the groups of its predecessor: with their names and in their order."""
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
@@ -139,7 +142,7 @@ def recreate_groups(groups: list[dict[str, Any]]) -> None:
 
 
 def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
-    """On a replaced rank that has joined the default group: join its predecessor's groups; collective over all ranks.
+    """Join the predecessor's groups, on a replacement that has joined the default group; collective over all ranks.
 
     The other ranks are in `recover`.
 
@@ -151,26 +154,26 @@ def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
         recreate_groups(groups)
         native.rebuild(epoch)
         return
-    whole = common_groups({group["name"]: group["ranks"] for group in groups})
-    recreate_groups([group for group in groups if group["name"] in whole])
+    complete = common_groups({group["name"]: group["ranks"] for group in groups})
+    recreate_groups([group for group in groups if group["name"] in complete])
 
 
 def common_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
-    """Names of this rank's groups that all of their ranks have; collective over all ranks.
+    """Return the names of this rank's groups that all of their ranks have; collective over all ranks.
 
-    A rank that was ended in `new_group`, or that destroyed a group by itself, lacks one: the others would wait for it
-    in vain.
+    A rank that was aborted in `new_group`, or that destroyed a group on its own, lacks one: the others would wait
+    for it forever.
 
     Args:
         own: Global ranks of each group that this rank has, by name.
     """
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, sorted(own))
-    return {name for name, ranks in own.items() if all(name in said[rank] for rank in ranks)}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, sorted(own))
+    return {name for name, ranks in own.items() if all(name in names[rank] for rank in ranks)}
 
 
 def sync_group_count(device: torch.device | str = "cpu") -> None:
-    """Set the number of the next group to the highest of all ranks: those that differ would hang in `new_group`."""
+    """Set the number of the next group to the highest of all ranks; if numbers differ, `new_group` hangs."""
     count = torch.tensor(c10d._world.group_count, device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
@@ -182,39 +185,40 @@ def _rebuild_groups(epoch: int) -> int:
         return 0
     default, *others = groups
     default.rebuild(epoch)
-    whole = common_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
+    complete = common_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
     for group in others:
-        if group.group_name in whole:
+        if group.group_name in complete:
             group.rebuild(epoch)
         else:
-            group.raise_if_cancelled()
+            group.disable()
             c10d.destroy_process_group(group)
-    return 1 + len(whole)
+    return 1 + len(complete)
 
 
 def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
-    """Form all groups anew and put wrappers back; collective over all ranks, on the main thread.
+    """Rebuild all groups and reset wrappers; collective over all ranks, on the main thread.
 
     Args:
-        epoch: The number of this forming, the same on all ranks, higher than any before.
-        replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
+        epoch: Number of this rebuild: the same on all ranks, and higher than any before.
+        replaced: Whether a rank was replaced: its DDP objects are new, so the others need new reducers.
 
     Returns:
-        How many groups and wrappers, how many poisoned groups this process keeps, and which wrappers were not reset.
+        `groups` and `wrappers` (how many), `abandoned` (closed groups that this process keeps) and `not_reset` (a
+        sentence for each kind of wrapper that could not be reset).
     """
     disable_groups("")
     stop_at(None)
     activity.clear()
     mark_rebuilt()
-    if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
+    if not groups_state.installed:  # an untested torch: nothing can be rebuilt
         return {"groups": 0, "wrappers": 0, "abandoned": 0, "not_reset": []}
     groups_state.epoch, groups_state.rebuilding = epoch, True
     native = nccl.groups()
-    formed = _rebuild_groups(epoch) if native is None else native.rebuild(epoch)
+    num_groups = _rebuild_groups(epoch) if native is None else native.rebuild(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:
         rebuild_reducers()
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     groups_state.rebuilding = False
-    return {"groups": formed, "wrappers": wrappers, "abandoned": abandoned_count(), "not_reset": not_reset}
+    return {"groups": num_groups, "wrappers": wrappers, "abandoned": abandoned_count(), "not_reset": not_reset}

@@ -89,7 +89,7 @@ def _aborted_when_waiting() -> Iterator[None]:
     try:
         yield
     except (AbortedError, RuntimeError) as error:
-        if "abort" not in str(error).lower() and "peer lost" not in str(error):
+        if "abort" not in str(error).lower() and "lost a peer" not in str(error):
             raise
     else:
         raise AssertionError("the wait was not ended")
