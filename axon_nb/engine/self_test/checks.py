@@ -1,4 +1,4 @@
-"""The checks with two ranks: each does on real Gloo groups what a failing cell needs, and compares the result."""
+"""The checks with two ranks: each does on real Gloo groups what a failing cell needs, and checks the result."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_LIMIT_S = 20.0
+_TIMEOUT_S = 20.0
 
 
 class _Store(FileStore):
-    """The store of one check, beside which the ranks can share files."""
+    """The store of one check, with the folder in which the ranks can share files."""
 
     folder: Path
 
 
 def _store(process: CheckProcess) -> _Store:
     store = _Store(str(process.folder / "store"), -1)
-    store.set_timeout(timedelta(seconds=_LIMIT_S))
+    store.set_timeout(timedelta(seconds=_TIMEOUT_S))
     store.folder = process.folder
     return store
 
@@ -60,7 +60,7 @@ def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
         rank=process.rank,
         world_size=process.num_ranks,
         device=_CPU,
-        timeout_s=_LIMIT_S,
+        timeout_s=_TIMEOUT_S,
         epoch=epoch,
         recoverable=True,
     )
@@ -69,19 +69,19 @@ def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
 
 @contextlib.contextmanager
 def _aborted_when_waiting() -> Iterator[None]:
-    """Within it this rank is aborted as soon as it waits in a group; it must be released by that.
+    """Abort this rank as soon as it waits in a group; the abort must end the wait.
 
     Raises:
-        AssertionError: the code within came to its end.
+        AssertionError: the body completed.
     """
-    over = threading.Event()
+    finished = threading.Event()
 
     def abort() -> None:
         with contextlib.suppress(TimeoutError):
             CheckProcess.wait_until(
-                lambda: over.is_set() or any(call.waiting_thread for call in activity.pending_calls()), "no wait"
+                lambda: finished.is_set() or any(call.waiting_thread for call in activity.pending_calls()), "no wait"
             )
-            if not over.is_set():
+            if not finished.is_set():
                 recovery.abort(again=False)
 
     thread = threading.Thread(target=abort)
@@ -92,9 +92,9 @@ def _aborted_when_waiting() -> Iterator[None]:
         if "abort" not in str(error).lower() and "lost a peer" not in str(error):
             raise
     else:
-        raise AssertionError("the wait was not ended")
+        raise AssertionError("the wait was not aborted")
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -105,8 +105,8 @@ def _expect_sum(group: Any = None) -> None:
         raise AssertionError(f"all_reduce gave {tensor.tolist()}")
 
 
-def _wait_in_vain(process: CheckProcess) -> None:
-    """One rank waits in a collective, the other in a receive; neither can end."""
+def _wait_forever(process: CheckProcess) -> None:
+    """Make one rank wait in a collective and the other in a receive; neither can complete."""
     with _aborted_when_waiting():
         if process.rank == 0:
             dist.all_reduce(torch.ones(8))
@@ -120,29 +120,29 @@ def _recover(*, replaced: bool = False) -> None:
 
 
 def release(process: CheckProcess) -> None:
-    """A collective and a receive that nobody answers are ended from another thread."""
+    """Abort a collective and a receive that have no counterpart, from another thread."""
     _join(process)
     _expect_sum()
-    _wait_in_vain(process)
+    _wait_forever(process)
 
 
 def rebuild(process: CheckProcess) -> None:
-    """After an abort the same group objects communicate again, the default one and a subgroup."""
+    """Communicate on the same group objects after an abort: on the default group and on a subgroup."""
     _join(process)
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
-    _wait_in_vain(process)
+    _wait_forever(process)
     _recover()
     if dist.group.WORLD is not world:
-        raise AssertionError("the default group is another object")
+        raise AssertionError("the default group is a different object")
     _expect_sum()
     _expect_sum(own)
     _expect_sum(dist.new_group([0, 1]))
 
 
 def repair(process: CheckProcess) -> None:
-    """Rank 1 dies and a newcomer takes its rank in the default group and in a subgroup."""
-    if process.newcomer:
+    """Let rank 1 die, and a replacement take its rank in the default group and in a subgroup."""
+    if process.is_replacement:
         groups = json.loads(process.wait_for("groups", 0))
         _join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
@@ -165,12 +165,12 @@ def repair(process: CheckProcess) -> None:
 def _train_through_abort(
     process: CheckProcess, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]
 ) -> None:
-    """Steps 0, 1, 2 with step 1 aborted on rank 0 and run again must equal three undisturbed ones, bit for bit.
+    """Check that steps 0, 1, 2, with step 1 aborted on rank 0 and repeated, equal undisturbed ones bit for bit.
 
     Args:
-        place: This process.
-        make: Builds a fresh model and returns its step, which takes the step's number.
-        weights: The parameters of the model that was built last.
+        process: This process.
+        make: Creates a fresh model and returns its step, which takes the step's number.
+        weights: Returns the parameters of the model created last.
     """
     step = make()
     for number in range(3):
@@ -187,9 +187,9 @@ def _train_through_abort(
     _recover()
     step(1)
     step(2)
-    for found, wanted in zip(weights(), expected, strict=True):
-        if not torch.equal(found, wanted):
-            raise AssertionError("the step that was run again gave other weights")
+    for actual, undisturbed in zip(weights(), expected, strict=True):
+        if not torch.equal(actual, undisturbed):
+            raise AssertionError("the repeated step gave different weights")
 
 
 def _layers() -> nn.Sequential:
@@ -201,14 +201,14 @@ def _data(number: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-def _wrapped_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
+def _check_wrapper_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
     _join(process)
-    made: list[nn.Module] = []
+    models: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
         model = wrap(_layers())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        made[:] = [model]
+        models[:] = [model]
 
         def step(number: int) -> None:
             optimizer.zero_grad()
@@ -218,19 +218,19 @@ def _wrapped_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Mod
         return step
 
     def weights() -> list[torch.Tensor]:
-        local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in made[0].parameters()]
-        return [part.detach().clone() for part in local]
+        local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in models[0].parameters()]
+        return [tensor.detach().clone() for tensor in local]
 
     _train_through_abort(process, make, weights)
 
 
 def ddp_reset(process: CheckProcess) -> None:
-    """A DDP model trains on after a step in which one rank waited for the other."""
-    _wrapped_reset(process, nn.parallel.DistributedDataParallel)
+    """Continue training a DDP model after a step in which one rank waited for the other."""
+    _check_wrapper_reset(process, nn.parallel.DistributedDataParallel)
 
 
 def fsdp2_reset(process: CheckProcess) -> None:
-    """An FSDP2 model does."""
+    """Continue training an FSDP2 model after such a step."""
     from torch.distributed.fsdp import fully_shard
 
     def wrap(model: nn.Sequential) -> nn.Module:
@@ -238,20 +238,20 @@ def fsdp2_reset(process: CheckProcess) -> None:
             fully_shard(module)
         return model
 
-    _wrapped_reset(process, wrap)
+    _check_wrapper_reset(process, wrap)
 
 
 def pipeline_reset(process: CheckProcess) -> None:
-    """A pipeline of two stages does."""
+    """Continue training a pipeline of two stages after such a step."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     _join(process)
-    made: list[nn.Module] = []
+    modules: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
         torch.manual_seed(process.rank)
         module = nn.Linear(8, 8)
-        made[:] = [module]
+        modules[:] = [module]
         stage = PipelineStage(module, process.rank, 2, _CPU)
         schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -268,11 +268,11 @@ def pipeline_reset(process: CheckProcess) -> None:
 
         return step
 
-    _train_through_abort(process, make, lambda: [p.detach().clone() for p in made[0].parameters()])
+    _train_through_abort(process, make, lambda: [p.detach().clone() for p in modules[0].parameters()])
 
 
 def size_check(process: CheckProcess) -> None:
-    """Of two ranks that bring tensors of different sizes, one raises before it sends anything."""
+    """Pass tensors of different sizes on two ranks: one rank must raise before it sends anything."""
     _join(process)
     _expect_sum()
     refused = ""
@@ -287,15 +287,15 @@ def size_check(process: CheckProcess) -> None:
 
 
 def backend_swap(process: CheckProcess) -> None:
-    """Torch's own group communicates through a backend that was put under it."""
+    """Communicate on torch's own group through a backend that was swapped into it."""
     torch.set_num_threads(1)
     store = _store(process)
     dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=process.rank, world_size=2)
     _expect_sum()
-    limit = timedelta(seconds=_LIMIT_S)
-    fresh = connect(PrefixStore("fresh/", store), process.rank, 2, timeout=limit, raise_if_cancelled=raise_if_aborted)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    fresh = connect(PrefixStore("fresh/", store), process.rank, 2, timeout=timeout, raise_if_cancelled=raise_if_aborted)
     group: Any = dist.group.WORLD
     swap_backend(group, fresh, _CPU)
     if group._get_backend(_CPU) is not fresh:
-        raise AssertionError("the group kept its backend")
+        raise AssertionError("the group still uses its old backend")
     _expect_sum()
