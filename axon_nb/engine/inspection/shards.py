@@ -102,7 +102,7 @@ class _Held:
             shape_of: What is shown instead, such as a state of the optimizer; one of another shape is not cut along.
         """
         same = shape_of is None or tuple(shape_of.shape) == tuple(tensor.shape)
-        return {"group": self.copied.get(id(tensor)), "cut": self.cut.get(id(tensor)) if same else None}
+        return {"group": self.copied.get(id(tensor)), "layer": self.cut.get(id(tensor)) if same else None}
 
 
 def _holder(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
