@@ -61,7 +61,7 @@ class ReconfiguredGroup(RecoverableGroup):
         super().__init__(*args, **kwargs)
 
     def rebuild(self, epoch: int) -> None:
-        """Rebuild, as `RecoverableGroup.reform`."""
+        """Rebuild, as `RecoverableGroup.rebuild`."""
         if self._table is not None:
             self._table.close()
         self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
@@ -95,12 +95,12 @@ class ReconfiguredGroup(RecoverableGroup):
         """Return a function that aborts the group, unless it is being rebuilt or was rebuilt meanwhile."""
         generation, backend = self._generation, self._inner._get_backend(_CPU)
 
-        def poison_this() -> None:
+        def close_this() -> None:
             with self._lock:
                 if generation == self._generation and self.is_idle(0):
                     close_connections(backend)
 
-        return poison_this
+        return close_this
 
     def is_idle(self, timeout_s: float) -> bool:
         """Whether no abandoned rebuild is still running in the inner group."""

@@ -1,6 +1,6 @@
 """Ranks of the tests of `engine.groups.native`: plain processes, and a kind of groups over torch's own Gloo backends.
 
-Gloo stands in for NCCL where no GPU is: it is aborted by poison, which is safe while no operation is just beginning.
+Gloo stands in for NCCL without a GPU: closing its connections aborts it, which is safe while no operation starts.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
     result = body(int(rank), dist.FileStore(str(base / "forms"), int(size)))
     dist.barrier()
     (base / f"{rank}.out").write_text(repr(result))
-    os._exit(0)  # a poisoned Gloo backend cannot be freed
+    os._exit(0)  # a closed Gloo backend cannot be freed
 
 
 def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     """The life of a process that takes the place of rank 1 of 2, as `engine.bootstrap.join` does on NCCL.
 
-    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the forming.
+    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the rebuild.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -196,7 +196,7 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> lis
     Args:
         kind: ``ddp`` or ``fsdp``.
         rank: This rank.
-        groups: What is aborted and formed anew.
+        groups: The groups that are aborted and rebuilt.
         stops: For each step, where it stops; empty: it does not.
     """
     model, optimizer = make(kind)

@@ -236,7 +236,7 @@ def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: K
 
 
 def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
-    """The others connect to it in C++; left alone they would stand between the next forming and the store."""
+    """The others connect to it in C++; left alone they would stand between the next rebuild and the store."""
     for failing in range(4):
         reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])")
         assert "ZeroDivisionError" in reply.traceback

@@ -122,7 +122,7 @@ class SizeTable:
         words = self._base + (2 * size * size * _RING * _WORDS if self._compares_pairs else 0)
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._cell = 0
-        self._path = folder / f"meet-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
+        self._path = folder / f"sizes-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             length = words * _WORD_BYTES
