@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
+from axon_nb.engine.groups.abort import ABORT, AbortedError, disable_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.groups.store import AgentStore, nobody_to_wait_for
+from axon_nb.engine.groups.store import AgentStore, skip_rendezvous
 from benchmarks.reconfigure_ranks import CPU, Rank, own_group
 from benchmarks.reconfigured_group import ReconfiguredGroup, reconfigure
 
@@ -29,7 +29,7 @@ Outcome = dict[str, Any]
 
 
 def _begin(me: Rank) -> int:
-    stand_down("")
+    disable_groups("")
     me.epoch += 1
     me.meet()
     return me.epoch
@@ -38,7 +38,7 @@ def _begin(me: Rank) -> int:
 def _tried(action: Callable[[], object]) -> str:
     try:
         action()
-    except (Aborted, RuntimeError) as error:
+    except (AbortedError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:110]}"
     return "ok"
 
@@ -52,7 +52,7 @@ def late(me: Rank, *, seconds: float) -> Outcome:
         if me.rank == me.size - 1:
             time.sleep(seconds)
         began = time.monotonic()
-        result = _tried(lambda group=group, epoch=epoch: group.reform(epoch))
+        result = _tried(lambda group=group, epoch=epoch: group.rebuild(epoch))
         out[arm] = {"seconds": time.monotonic() - began, "result": result, "right": me.is_right(group)}
     return out
 
@@ -89,10 +89,10 @@ def absent(me: Rank, *, where: str) -> Outcome:
         if me.rank == me.size - 1 and where == "connecting":
             me.store.stalled = {"ours": f"epoch{epoch}/ours/", "inside": "reconfigure/"}[arm]  # type: ignore[attr-defined]
             timer.start()
-            result = _tried(lambda group=group, epoch=epoch: group.reform(epoch))
+            result = _tried(lambda group=group, epoch=epoch: group.rebuild(epoch))
         elif me.rank != me.size - 1:
             timer.start()
-            result = _tried(lambda group=group, epoch=epoch: group.reform(epoch))
+            result = _tried(lambda group=group, epoch=epoch: group.rebuild(epoch))
         ended = time.monotonic() - began
         if timer.is_alive():
             timer.join()
@@ -102,7 +102,7 @@ def absent(me: Rank, *, where: str) -> Outcome:
             busy = max(0.0, time.monotonic() - began - max(ended, 1.0))
         epoch = _begin(me)
         again = time.monotonic()
-        repeated = _tried(lambda group=group, epoch=epoch: group.reform(epoch))
+        repeated = _tried(lambda group=group, epoch=epoch: group.rebuild(epoch))
         out[arm] = {
             "result": result, "seconds": ended, "then in C++ for": busy, "again": repeated,
             "again in": time.monotonic() - again, "right": me.is_right(group),
@@ -142,15 +142,15 @@ def late_poison(me: Rank) -> Outcome:
     out: Outcome = {}
     for arm, kind in ARMS.items():
         group = me.group(kind, arm)
-        poisoner = group.poisoner()
+        connection_closer = group.connection_closer()
         epoch = _begin(me)
-        group.reform(epoch)
+        group.rebuild(epoch)
         me.meet()
         if me.rank == 0:
-            poisoner()
+            connection_closer()
         me.meet()
         out[arm] = _tried(lambda group=group: me.is_right(group))
-        group.poison()
+        group.close_connections()
     return out
 
 
@@ -167,7 +167,7 @@ def killed(me: Rank) -> Outcome:
         for arm, kind in ARMS.items():
             group = kind.__new__(kind)
             me.epoch = 1
-            with nobody_to_wait_for():
+            with skip_rendezvous():
                 kind.__init__(
                     group, me.store, epoch=1, rank=victim, size=members, timeout=timedelta(minutes=5), name=arm,
                     global_rank=victim,
@@ -182,12 +182,14 @@ def killed(me: Rank) -> Outcome:
     began = time.monotonic()
     for arm, group in groups.items():
         tensor = torch.ones(64)
-        threading.Timer(0.2, group.poisoner()).start()  # as an abort does; not every rank sees that its peer is gone
+        threading.Timer(
+            0.2, group.connection_closer()
+        ).start()  # as an abort does; not every rank sees that its peer is gone
         out[arm] = {"in the collective": _tried(lambda group=group, tensor=tensor: group.allreduce([tensor]).wait())}
     out["told in"] = time.monotonic() - began
     for arm, group in groups.items():
         began = time.monotonic()
-        result = _tried(lambda group=group: group.reform(1))
+        result = _tried(lambda group=group: group.rebuild(1))
         out[arm] |= {"again": result, "again in": time.monotonic() - began, "right": me.is_right(group)}
     return out
 
@@ -204,8 +206,8 @@ def many(me: Rank, *, rounds: int) -> dict[str, list[float]]:
         for arm, own in groups.items():
             me.meet()
             for group in own:
-                group.poison()
-            seconds[arm].append(me.timed(lambda epoch, own=own: [group.reform(epoch) for group in own]))
+                group.close_connections()
+            seconds[arm].append(me.timed(lambda epoch, own=own: [group.rebuild(epoch) for group in own]))
             assert all(me.is_right(group) for group in own)
     return seconds
 
@@ -275,19 +277,19 @@ def aborts_at_random(me: Rank, *, arm: str, rounds: int) -> Outcome:
         def abort(delay: float = dice.random() * 0.03) -> None:
             time.sleep(delay)
             ABORT.set()
-            group.poisoner()()
+            group.connection_closer()()
 
         thread = threading.Thread(target=abort, daemon=True)
         thread.start()
         began = time.monotonic()
-        result = _tried(lambda epoch=epoch: group.reform(epoch))
+        result = _tried(lambda epoch=epoch: group.rebuild(epoch))
         results[result[:140]] += 1
         longest = max(longest, time.monotonic() - began)
         thread.join(30)
         before = group._inner
         epoch = _begin(me)
         began = time.monotonic()
-        group.reform(epoch)
+        group.rebuild(epoch)
         repeats.append(time.monotonic() - began)
         fresh += before is not group._inner
         wrong += not me.is_right(group)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
+from axon_nb.engine.groups.abort import ABORT, AbortedError, disable_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.store import AgentStore
 from benchmarks.reconfigured_group import LIMIT, ReconfiguredGroup, reconfigure
@@ -65,12 +65,12 @@ class Rank:
         self.store.set(f"{place}{self.rank}", "1")
         self.store.wait([f"{place}{rank}" for rank in range(ranks or self.size)])
 
-    def timed(self, reform: Callable[[int], object]) -> float:
+    def timed(self, rebuild: Callable[[int], object]) -> float:
         """Seconds of one rebuild that all ranks start together."""
         self.epoch += 1
         self.meet()
         began = time.monotonic()
-        reform(self.epoch)
+        rebuild(self.epoch)
         return time.monotonic() - began
 
     def is_right(self, group: Any, value: float | None = None) -> bool:
@@ -103,16 +103,16 @@ class Rank:
         else:
             try:
                 operation()
-            except (Aborted, RuntimeError):
+            except (AbortedError, RuntimeError):
                 pass
             else:
                 raise AssertionError("the operation came to an end")
         control.join(60)
         began = float(self.store.get(key))
         self.meet()  # as the host does: all ranks have ended the cell before any group is formed
-        stand_down("")
-        activity.forget_all()
-        group.reform(self.epoch)
+        disable_groups("")
+        activity.clear()
+        group.rebuild(self.epoch)
         assert self.is_right(group)
         return time.monotonic() - began
 
@@ -120,7 +120,7 @@ class Rank:
         store = AgentStore(self.address, timedelta(seconds=120))
         store.get(key)
         ABORT.set()
-        group.poisoner()()
+        group.connection_closer()()
         store._sock.close()
 
 
@@ -157,8 +157,8 @@ def speed(me: Rank, *, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 2):
         for group in (ours, inside):
             me.meet()
-            group.poison()
-        took = {"ours": me.timed(ours.reform), "inside": me.timed(inside.reform)}
+            group.close_connections()
+        took = {"ours": me.timed(ours.rebuild), "inside": me.timed(inside.rebuild)}
         took["own"] = me.timed(lambda epoch: _reconfigure_own(me, own, epoch))
         for group in (ours, inside, own):
             assert me.is_right(group)
@@ -199,8 +199,8 @@ def leaks(me: Rank, *, rounds: int) -> dict[str, list[dict[str, float]]]:
                 me.timed(lambda epoch, group=group: _reconfigure_own(me, group, epoch))
             else:
                 me.meet()
-                group.poison()
-                me.timed(group.reform)
+                group.close_connections()
+                me.timed(group.rebuild)
             assert me.is_right(group)
         used[arm] = points
     return used

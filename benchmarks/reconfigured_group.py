@@ -13,11 +13,11 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.engine.groups.abort import raise_if_aborted
-from axon_nb.engine.groups.gloo import leak, poison, shared_device
+from axon_nb.engine.groups.gloo import abandon, close_connections, shared_device
 from axon_nb.engine.groups.native import connect_in_helper
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.groups.size_check import open_table
-from axon_nb.engine.groups.store import give_up_waits, want_waits
+from axon_nb.engine.groups.size_check import open_size_table
+from axon_nb.engine.groups.store import allow_waits, cancel_waits
 
 __all__ = ["LIMIT", "ReconfiguredGroup", "reconfigure"]
 
@@ -60,13 +60,13 @@ class ReconfiguredGroup(RecoverableGroup):
         self._lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
-    def reform(self, epoch: int) -> None:
-        """Rebuild, as `RecoverableGroup.reform`."""
+    def rebuild(self, epoch: int) -> None:
+        """Rebuild, as `RecoverableGroup.rebuild`."""
         if self._table is not None:
             self._table.close()
-        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
+        self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         if self._inner is not None:
-            self.poison()
+            self.close_connections()
         with self._lock:  # from here on, an abort prepared before no longer affects the group
             self._generation += 1
         if self._inner is None or not self.is_idle(_IDLE_S):
@@ -77,7 +77,7 @@ class ReconfiguredGroup(RecoverableGroup):
 
         def build() -> None:
             self.helper = threading.get_ident()
-            want_waits()
+            allow_waits()
             try:
                 reconfigure(backend, meeting, list(range(self._size)), self._own_rank, uuid=epoch, timeout=LIMIT)
                 backend._set_default_timeout(self._timeout)
@@ -85,31 +85,31 @@ class ReconfiguredGroup(RecoverableGroup):
                 done.set()
 
         try:
-            connect_in_helper(build, give_up=raise_if_aborted, limit_s=60, dispose=lambda _: None)
+            connect_in_helper(build, raise_if_cancelled=raise_if_aborted, timeout_s=60, dispose=lambda _: None)
         except BaseException:
-            give_up_waits(self.helper)
+            cancel_waits(self.helper)
             raise
         self.sequence = 0
 
-    def poisoner(self) -> Callable[[], None]:
+    def connection_closer(self) -> Callable[[], None]:
         """Return a function that aborts the group, unless it is being rebuilt or was rebuilt meanwhile."""
         generation, backend = self._generation, self._inner._get_backend(_CPU)
 
-        def poison_this() -> None:
+        def close_this() -> None:
             with self._lock:
                 if generation == self._generation and self.is_idle(0):
-                    poison(backend)
+                    close_connections(backend)
 
-        return poison_this
+        return close_this
 
-    def is_idle(self, limit_s: float) -> bool:
+    def is_idle(self, timeout_s: float) -> bool:
         """Whether no abandoned rebuild is still running in the inner group."""
-        return self._done is None or self._done.wait(limit_s)
+        return self._done is None or self._done.wait(timeout_s)
 
     def _fresh(self) -> Any:
         """Create an unconnected inner group."""
         if self._inner is not None:
-            leak(self._inner)
+            abandon(self._inner)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [shared_device()]
         options._timeout = LIMIT

@@ -23,7 +23,7 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.engine import namespace
 from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
-from axon_nb.engine.groups import form_default_group, nccl, recovery, wrapper_reset
+from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection import gradients
@@ -39,7 +39,7 @@ from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
-from axon_nb.engine.self_test import begin_in_child, verdict_at_start
+from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import JoinConfig, RankSession, set_current
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
@@ -80,7 +80,7 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it ends; the entry of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
-    begin_in_child()
+    start_in_child()
     streams.keep_crash_reports()
     IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
@@ -88,7 +88,7 @@ def run_engine(argv: list[str]) -> None:
 def describe() -> dict[str, Any]:
     """What this process is before it joins: host and pid, usable cores and GPUs, and the self-test's verdict."""
     return {
-        "self_test": verdict_at_start().without_passed().to_json(),
+        "self_test": startup_verdict().without_passed().to_json(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cores": usable_cores(),
@@ -122,7 +122,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
         install_cleanup()
-    form_default_group(
+    init_default_group(
         config.backend,
         store=store,
         rank=config.rank,
@@ -134,12 +134,12 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     )
     if epoch:
         recovery.join_groups(list(groups), epoch=epoch)
-    recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
+    recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
-    wrapper_reset.follow_wrappers()
+    wrapper_reset.track_wrappers()
     return {
         **describe(),
         "device": str(device),

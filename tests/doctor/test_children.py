@@ -13,7 +13,7 @@ from tests.kernel.processes import ended, until
 
 CAPABILITY = {
     "name": "release",
-    "label": "end a collective that waits for a missing rank",
+    "label": "abort a collective that waits for a missing rank",
     "works": True,
     "reason": "",
     "lost": "a failing rank leaves the others waiting",

@@ -1,6 +1,6 @@
 """Ranks of the tests of `engine.groups.native`: plain processes, and a kind of groups over torch's own Gloo backends.
 
-Gloo stands in for NCCL where no GPU is: it is aborted by poison, which is safe while no operation is just beginning.
+Gloo stands in for NCCL without a GPU: closing its connections aborts it, which is safe while no operation starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.groups import gloo, nccl, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
-from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 
 __all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
@@ -38,16 +38,16 @@ LIMIT = timedelta(seconds=60)
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], limit: timedelta, device: torch.device) -> Any:
-    return gloo.connect(store, group.rank(), group.size(), timeout=limit, give_up=raise_if_aborted)
+    return gloo.connect(store, group.rank(), group.size(), timeout=limit, raise_if_cancelled=raise_if_aborted)
 
 
 def _abort(backend: Any) -> None:
-    gloo.poison(backend)
-    gloo.leak(backend)
+    gloo.close_connections(backend)
+    gloo.abandon(backend)
 
 
-GLOO = Kind(
-    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_limit_s=60.0
+GLOO = BackendKind(
+    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_timeout_s=60.0
 )
 
 
@@ -110,24 +110,24 @@ def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
     result = body(int(rank), dist.FileStore(str(base / "forms"), int(size)))
     dist.barrier()
     (base / f"{rank}.out").write_text(repr(result))
-    os._exit(0)  # a poisoned Gloo backend cannot be freed
+    os._exit(0)  # a closed Gloo backend cannot be freed
 
 
 def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     """The life of a process that takes the place of rank 1 of 2, as `engine.bootstrap.join` does on NCCL.
 
-    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the forming.
+    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the rebuild.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    recovery.recreate([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
+    recovery.recreate_groups([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
     kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
     natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)
     store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
-    natives.reform(int(epoch))
-    recovery.agree_on_names()
+    natives.rebuild(int(epoch))
+    recovery.sync_group_count()
     print(sums(1), flush=True)
     os._exit(0)
 
@@ -196,7 +196,7 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> lis
     Args:
         kind: ``ddp`` or ``fsdp``.
         rank: This rank.
-        groups: What is aborted and formed anew.
+        groups: The groups that are aborted and rebuilt.
         stops: For each step, where it stops; empty: it does not.
     """
     model, optimizer = make(kind)
@@ -210,8 +210,8 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> lis
             step(model, optimizer, number, rank, between)
         except Stop:
             wait_for_threads()
-            assert groups.abort(limit_s=60) == []
-            groups.reform(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
+            assert groups.abort(timeout_s=60) == []
+            groups.rebuild(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
             reset_wrappers()
             step(model, optimizer, number, rank, lambda here: None)
     return weights(model)

@@ -19,7 +19,7 @@ def test_a_rank_that_begins_seconds_later_is_waited_for() -> None:
     store, made = HashStore(), dict[int, Any]()
 
     def join(rank: int) -> None:
-        made[rank] = connect(store, rank, 2, timeout=timedelta(seconds=60), give_up=lambda: None)
+        made[rank] = connect(store, rank, 2, timeout=timedelta(seconds=60), raise_if_cancelled=lambda: None)
 
     first = threading.Thread(target=join, args=(0,))
     first.start()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axon_nb.engine.groups import nccl
-from axon_nb.engine.groups.abort import ABORT, Aborted, stand_down
+from axon_nb.engine.groups.abort import ABORT, AbortedError, disable_groups
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def fenced() -> Iterator[torch.optim.Optimizer]:
     remove = nccl.install_fence()
     yield torch.optim.SGD([parameter], lr=1.0)
     remove()
-    stand_down("")
+    disable_groups("")
 
 
 def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optimizer) -> None:
@@ -27,18 +27,18 @@ def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optim
     (parameter,) = fenced.param_groups[0]["params"]
     assert parameter.tolist() == [0.0, 0.0]
     ABORT.set()
-    with pytest.raises(Aborted, match=r"aborted before optimizer.step"):
+    with pytest.raises(AbortedError, match=r"aborted before optimizer.step"):
         fenced.step()
     assert parameter.tolist() == [0.0, 0.0]
-    stand_down("rank 1 is dead")  # groups are broken: a step needs none
+    disable_groups("rank 1 is dead")  # groups are broken: a step needs none
     fenced.step()
     assert parameter.tolist() == [-1.0, -1.0]
 
 
 def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort() -> None:
     looks = iter([False, False, True])
-    nccl.wait_for(lambda: next(looks))
+    nccl.poll_until(lambda: next(looks))
     threading.Timer(0.2, ABORT.set).start()
-    with pytest.raises(Aborted):
-        nccl.wait_for(lambda: False)
-    stand_down("")
+    with pytest.raises(AbortedError):
+        nccl.poll_until(lambda: False)
+    disable_groups("")

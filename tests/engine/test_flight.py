@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import flight_recorder
-from axon_nb.engine.groups.flight_recorder import native_waits, synchronizes
+from axon_nb.engine.groups.flight_recorder import is_synchronizing, native_waits
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 from tests.engine.swap_ranks import groups_on, run_on_ranks
 
@@ -26,7 +26,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
     dist.all_reduce(torch.ones(3), group=own)
     works = [dist.all_reduce(torch.ones(5), async_op=True)] if rank == 0 else []
     groups = groups_on(store)
-    before, groups.formed_at_ns = groups.formed_at_ns, 0
+    before, groups.rebuilt_at_ns = groups.rebuilt_at_ns, 0
     end = time.monotonic() + 60
     while True:  # torch notes the end of an operation a little later
         answer = native_waits(groups, [], {"other": 7}, recorder="fr")
@@ -117,8 +117,8 @@ def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, 
     end = time.monotonic() + 60
     while (found := _innermost(thread)) is None or (found.f_code.co_name != name and time.monotonic() < end):
         pass
-    assert synchronizes(found) is expected
-    assert synchronizes(None) is False
+    assert is_synchronizing(found) is expected
+    assert is_synchronizing(None) is False
     go_on.release()
     thread.join()
 

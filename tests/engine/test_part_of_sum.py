@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb.engine.groups import gloo
-from axon_nb.engine.groups.gloo import PartOfSum, leak
+from axon_nb.engine.groups.gloo import ReduceScatterWork, abandon
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 
 SIZE = 3
@@ -33,7 +33,7 @@ def groups() -> list[RecoverableGroup]:
 
     as_ranks(make)
     for group in made.values():
-        leak(group._inner)  # a Gloo group that ends while others still look at it may hang
+        abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
     return [made[rank] for rank in range(SIZE)]
 
 
@@ -77,10 +77,10 @@ def test_the_bits_are_torchs(groups: list[RecoverableGroup], dtype: torch.dtype,
         given = (torch.randn(6, 500, generator=torch.Generator().manual_seed(rank)) * 9).to(dtype)
         before, ours, theirs = given.clone(), torch.empty(2, 500, dtype=dtype), torch.empty(2, 500, dtype=dtype)
         work = getattr(group, name_of(group))(ours, given, options(op))
-        in_sight = type(work._inner) is PartOfSum
+        reduce_scatter_via_all_reduce = type(work._inner) is ReduceScatterWork
         work.wait()
         getattr(dist.ProcessGroup, name_of(group))(group._inner, theirs, given, options(op)).wait()
-        return in_sight, torch.equal(ours, theirs), torch.equal(given, before)
+        return reduce_scatter_via_all_reduce, torch.equal(ours, theirs), torch.equal(given, before)
 
     assert as_ranks(work) == [(True, True, True)] * SIZE
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from axon_nb.engine.self_test.catalog import CHECKS, is_out_of_time
-from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.catalog import CHECKS, is_timeout
+from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.records.compatibility import TESTED, install_command
 
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
@@ -140,11 +140,11 @@ def test_a_lock_that_was_removed_while_one_waited_for_it_is_made_again(tmp_path:
     over = threading.Event()
 
     def wait() -> None:
-        with held(path, wait_s=60.0) as alone:
+        with hold_lock(path, timeout_s=60.0) as alone:
             got.append(alone)
             over.wait()
 
-    with held(path, wait_s=0.0) as first:
+    with hold_lock(path, timeout_s=0.0) as first:
         assert first
         waiting = threading.Thread(target=wait)
         waiting.start()
@@ -160,7 +160,7 @@ def test_a_lock_that_was_removed_while_one_waited_for_it_is_made_again(tmp_path:
         while not got:
             time.sleep(0.01)
         assert got == [True]
-        with held(path, wait_s=0.0) as other:
+        with hold_lock(path, timeout_s=0.0) as other:
             assert not other, "the file that is at the path is locked"
     finally:
         over.set()
@@ -192,8 +192,8 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("reason", "late"),
     [
-        ("not done after 30 s on rank [0]", True),
-        ("TimeoutError: rank 0 left no note 'groups' in 20 s", True),
+        ("timed out after 30 s on rank 0", True),
+        ("TimeoutError: rank 0 wrote no note 'groups' within 20 s", True),
         ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete", True),
         ("DistStoreError: wait timeout after 20000ms, keys: /epoch1/0/1", True),
         ("RuntimeError: Gloo connectFullMesh failed with Connection closed by peer", False),
@@ -201,7 +201,7 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
     ],
 )
 def test_a_check_that_took_too_long_says_nothing_of_the_versions(reason: str, late: bool) -> None:
-    assert is_out_of_time(reason) is late
+    assert is_timeout(reason) is late
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.engine.groups.size_check import Table, cell_begins
+from axon_nb.engine.groups.size_check import SizeTable, start_cell
 from axon_nb.errors import UsageError
 
 COUNT = 20_000
@@ -19,10 +19,10 @@ RANK = """
 import mmap, os, sys, time
 from pathlib import Path
 import torch
-from axon_nb.engine.groups.size_check import Table, cell_begins
+from axon_nb.engine.groups.size_check import SizeTable, start_cell
 folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-table = Table(folder, name="0", epoch=1, rank=rank, size=2)
-cell_begins("1")
+table = SizeTable(folder, name="0", epoch=1, rank=rank, size=2)
+start_cell("1")
 with (folder / "done").open("r+b") as file:
     done = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
 print("here", flush=True)
@@ -37,9 +37,9 @@ for number in range(1, count):
         os.sched_yield()
     brought = [tensors[number % 11]]
     if kind == "pairs":
-        table.compare_pair("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
+        table.check_point_to_point("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
     else:
-        table.compare("allreduce", (brought,), number, lambda: [0, 1])
+        table.check_collective("allreduce", (brought,), number, lambda: [0, 1])
     done[rank] = number
 """
 
@@ -97,25 +97,27 @@ class Interleaved:
 @pytest.mark.parametrize("ahead", [1, 8, 9])
 def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path, kind: str, ahead: int) -> None:
     tensors = [torch.empty(size) for size in range(1, 40)]
-    cell_begins("3")
+    start_cell("3")
 
-    def call(table: Table, rank: int, number: int) -> None:
+    def call(table: SizeTable, rank: int, number: int) -> None:
         brought = [tensors[number % len(tensors)]]
         if kind == "pairs":
-            table.compare_pair("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
+            table.check_point_to_point("send" if rank == 0 else "recv", (brought, 1 - rank, 0), lambda: [0, 1])
         else:
-            table.compare("allreduce", (brought,), number, lambda: [0, 1])
+            table.check_collective("allreduce", (brought,), number, lambda: [0, 1])
 
     for writer in range(2):
         interrupted_at = accesses = 0
         while interrupted_at <= accesses:
             folder = tmp_path / f"{writer}-{interrupted_at}"
             folder.mkdir()
-            tables = [Table(folder, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+            tables = [SizeTable(folder, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
             for number in range(1, 4):
                 call(tables[writer], writer, number)
 
-            def come(access: int, tables: list[Table] = tables, at: int = interrupted_at, rank: int = writer) -> None:
+            def come(
+                access: int, tables: list[SizeTable] = tables, at: int = interrupted_at, rank: int = writer
+            ) -> None:
                 if access == at:
                     for number in range(1, 4 + ahead):
                         call(tables[1 - rank], 1 - rank, number)
@@ -128,12 +130,12 @@ def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path,
 
 
 def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
-    tables = [Table(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
-    cell_begins("2")
+    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    start_cell("2")
     small, large = torch.empty(2), torch.empty(3)
-    tables[0].compare("allreduce", ([small],), 1, lambda: [4, 5])
-    with pytest.raises(UsageError, match="rank 5 brings 3 float32, rank 4 2 float32"):
-        tables[1].compare("allreduce", ([large],), 1, lambda: [4, 5])
-    tables[1].compare_pair("recv", ([small], 0, 7), lambda: [4, 5])
-    with pytest.raises(UsageError, match="rank 4 sends 12 bytes, and rank 5 receives into 8 bytes"):
-        tables[0].compare_pair("send", ([large], 1, 7), lambda: [4, 5])
+    tables[0].check_collective("allreduce", ([small],), 1, lambda: [4, 5])
+    with pytest.raises(UsageError, match="rank 5 passed 3 float32, rank 4 passed 2 float32"):
+        tables[1].check_collective("allreduce", ([large],), 1, lambda: [4, 5])
+    tables[1].check_point_to_point("recv", ([small], 0, 7), lambda: [4, 5])
+    with pytest.raises(UsageError, match="rank 4 sends 12 bytes, but rank 5 receives into 8 bytes"):
+        tables[0].check_point_to_point("send", ([large], 1, 7), lambda: [4, 5])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from axon_nb.engine.groups import native, nccl, recovery
-from axon_nb.engine.groups.abort import ABORT, Aborted, GroupBroken, raise_if_aborted
+from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, raise_if_aborted
 from axon_nb.engine.groups.install import groups_state
-from axon_nb.engine.groups.native import Kind, NativeGroups, connect_in_helper, meet
+from axon_nb.engine.groups.native import BackendKind, NativeGroups, connect_in_helper, wait_for_peers
 from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
 from tests.kernel.processes import until
 
@@ -54,12 +54,12 @@ def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float],
     if rank == 0:
         work = dist.all_reduce(tensor, group=own, async_op=True)  # rank 1 never comes
         wait_for_threads()
-        threading.Timer(0.2, lambda: groups.abort(limit_s=60)).start()
+        threading.Timer(0.2, lambda: groups.abort(timeout_s=60)).start()
         try:
             work.wait()
         except RuntimeError as raised:
             error = str(raised)
-    groups.reform(1)
+    groups.rebuild(1)
     assert (own.group_name, own.group_desc) == (name, desc)
     tensor = torch.full((2,), rank + 1.0)
     dist.all_reduce(tensor, group=own)
@@ -81,7 +81,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     dist.new_group([0, 1], group_desc="mine")
     groups_state.installed = True
     groups = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
-    registry = recovery.registry()
+    registry = recovery.list_groups()
     if rank == 1:  # from here on another process is rank 1
         folder = str(Path(store.path).parent)
         code = "import sys; from tests.engine.swap_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"
@@ -90,7 +90,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
         assert done.returncode == 0, done.stderr
         answer = done.stdout
         store.set("newcomer", answer)
-        groups.reform(8)  # for the barrier at the end of the test's processes
+        groups.rebuild(8)  # for the barrier at the end of the test's processes
         return registry, ast.literal_eval(answer)
     store.wait(["the newcomer is up"])
     done = recovery.recover(7, replaced=True)
@@ -98,7 +98,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     store.wait(["newcomer"])
     for group in groups.all()[2:]:  # those that the other process never had
         dist.destroy_process_group(group)
-    groups.reform(8)
+    groups.rebuild(8)
     return registry, found, done["groups"]
 
 
@@ -146,18 +146,18 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
         asked.append(backend)
         never.wait()
 
-    kind = Kind(
+    kind = BackendKind(
         owns=lambda backend: isinstance(backend, ProcessGroupGloo),
         connect=lambda *args: None,
         abort=stuck,
-        connect_limit_s=0.1,
+        connect_timeout_s=0.1,
     )
     groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT)
     dist.new_group([0])
-    assert sorted(groups.abort(limit_s=0.1)) == sorted(group.group_name for group in groups.all())
+    assert sorted(groups.abort(timeout_s=0.1)) == sorted(group.group_name for group in groups.all())
     assert until(lambda: len(asked) == 2)
     # Each backend is aborted once, however often it is asked for.
-    assert groups.abort(limit_s=0.1) == []
+    assert groups.abort(timeout_s=0.1) == []
     assert len(asked) == 2
     never.set()
 
@@ -167,18 +167,18 @@ def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
     for left in range(native.MAX_SWAPS, 0, -1):
-        assert native.swaps_left(group) == left
+        assert native.remaining_swaps(group) == left
         native.swap_backend(group, backend, CPU)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    with pytest.raises(GroupBroken, match=r"formed anew 249 times.*%distributed restart"):
+    with pytest.raises(BrokenGroupError, match=r"rebuilt 249 times.*%distributed restart"):
         native.swap_backend(group, backend, CPU)
 
 
 def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
     threading.Timer(0.2, ABORT.set).start()
-    with pytest.raises(Aborted):
-        meet(alone, 0, 2, give_up=raise_if_aborted, limit_s=60)
+    with pytest.raises(AbortedError):
+        wait_for_peers(alone, 0, 2, raise_if_cancelled=raise_if_aborted, timeout_s=60)
     ABORT.clear()
 
     go_on, disposed = threading.Event(), threading.Event()
@@ -188,25 +188,27 @@ def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
         go_on.wait()
         return "backend"
 
-    with pytest.raises(Aborted):
-        connect_in_helper(build, give_up=raise_if_aborted, limit_s=60, dispose=lambda backend: disposed.set())
+    with pytest.raises(AbortedError):
+        connect_in_helper(
+            build, raise_if_cancelled=raise_if_aborted, timeout_s=60, dispose=lambda backend: disposed.set()
+        )
     go_on.set()
     assert disposed.wait(60)  # what comes too late is not kept
 
 
 def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"group ranks \[1, 2\] did not come within 0.1 s"):
-        meet(alone, 0, 3, give_up=lambda: None, limit_s=0.1)
+    with pytest.raises(RuntimeError, match=r"group ranks 1-2 did not arrive within 0.1 s"):
+        wait_for_peers(alone, 0, 3, raise_if_cancelled=lambda: None, timeout_s=0.1)
     stop = threading.Event()
-    with pytest.raises(RuntimeError, match=r"connecting took longer than 0.1 s"):
-        connect_in_helper(stop.wait, give_up=lambda: None, limit_s=0.1, dispose=lambda backend: None)
+    with pytest.raises(RuntimeError, match=r"connecting timed out after 0.1 s"):
+        connect_in_helper(stop.wait, raise_if_cancelled=lambda: None, timeout_s=0.1, dispose=lambda backend: None)
     stop.set()
     with pytest.raises(ZeroDivisionError):
-        connect_in_helper(lambda: 1 // 0, give_up=lambda: None, limit_s=60, dispose=lambda backend: None)
+        connect_in_helper(lambda: 1 // 0, raise_if_cancelled=lambda: None, timeout_s=60, dispose=lambda backend: None)
 
 
 def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
     begun = time.monotonic()
     threading.Timer(0.2, lambda: alone.set("here1", "1")).start()
-    meet(alone, 0, 2, give_up=lambda: None, limit_s=60)
+    wait_for_peers(alone, 0, 2, raise_if_cancelled=lambda: None, timeout_s=60)
     assert time.monotonic() - begun >= 0.1

@@ -227,12 +227,12 @@ def sums() -> list[float]:
 def after(start: int) -> dict[str, object]:
     """What the fault has left: where each object is, whether it steps on as ever, what this rank holds."""
     from axon_nb.engine.groups import activity
-    from axon_nb.engine.groups.gloo import leaked
+    from axon_nb.engine.groups.gloo import abandoned_count
     from axon_nb.engine.groups.install import all_groups, groups_state
 
     plan.clear()
     inside, training[1] = training[1], ""
-    pending = [call.name for call in activity.pending()]
+    pending = [call.name for call in activity.pending_calls()]
     found = {name: place(name) for name in NAMES}
     answers = sums()
     again = {}
@@ -249,6 +249,6 @@ def after(start: int) -> dict[str, object]:
         "pending": pending, "found": found, "inside": inside,
         "sums": answers, "again": again, "epoch": groups_state.epoch,
         "threads": len(os.listdir("/proc/self/task")), "python_threads": threading.active_count(),
-        "fds": len(os.listdir("/proc/self/fd")), "rss": rss, "leaked": leaked(), "groups": len(all_groups()),
+        "fds": len(os.listdir("/proc/self/fd")), "rss": rss, "leaked": abandoned_count(), "groups": len(all_groups()),
         "pid": os.getpid(),
     }  # fmt: skip

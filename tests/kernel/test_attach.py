@@ -236,10 +236,10 @@ def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: Make
 HALF_WAY = {
     "an abort": "for rank in (0, 1): cluster.client.request(rank, 'axon_abort').result()",
     "an abort on one rank": "cluster.client.request(0, 'axon_abort').result()",
-    "a forming on one rank": (
+    "a rebuild on one rank": (
         "import time\nfrom axon_nb.cluster.rpc import requests as remote\n"
         "remote.call(cluster.client, 1, 'axon_nb.engine.groups.recovery:recover', epoch=int(time.time()) + 9)\n"
-        "while not cluster.client.request(1, 'axon_cells').result()['content']['forming']: pass"
+        "while not cluster.client.request(1, 'axon_cells').result()['content']['rebuilding']: pass"
     ),
 }
 

@@ -207,7 +207,7 @@ def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
     assert kernel.value("t_dict['w'].shape == (6, 4), t_dict['step'], t_dict['copy'].tolist()") == (True, 3, [1.0, 1.0])
     assert kernel.value("torch.equal(t_gathered, t_full3)") is True
     reply = kernel.run("%pull t_split")
-    assert "Rank 0 cannot give 't_split': a module or optimizer that is split over ranks stays there" in reply.traceback
+    assert "Rank 0 cannot give 't_split': a sharded module or optimizer cannot leave its ranks" in reply.traceback
     kernel.ok("%pull t_split.state_dict() --ranks 0 --as t_state")
     assert kernel.value("{k: tuple(v.shape) for k, v in t_state.items()}") == {"weight": (4, 4), "bias": (4,)}
 

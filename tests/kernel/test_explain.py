@@ -157,11 +157,11 @@ def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
 
 
 REFUSED = {
-    "all_reduce": ("0,2", "dist.all_reduce(torch.ones(1))", "all_reduce at line 2, on the group of ranks 0-3"),
-    "barrier": ("0", "dist.barrier()", "barrier at line 2, on the group of ranks 0-3, in a cell of rank 0"),
+    "all_reduce": ("0,2", "dist.all_reduce(torch.ones(1))", "all_reduce at line 2 on the group of ranks 0-3"),
+    "barrier": ("0", "dist.barrier()", "barrier at line 2 on the group of ranks 0-3 in a cell on rank 0"),
     "objects": ("1,3", "dist.all_gather_object([None] * 4, 1)", "all_gather_object at line 2"),
     "send": ("0", "dist.send(torch.ones(1), 1)", "Run the cell on ranks 0-1."),
-    "recv": ("0", "dist.recv(torch.ones(1), 3)", "recv at line 2, with rank 3, in a cell of rank 0: rank 3 does not"),
+    "recv": ("0", "dist.recv(torch.ones(1), 3)", "recv at line 2 with rank 3 in a cell on rank 0: rank 3 does not"),
     "waited later": ("0", "work = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()", "ranks 1-3 do not run"),
     "full_tensor": ("0", "model[0].weight.full_tensor()", "full_tensor at line 2"),
 }
@@ -241,14 +241,14 @@ SHAPES = {
     "all_reduce": ("dist.all_reduce(torch.ones(100_000 + 1000 * rank))", "100,000 float32"),
     "types": ("dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))", "4 float64"),
     "broadcast": ("dist.broadcast(torch.ones(14 - rank), 0)", "bytes"),
-    "roots": ("dist.broadcast(torch.ones(4), rank % 2)", "16 bytes and rank 1 as the root"),
+    "roots": ("dist.broadcast(torch.ones(4), rank % 2)", "16 bytes with root rank 1"),
     "all_gather": ("dist.all_gather([torch.ones(4 + rank) for _ in range(4)], torch.ones(4 + rank))", "bytes"),
     "reduce_scatter": ("dist.reduce_scatter(torch.ones(4 + rank), [torch.ones(4 + rank)] * 4)", "float32"),
     "all_to_all_single": ("dist.all_to_all_single(torch.ones(4 + 4 * rank), torch.ones(4 + 4 * rank))", "bytes"),
     "gather": ("dist.gather(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "16 bytes"),
     "scatter": ("dist.scatter(torch.ones(4 + rank), [torch.ones(4)] * 4 if rank == 0 else None)", "bytes"),
     "send": ("if rank == 0: dist.send(torch.ones(10), 1)\nif rank == 1: dist.recv(torch.ones(4), 0)",
-             "rank 0 sends 40 bytes, and rank 1 receives into 16 bytes"),
+             "rank 0 sends 40 bytes, but rank 1 receives into 16 bytes"),
 }  # fmt: skip
 
 

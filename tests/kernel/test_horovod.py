@@ -113,7 +113,7 @@ def test_those_that_waited_say_in_which_of_its_calls(horovod: Kernel) -> None:
 def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
     reply = horovod.run("%%rank 0,2\nhvd.allreduce(torch.ones(3))")
     assert (
-        "allreduce at line 2, on the group of ranks 0-3, in a cell of ranks 0,2: ranks 1,3 do not run this cell"
+        "allreduce at line 2 on the group of ranks 0-3 in a cell on ranks 0,2: ranks 1,3 do not run this cell"
         in reply.traceback
     )
     pair = horovod.ok("%%rank 0,2\nhvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd_pair).item()")

@@ -111,7 +111,7 @@ def test_a_pipeline_of_which_a_stage_is_lost_is_named() -> None:
         code = "from axon_nb.parallel import Pipeline\n"
         code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
         kernel.ok(f"%%distributed\n{code}")
-        told = "`pipe` is a stage of a pipeline"
+        told = "`pipe` is a pipeline stage"
         assert told in kernel.run("%distributed sync pipe").traceback
         kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
         lines = kernel.ok("%distributed repair --from 0").lines()

@@ -217,7 +217,7 @@ def test_a_deadlock_is_explained_and_ended(trained: Kernel, tmp_path: Path, what
 
 def test_the_default_group_in_a_cell_of_some_ranks_is_explained(trained: Kernel) -> None:
     reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()")
-    assert "in a cell of ranks 0,2: ranks 1,3 do not run this cell. Use `group=subgroup`" in reply.traceback
+    assert "in a cell on ranks 0,2: ranks 1,3 do not run this cell. Use `group=subgroup`" in reply.traceback
     assert trained.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-3] 'fine'"]
 
 
@@ -232,11 +232,11 @@ def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: K
     assert "ValueError: bug" in reply.traceback
     assert "[rank 0] 2.0" in trained.ok("%%distributed\nstep()\nprint(groups_work())").lines()
     reply = trained.run("%%distributed\nif rank == 2: dist.all_reduce(torch.ones(1), group=lame)")
-    assert "is not on all of its ranks; make it again with `dist.new_group`" in reply.traceback
+    assert "no longer exists on all of its ranks. Recreate it with `dist.new_group`" in reply.traceback
 
 
 def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
-    """The others connect to it in C++; left alone they would stand between the next forming and the store."""
+    """The others connect to it in C++; left alone they would stand between the next rebuild and the store."""
     for failing in range(4):
         reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])")
         assert "ZeroDivisionError" in reply.traceback
@@ -246,10 +246,10 @@ def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) ->
 def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -> None:
     trained.ok(
         "%%distributed\nfrom axon_nb.engine.groups.install import all_groups\n"
-        "late = [group.poisoner() for group in all_groups()]"
+        "late = [group.connection_closer() for group in all_groups()]"
     )
     assert "bug" in trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()").traceback
-    reply = trained.ok("%%distributed\nfor poison in late: poison()\nstep()\nprint(groups_work())")
+    reply = trained.ok("%%distributed\nfor close in late: close()\nstep()\nprint(groups_work())")
     assert "[rank 0] 2.0" in reply.lines()
 
 

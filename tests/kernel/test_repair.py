@@ -76,7 +76,7 @@ def test_sharded_objects_are_not_copied() -> None:
         lines = kernel.ok("%distributed repair --from 1").lines()
         for name in ("model", "opt", "once", "twice"):
             assert f"Not copied: `{name}` is sharded: each rank holds its own part." in lines
-        assert "Not copied: `grid` is a device mesh: make it anew on all ranks." in lines
+        assert "Not copied: `grid` is a device mesh: recreate it on all ranks." in lines
         assert kernel.ok("%%distributed --ranks 2\nplain.weight.shape").lines() == ["[rank 2] torch.Size([3, 3])"]
         kernel.ok(SHARDED)
 

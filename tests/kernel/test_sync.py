@@ -1,4 +1,4 @@
-"""`%distributed sync`: all ranks get one rank's models and optimizers in place; what is split over ranks is refused."""
+"""`%distributed sync`: all ranks get one rank's models and optimizers in place; sharded objects are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, so
     first, *rest = reply.lines()
     assert first.startswith("All ranks now have `model`, `optimizer`, `scheduler` of rank " + str(source))
     assert rest == [
-        "Not copied: `sharded` is split over ranks: load a checkpoint on all ranks, or build it anew.",
+        "Not copied: `sharded` is sharded over ranks: load a checkpoint on all ranks, or build it anew.",
     ]
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
     trained.ok("%%distributed --out after\neverything().tolist()")
@@ -84,8 +84,8 @@ def test_only_what_was_named_is_copied(trained: Kernel) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("sharded", "`sharded` is split over ranks: load a checkpoint on all ranks"),
-        ("step", "`step` is no module, optimizer or scheduler"),
+        ("sharded", "`sharded` is sharded over ranks: load a checkpoint on all ranks"),
+        ("step", "`step` is not a module, optimizer or scheduler"),
         ("nowhere", "`nowhere` is no variable of ranks 0-1"),
         ("--from 7", "--from 7: ranks are 0 to 1."),
     ],

@@ -134,7 +134,7 @@ def test_only_the_named_variables_and_large_ones() -> None:
         kernel.ok("%%distributed\nbig = torch.arange(40_000_000) + rank\nleft, small = 1, [1, 2]")
         told = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)
         assert "with `big`, `small` (305 MiB)" in told.stdout
-        assert "Not copied: `absent` is no variable of rank 0." in told.lines()
+        assert "Not copied: `absent` does not exist on rank 0." in told.lines()
         after = kernel.ok("%%distributed --ranks 1\nbig[0].item(), big[-1].item(), small, 'left' in globals()")
         assert after.lines() == ["[rank 1] (0, 39999999, [1, 2], False)"]
 

@@ -13,7 +13,7 @@ from axon_nb.cluster.failures.report import RankError
 
 __all__ = ["CellOptions", "LiveView", "Part", "Stepped", "was_ended", "where_ended"]
 
-_ENDED = ("Aborted",)
+_ENDED = ("AbortedError",)
 _ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
 _NCCL_ABORTED = "NCCL communicator was aborted"
 """What torch says of an operation that begins on an aborted communicator."""

@@ -68,7 +68,7 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 _RECOVER = "axon_nb.engine.kernel.optimizer_steps:recover"
-_STAND_DOWN = "axon_nb.engine.groups.recovery:stand_down"
+_STAND_DOWN = "axon_nb.engine.groups.recovery:disable_groups"
 _ATTEMPTS = 3
 _ATTEMPT_S = 10.0
 _PATIENT_ATTEMPT_S = 60.0
@@ -124,7 +124,7 @@ class Recovery:
             if not failed:
                 self._health.broken = ""
                 answers = {rank: future.result() for rank, future in self._futures.items()}
-                self._tell_leaks([answer["leaked"] for answer in answers.values()])
+                self._tell_leaks([answer["abandoned"] for answer in answers.values()])
                 for line in dict.fromkeys(line for answer in answers.values() for line in answer["not_reset"]):
                     print(line, file=sys.stderr)
                 for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):

@@ -55,12 +55,12 @@ def copy_variables(
             groups |= {name: group for name, group in answer.items() if not names or name in names}
         packed = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
         parcel = gather({source: packed}, _COPY_LIMIT_S * 10, connection)[source]
-        content = {key: parcel[key] for key in ("size", "digest", "surroundings")}
+        content = {key: parcel[key] for key in ("size", "digest", "environment")}
         calls = {
-            rank: requests.call(client, rank, f"{_COPIES}:take", source=source, groups=groups, **content)
+            rank: requests.call(client, rank, f"{_COPIES}:receive", source=source, groups=groups, **content)
             for rank in ranks
         }
-        calls[source] = requests.call(client, source, f"{_COPIES}:give", ranks=list(ranks))
+        calls[source] = requests.call(client, source, f"{_COPIES}:send", ranks=list(ranks))
         gather(calls, _COPY_LIMIT_S + parcel["size"] * len(ranks) / _SLOWEST_BYTES_S, connection)
     except StartError as error:
         raise StartError(
@@ -105,7 +105,7 @@ def repair(
     with _uninterrupted():
         reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
         _end(state, [rank for rank in chosen if rank not in state.health.dead])
-        lost = _ask(state.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
+        lost = _ask(state.connection, survivors, f"{_SHARDED}:only_on_ranks", ranks=chosen)
         _replace(state, chosen, survivors)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
@@ -195,7 +195,7 @@ def _leave(connection: Connection, chosen: Sequence[int], survivors: Sequence[in
         future.wait(max(0.0, end - time.monotonic()))
     reason = f"rank {format_ranks(chosen)} could not be replaced; `%distributed repair` tries again"
     for rank in survivors:
-        requests.call(client, rank, f"{_RECOVERY}:stand_down", reason=reason)
+        requests.call(client, rank, f"{_RECOVERY}:disable_groups", reason=reason)
 
 
 @contextlib.contextmanager
@@ -229,7 +229,7 @@ def _ask(connection: Connection, asked: Sequence[int], target: str, /, **argumen
 
 def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
-    for answer in _ask(connection, survivors, f"{_RECOVERY}:registry").values():
+    for answer in _ask(connection, survivors, f"{_RECOVERY}:list_groups").values():
         by_name.update({group["name"]: group for group in answer})
     return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
 

@@ -165,7 +165,7 @@ def _harmed(state: ClusterState, answers: Answers) -> bool:
     """Whether the groups cannot be used as they are: a rank is dead, or an abort or a forming was cut short."""
     if state.backend != "gloo":
         return False
-    halfway = any(answer["aborted"] or answer["forming"] for answer in answers.values())
+    halfway = any(answer["aborted"] or answer["rebuilding"] for answer in answers.values())
     return bool(state.health.dead) or halfway or len({answer["epoch"] for answer in answers.values()}) > 1
 
 
@@ -218,7 +218,7 @@ def _ending(
 
 def _recover(cells: CellManager, answers: Answers) -> None:
     for rank, answer in answers.items():
-        if answer["forming"]:  # it may wait for ranks that were never told to form their groups
+        if answer["rebuilding"]:  # it may wait for ranks that were never told to form their groups
             cells.state.connection.client.request(rank, "axon_abort", again=False)
     recovery = cells.recovery()
     end = time.monotonic() + _RECOVERY_S

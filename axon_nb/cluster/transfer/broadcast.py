@@ -63,19 +63,19 @@ def plan_sync(
         raise UsageError(f"`{name}` {why}: {_INSTEAD}; `%distributed sync` copies what every rank has a whole copy of.")
     possible = [name for name in told[source] if name not in skipped]
     chosen = [
-        name for name in possible if not all(told[rank][name]["within"] in possible for rank in told)
+        name for name in possible if not all(told[rank][name]["contained_in"] in possible for rank in told)
     ]  # the others come with what holds them
     if not chosen:
         more = "".join(f" `{name}` {why}." for name, why in skipped.items())
         raise UsageError(f"Rank {source} has no module, optimizer or scheduler that can be copied.{more}")
-    return chosen, {name: why for name, why in skipped.items() if told[source][name]["within"] not in skipped}
+    return chosen, {name: why for name, why in skipped.items() if told[source][name]["contained_in"] not in skipped}
 
 
 def _why_not(told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, name: str) -> str:
     absent = [rank for rank in told if name not in told[rank]]
     if absent:
         return f"is no variable of rank{'s' if len(absent) > 1 else ''} {format_ranks(absent)}"
-    reasons = [str(told[rank][name]["why_not"]) for rank in told if told[rank][name]["why_not"]]
+    reasons = [str(told[rank][name]["obstacle"]) for rank in told if told[rank][name]["obstacle"]]
     if reasons:
         return reasons[0]
     own = told[source][name]
@@ -95,7 +95,7 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
         )
     told = _ask(cells, f"describe({list(names)!r})")
     chosen, skipped = plan_sync(told, source, names)
-    _ask(cells, f"give_and_take({source}, {chosen!r})")
+    _ask(cells, f"broadcast({source}, {chosen!r})")
     size = sum(told[source][name]["bytes"] for name in chosen if told[source][name]["kind"] == "module")
     return SyncReport(source, tuple(chosen), size, skipped)
 

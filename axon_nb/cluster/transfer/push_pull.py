@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pull", "push"]
 
-_OTHER_RANKS = "OtherRanks"
+_OTHER_RANKS = "OtherRanksNeededError"
 _UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
@@ -49,10 +49,10 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
                 parcel = open_parcels.enter_context(SharedBlock())
                 parcel.write(parts)
                 addresses.update(dict.fromkeys(fitting, parcel.address))
-        unreached = _run(cells, list(addresses), f"take({addresses!r})", what) if addresses else []
+        unreached = _run(cells, list(addresses), f"receive_block({addresses!r})", what) if addresses else []
     far = [rank for rank in variables if rank not in addresses or rank in unreached]
     joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if far else {}
-    _ask_far(cells.state, far, "put", what, lambda rank: {"parts": joined[id(variables[rank])]})
+    _ask_far(cells.state, far, "set_variables", what, lambda rank: {"parts": joined[id(variables[rank])]})
 
 
 def pull(
@@ -82,7 +82,7 @@ def pull(
         while True:
             parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
             addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
-            call = f"give({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
+            call = f"send_value({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
             try:
                 unreached = _run(cells, running, call, f"give {expression!r}")
             except _NeedsRanks as more:
@@ -92,7 +92,7 @@ def pull(
                 break
             near = [rank for rank in near if rank not in unreached]
         far = [rank for rank in ranks if rank not in parcels]
-        came = _ask_far(cells.state, far, "take_offer", f"give {expression!r}", lambda rank: {})
+        came = _ask_far(cells.state, far, "take_pending_value", f"give {expression!r}", lambda rank: {})
         sources: dict[int, SharedBlock | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
         sources |= {rank: data for rank, data in came.items() if data}
         # What was put together has one giver; the entry of each rank is a copy of its own all the same.
@@ -156,7 +156,7 @@ def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list
     Returns:
         The ranks that cannot open the parcel.
     """
-    code = f"__import__({RANK_SIDE!r}, fromlist=['take']).{call}"
+    code = f"__import__({RANK_SIDE!r}, fromlist=['receive_block']).{call}"
     result = cells.run(code, ranks=ranks, quiet=True, check=False, values=False)
     errors = {rank: error for rank, error in result.errors.items() if error.ename != _UNREACHABLE}
     if not errors:

@@ -1,7 +1,7 @@
-"""The process groups of a rank: formed, owned and told apart here alone."""
+"""The process groups of a rank; the only place that creates, owns and distinguishes them."""
 
 from __future__ import annotations
 
-from axon_nb.engine.groups.install import form_default_group
+from axon_nb.engine.groups.install import init_default_group
 
-__all__ = ["form_default_group"]
+__all__ = ["init_default_group"]

@@ -1,10 +1,10 @@
-"""The abort flag of this rank: while it is set no wait lasts and no communication begins.
+"""The abort flag of this rank: while it is set, waits end and no communication starts.
 
-Helper threads for waits that only C++ can do; reused, and left behind when stuck.
+Helper threads for waits that block in C++; they are reused, and abandoned when stuck.
 
-Whether an optimizer's step is on a stack. Private hook into torch: the wrapper that every `step` runs in.
+Whether a stack contains an optimizer step. Private hook into torch: the wrapper that every `step` runs in.
 
-Where it is missing no step is ever found: an interrupt may then tear one.
+Without the hook no step is ever found, so an interrupt may leave one half done.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from types import CodeType, FrameType
 
 __all__ = [
     "ABORT",
-    "Aborted",
-    "GroupBroken",
-    "count_as_step",
-    "is_to_stop",
+    "AbortedError",
+    "BrokenGroupError",
+    "disable_groups",
     "missing_step_hooks",
     "raise_at_cut",
     "raise_if_aborted",
+    "register_step_code",
     "run_in_helper",
-    "stand_down",
     "step_depth",
     "stop_at",
+    "stop_requested",
 ]
 
 _other_steps: dict[int, CodeType] = {}
-"""By identity: to hash code is to hash all of it, for every frame that is looked at."""
+"""Keyed by identity: hashing a code object hashes all of it, and every frame on the stack is looked up."""
 
 
 @functools.cache
@@ -45,17 +45,17 @@ def _wrapper_code() -> CodeType | None:
 
 
 def missing_step_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Return the names of the hooks that this torch lacks."""
     return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
 
 
-def count_as_step(code: CodeType) -> None:
-    """What runs under this code is a step, too: of an optimizer that is none of torch's."""
+def register_step_code(code: CodeType) -> None:
+    """Treat code that runs under `code` as an optimizer step, for optimizers that do not derive from torch's."""
     _other_steps[id(code)] = code
 
 
 def step_depth(frame: FrameType | None) -> int:
-    """How many steps are on this stack: 2 in an optimizer that steps another, such as ZeroRedundancyOptimizer."""
+    """Count the steps on this stack: 2 in an optimizer that steps another, such as ZeroRedundancyOptimizer."""
     depth, step = 0, _wrapper_code()
     while frame is not None:
         depth += frame.f_code is step or id(frame.f_code) in _other_steps
@@ -64,72 +64,72 @@ def step_depth(frame: FrameType | None) -> int:
 
 
 ABORT = threading.Event()
-"""Set by the control thread, cleared when the groups are formed anew."""
+"""Set by the control thread, cleared when the groups are rebuilt."""
 
 _broken: list[str] = []
 _stop_at: list[tuple[str, int]] = []
 
 
-class Aborted(RuntimeError):
-    """The cell was ended while this rank was in, or came to, a communication call."""
+class AbortedError(RuntimeError):
+    """The cell was aborted while this rank was in a communication call, or before it started one."""
 
 
-class GroupBroken(Aborted):
-    """Communication is not possible, and will not be before a rank is replaced."""
+class BrokenGroupError(AbortedError):
+    """Communication is not possible until a rank is replaced."""
 
 
-def stand_down(reason: str) -> None:
-    """The groups cannot be formed anew: cells may run, communication is refused with `reason`; empty: it is not."""
+def disable_groups(reason: str) -> None:
+    """Refuse communication, because the groups cannot be rebuilt; cells still run. An empty reason allows it again."""
     _broken[:] = [reason] if reason else []
     ABORT.clear()
 
 
 def stop_at(sequence: int | None, *, group: str = "") -> None:
-    """Stop before the collective after number `sequence` of `group` (empty: of all together); None: do not stop."""
+    """Stop before the collective after number `sequence` of `group` (empty: of all groups); None cancels the stop."""
     _stop_at[:] = [] if sequence is None else [(group, sequence)]
 
 
-def is_to_stop() -> bool:
-    """Whether a collective is to be found before which the cell stops."""
+def stop_requested() -> bool:
+    """Whether the cell is to stop before one of the next collectives."""
     return bool(_stop_at)
 
 
 def raise_at_cut(sequence: int, total: int, *, group: str, name: str) -> None:
-    """Raise before a collective when the cell is to stop there; a step of an optimizer is made to its end first.
+    """Raise if the cell is to stop before this collective; an optimizer step in progress finishes first.
 
     Args:
-        sequence: The collective's number in `group`, in this cell.
-        total: Its number among those of all groups.
-        group: Its group.
-        name: What it is.
+        sequence: Number of the collective in `group`, in this cell.
+        total: Its number among the collectives of all groups.
+        group: Name of its group.
+        name: The operation.
 
     Raises:
-        KeyboardInterrupt: it is; every rank gets it before the same collective.
+        KeyboardInterrupt: the cell stops here; every rank raises it before the same collective.
     """
     if not _stop_at or _stop_at[0][0] not in ("", group):
         return
     number = sequence if _stop_at[0][0] else total
     if number > _stop_at[0][1] and not step_depth(sys._getframe(1)):
-        raise KeyboardInterrupt(f"stopped before {name}, as all ranks")
+        raise KeyboardInterrupt(f"stopped before {name}, like all ranks")
 
 
 def raise_if_aborted(where: str = "") -> None:
-    """Raise when communication may not begin.
+    """Raise if communication must not start.
 
     Raises:
-        Aborted: the cell is being ended, or the groups are broken.
+        AbortedError: the cell is being aborted, or the groups are disabled.
     """
     if ABORT.is_set():
-        raise Aborted(f"aborted{' before ' + where if where else ''}")
+        raise AbortedError(f"aborted{' before ' + where if where else ''}")
     if _broken:
-        raise GroupBroken(f"{where or 'communication'} is not possible: {_broken[0]}.")
+        raise BrokenGroupError(f"{where or 'communication'} failed: {_broken[0]}.")
 
 
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
 def run_in_helper(work: Callable[[], None]) -> None:
-    """Run `work` in a daemon thread; the thread waits for more when it is done."""
+    """Run `work` in a daemon thread, which is reused when it is done."""
     try:
         jobs = _idle.pop()
     except IndexError:

@@ -1,12 +1,12 @@
-"""What this rank does in its groups right now: read by the sampler, the status and the recovery.
+"""What this rank is doing in its groups right now; read by the sampler, the status and the recovery.
 
-Communication with ranks that do not run the cell: refused before it begins, when it can be known to be in vain.
+Refuses communication with ranks that do not run the cell, if it is certain that it could never complete.
 
-It can be known when the notebook says that the cell is alone: it was sent in blocking form, so that none is sent
-beside it, no other cell runs, and no rank outside has an open call or a thread of the user's that might communicate.
-Everything else (cells in the background that meet, threads that serve) is left to the deadlock watch, which sees both
-sides. A call that is begun without waiting for it is legitimate, too: a later cell may bring the other side; it is
-refused when this cell waits for it.
+This is certain if the notebook says that the cell is exclusive: it was sent in blocking form, so that none follows, no
+other cell runs, and no rank outside has a pending call or a user thread that might communicate. All else (background
+cells that communicate with each other, threads that serve) is left to the deadlock watch, which sees both sides.
+Starting a call without waiting for it is legitimate: a later cell may start the other side. Such a call is refused when
+this cell waits for it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ import torch.distributed as dist
 
 from axon_nb.engine.collective_names import call_in_words, public_call
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "Call",
-    "begin",
-    "begin_cell",
-    "collectives",
+    "clear",
+    "clear_exclusive_ranks",
     "current_wait",
-    "end",
-    "enter",
-    "forget_all",
-    "is_alone",
-    "leave",
-    "pending",
-    "refusal",
-    "started",
+    "finish_call",
+    "is_exclusive",
+    "num_calls",
+    "num_collectives",
+    "pending_calls",
+    "refusal_reason",
+    "reset_collectives",
+    "set_exclusive_ranks",
+    "start_call",
 ]
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One communication call that has begun and not ended."""
+    """A communication call in progress."""
 
     name: str
     """The operation, such as ``allreduce``."""
     group: str
     """Name of the process group."""
     sequence: int
-    """How many collectives this rank has begun in the group, this one included; 0 for send and recv."""
+    """Number of collectives started by this rank in the group, including this one; 0 for send and recv."""
     peer: int
-    """Group rank of the other side for send and recv, -1 otherwise."""
+    """Group rank of the peer for send and recv, -1 otherwise."""
     bytes: int
     """Payload on this rank."""
     started_ns: int
     number: int
-    """Running number of communication calls on this rank."""
-    waited_by: int = 0
-    """Identifier of the thread that waits for it, 0 while none does."""
-    waited_ns: int = 0
-    """Since when it is waited for, on the clock of `started_ns`; 0: not, or nobody watches."""
+    """Sequence number of communication calls on this rank."""
+    waiting_thread: int = 0
+    """Identifier of the thread that waits for it; 0 if none does."""
+    wait_started_ns: int = 0
+    """When the wait started, on the clock of `started_ns`; 0 if nothing waits, or nobody watches."""
     refusal: str = ""
-    """Why waiting for it is in vain; empty when it is not."""
+    """Why waiting for it would never end; empty if it may end."""
 
 
 _numbers = itertools.count(1)
@@ -72,14 +72,14 @@ _started = 0
 _collectives = 0
 
 
-def begin_cell() -> None:
-    """A cell begins: its collectives are counted from here."""
+def reset_collectives() -> None:
+    """Count collectives from zero: a cell starts."""
     global _collectives
     _collectives = 0
 
 
-def begin(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
-    """A call begins; see `Call`."""
+def start_call(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
+    """Record that a call starts; for the arguments see `Call`."""
     global _started, _collectives
     _collectives += sequence > 0
     call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))
@@ -88,72 +88,72 @@ def begin(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
     return call
 
 
-def end(call: Call) -> None:
-    """A call has ended."""
+def finish_call(call: Call) -> None:
+    """Record that a call finished."""
     _open.pop(call.number, None)
 
 
-def started() -> int:
-    """How many calls have begun since the rank joined."""
+def num_calls() -> int:
+    """Return the number of calls started since the rank joined."""
     return _started
 
 
-def collectives() -> int:
-    """How many collectives of any group the cell has begun."""
+def num_collectives() -> int:
+    """Return the number of collectives, in any group, that the cell has started."""
     return _collectives
 
 
-def pending() -> list[Call]:
-    """The calls that have begun and not ended, oldest first."""
-    calls = list(_open.values())  # copied first: other threads begin and end calls
+def pending_calls() -> list[Call]:
+    """Return the calls in progress, oldest first."""
+    calls = list(_open.values())  # copied first: other threads start and finish calls
     return sorted(calls, key=lambda call: call.number)
 
 
 def current_wait(thread: int) -> Call | None:
-    """The call that `thread` waits for."""
-    return next((call for call in pending() if call.waited_by == thread), None)
+    """Return the call that `thread` waits for."""
+    return next((call for call in pending_calls() if call.waiting_thread == thread), None)
 
 
-def forget_all() -> None:
-    """The groups are formed anew: nothing is under way."""
+def clear() -> None:
+    """Forget all calls: the groups are rebuilt."""
     _open.clear()
 
 
-_alone: list[frozenset[int]] = []
+_exclusive: list[frozenset[int]] = []
 
 
-def enter(ranks: Sequence[int] | None) -> None:
-    """A cell begins; `ranks`: those that run it, when no others can take part; None: others can, or all run it."""
-    _alone[:] = [] if ranks is None else [frozenset(ranks)]
+def set_exclusive_ranks(ranks: Sequence[int] | None) -> None:
+    """Start a cell on these ranks, if no others can take part; None: others may, or all ranks run the cell."""
+    _exclusive[:] = [] if ranks is None else [frozenset(ranks)]
 
 
-def leave() -> None:
-    """The cell is over; what it has begun may be waited for in the next."""
-    if _alone:
-        _alone.clear()
-        for call in pending():
+def clear_exclusive_ranks() -> None:
+    """Finish the cell; calls that it started may be waited for in the next one."""
+    if _exclusive:
+        _exclusive.clear()
+        for call in pending_calls():
             call.refusal = ""
 
 
-def is_alone() -> bool:
-    """Whether communication with ranks outside the cell is in vain."""
-    return bool(_alone)
+def is_exclusive() -> bool:
+    """Whether communication with ranks outside the cell can never complete."""
+    return bool(_exclusive)
 
 
-def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
-    """Why an operation cannot end; empty when it can, or when that is not known.
+def refusal_reason(group: dist.ProcessGroup, name: str, peer: int) -> str:
+    """Explain why an operation cannot complete; empty if it can, or if that is not known.
 
     Args:
-        group: The group.
+        group: The process group.
         name: The operation, such as ``allreduce``.
-        peer: Group rank of the other side of a send or recv; -1: any, or none.
+        peer: Group rank of the peer of a send or recv; -1: any, or none.
 
     Raises:
-        UsageError: it cannot end, and the caller would wait for it at once.
+        UsageError: it cannot complete, and the caller would wait for it at once.
     """
-    if not _alone or threading.current_thread() is not threading.main_thread():
+    if not _exclusive or threading.current_thread() is not threading.main_thread():
         return ""
-    cell = _alone[0]
+    cell = _exclusive[0]
     members = dist.get_process_group_ranks(group)
     if name in ("recv", "send"):
         needed = {members[peer]}
@@ -169,17 +169,12 @@ def refusal(group: dist.ProcessGroup, name: str, peer: int) -> str:
     return text
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
-
-
 def _sentence(what: str, members: Sequence[int], cell: frozenset[int], outside: set[int], *, one_to_one: bool) -> str:
-    where = f"with {_named(sorted(outside))}" if one_to_one else f"on the group of {_named(sorted(members))}"
+    where = f"with {name_ranks(outside)}" if one_to_one else f"on the group of {name_ranks(members)}"
     verb = "does" if len(outside) == 1 else "do"
     fix = "Run the cell on all ranks"
     if one_to_one:
-        fix = f"Run the cell on {_named(sorted(cell | outside))}"
+        fix = f"Run the cell on {name_ranks(cell | outside)}"
     elif len(cell) > 1:
         fix = "Use `group=subgroup`, the group of this cell's ranks, or run the cell on all ranks"
-    absent = f"{_named(sorted(outside))} {verb} not run this cell"
-    return f"{what}, {where}, in a cell of {_named(sorted(cell))}: {absent}. {fix}."
+    return f"{what} {where} in a cell on {name_ranks(cell)}: {name_ranks(outside)} {verb} not run this cell. {fix}."

@@ -1,14 +1,14 @@
-"""Who is in which collective, from torch's flight recorder: for groups whose operations run no Python.
+"""Reads torch's flight recorder: which rank is in which collective, for groups whose operations run no Python.
 
-A private hook: `_dump_nccl_trace_json`, in builds with NCCL, and `_dump_fr_trace_json` for Gloo write the same format,
-which `parse` reads; without it nobody looks for deadlocks on NCCL.
+Private hooks: `_dump_nccl_trace_json`, in builds with NCCL, and `_dump_fr_trace_json` for Gloo write the same format,
+which `parse` reads. Without them deadlocks on NCCL are not detected.
 
-What this rank waits in, where its groups are torch's own: the recorder's operations, and what the stack proves.
+What this rank waits for in torch's own groups follows from the recorder's operations and from the stack.
 
-On NCCL a collective is only put into the GPU's queue, and the thread stops later, where it needs a value. Which of the
-queued operations that value depends on cannot be seen from outside: an `irecv` for the next step may wait for long and
-nobody for it. So a wait counts in two places only: `torch.cuda.synchronize`, which needs all of them, and a blocking
-function of torch.distributed, such as `barrier`, which needs the one begun last.
+On NCCL a collective is only queued on the GPU; the thread stops later, when it needs a value. Which of the queued
+operations that value depends on cannot be seen from outside: an `irecv` for the next step may stay pending for long
+while nothing waits for it. So a wait counts in two places only: `torch.cuda.synchronize`, which needs all of them, and
+a blocking function of torch.distributed, such as `barrier`, which needs the one started last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
 
-__all__ = ["Flight", "dump", "native_waits", "parse", "synchronizes"]
+__all__ = ["Recording", "dump", "is_synchronizing", "native_waits", "parse"]
 
 _BYTES = {
     "Bool": 1,
@@ -51,28 +51,28 @@ _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """What the recorder says of some groups."""
+class Recording:
+    """What the recorder holds on some groups."""
 
     pending: tuple[dict[str, Any], ...]
-    """The operations that have not ended, oldest first; the fields of `records.waits.PendingCall`."""
+    """Operations in progress, oldest first; the fields of `records.waits.PendingCall`."""
     counts: Mapping[str, int]
-    """Collectives begun, by group, as far back as the recorder reaches."""
+    """Number of collectives started, by group, as far back as the recorder reaches."""
 
 
-def dump(kind: str = "nccl") -> bytes:
-    """The recorder's content as JSON; empty when this torch has none for `kind`, ``nccl`` or ``fr`` (Gloo)."""
-    hook = getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None)
+def dump(recorder: str = "nccl") -> bytes:
+    """Return the recorder's content as JSON; empty if this torch has no such recorder, ``nccl`` or ``fr`` (Gloo)."""
+    hook = getattr(_distributed_c10d, f"_dump_{recorder}_trace_json", None)
     return b"" if hook is None else bytes(hook(True, False))
 
 
-def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Flight:
-    """Read a dump.
+def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int = 0) -> Recording:
+    """Parse a dump.
 
     Args:
         content: What `dump` returned.
-        groups: Global ranks by group name, in the order of group ranks; others are left out.
-        since_ns: Operations begun before, in nanoseconds since 1970, are of backends that are no more.
+        groups: Global ranks by group name, in the order of group ranks; other groups are left out.
+        since_ns: Time in nanoseconds since 1970; operations started before belong to replaced backends.
     """
     now = time.time_ns()
     pending: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int 
         if entry["retired"] or entry["state"] == "completed":
             continue
         pending.append(_call(entry, group, groups[group], now))
-    return Flight(tuple(sorted(pending, key=lambda call: call["number"])), counts)
+    return Recording(tuple(sorted(pending, key=lambda call: call["number"])), counts)
 
 
 def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> 
 
 
 def _payload(entry: dict[str, Any]) -> int:
-    kinds = entry["input_dtypes"]
-    return sum(prod(size) * _BYTES.get(kind, 0) for size, kind in zip(entry["input_sizes"], kinds, strict=False))
+    dtypes = entry["input_dtypes"]
+    return sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in zip(entry["input_sizes"], dtypes, strict=False))
 
 
 _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
@@ -116,28 +116,28 @@ _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
 def native_waits(
     native: NativeGroups, pending: list[dict[str, Any]], counts: dict[str, int], *, recorder: str = "nccl"
 ) -> dict[str, Any]:
-    """The answer to ``axon_waits``: calls that have begun and not ended, collectives begun by group.
+    """Return the reply to ``axon_waits``: calls in progress, and the number of collectives started by group.
 
-    It holds ``call`` too while the main thread is in `torch.cuda.synchronize` and an operation is under way.
+    While the main thread is in `torch.cuda.synchronize` and an operation is in progress, the reply has ``call``, too.
 
     Args:
         native: The groups.
-        pending: Calls of other groups of this rank.
-        counts: Collectives begun in those.
+        pending: Calls in progress in other groups of this rank.
+        counts: Number of collectives started in those.
         recorder: As for `dump`.
     """
     groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
-    seen = parse(dump(recorder), groups, since_ns=native.formed_at_ns)
-    own = list(seen.pending)
-    counts = {**counts, **seen.counts}
-    if own and not pending and synchronizes(main_frame()):
+    recording = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
+    own = list(recording.pending)
+    counts = {**counts, **recording.counts}
+    if own and not pending and is_synchronizing(main_frame()):
         return {"pending": own, "counts": counts, "call": f"torch.cuda.synchronize() behind {own[0]['name']}"}
     newest = [call for call in own if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}
 
 
-def synchronizes(frame: FrameType | None) -> bool:
-    """Whether the innermost `frame` waits for all that its GPU has been asked to do."""
+def is_synchronizing(frame: FrameType | None) -> bool:
+    """Whether the innermost `frame` waits for all work queued on its GPU."""
     if frame is None:
         return False
     return frame.f_code.co_name == "synchronize" and frame.f_code.co_filename.endswith(_CUDA_FILE)

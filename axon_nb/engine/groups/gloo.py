@@ -1,12 +1,12 @@
-"""Gloo as recoverable groups use it: connect without being stuck, end all waits from outside.
+"""Gloo for recoverable groups: connects without getting stuck, and ends all waits from outside.
 
-Gloo has no abort that works. What does: the timeout path of a `recv` closes all connections of its context, which wakes
-whoever waits on them in this process, and the peers across the closed sockets.
+Gloo has no abort that works. What works: the timeout path of a `recv` closes all connections of its context. That wakes
+whatever waits on them in this process, and the peers across the closed sockets.
 
-reduce_scatter on Gloo as what it is inside, an all_reduce of a copy of which each rank keeps a part, but in sight.
+Runs reduce_scatter as what it is inside Gloo: an all_reduce of a copy, of which each rank keeps a part.
 
-Gloo's own handle for it ignores the limit of a wait, so that it can be waited for in another thread alone: two
-switches of threads a call. The handle of the all_reduce takes a limit. The sums are the same, bit for bit.
+Gloo's own handle for it ignores the timeout of a wait, so only a helper thread can wait for it: two thread switches per
+call. The handle of the all_reduce takes a timeout. The sums are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,56 +22,66 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import run_in_helper
-from axon_nb.engine.groups.store import give_up_waits, want_waits
+from axon_nb.engine.groups.store import allow_waits, cancel_waits
 from axon_nb.torch_api import torch_api
 
-__all__ = ["LOOPBACK", "PartOfSum", "connect", "in_sight", "leak", "leaked", "listen_on", "poison", "shared_device"]
+__all__ = [
+    "LOOPBACK",
+    "ReduceScatterWork",
+    "abandon",
+    "abandoned_count",
+    "close_connections",
+    "connect",
+    "listen_on",
+    "reduce_scatter_via_all_reduce",
+    "shared_device",
+]
 
 LOOPBACK = "127.0.0.1"
 
-_CONNECT_LIMIT = timedelta(seconds=30)
-"""Ranks of a busy machine may begin to connect seconds apart; an abort ends the wait anyway."""
-_POISON_TAG = 0x7FFFFFF0
-_PIECE_S = 0.02
+_CONNECT_TIMEOUT = timedelta(seconds=30)
+"""Ranks of a busy machine may start to connect seconds apart; an abort ends the wait anyway."""
+_CLOSE_TAG = 0x7FFFFFF0
+_POLL_S = 0.02
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
 _address = [LOOPBACK]
-_graveyard: list[Any] = []
+_abandoned: list[Any] = []
 
 
 def listen_on(ip: str) -> None:
-    """Have groups made from now on listen on this address of the host alone."""
+    """Make groups that are created from now on listen on this address of the host only."""
     _address[:] = [ip]
     _device.clear()
 
 
 def shared_device() -> Any:
-    """The Gloo device of this process: one for all groups, else each costs threads and file descriptors."""
+    """Return the Gloo device of this process: one for all groups, because each costs threads and file descriptors."""
     if not _device:
         _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
     return _device[0]
 
 
-def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: Callable[[], None]) -> Any:
-    """A new Gloo backend, connected to all peers.
+def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]) -> Any:
+    """Return a new Gloo backend that is connected to all peers.
 
-    The constructor connects in C++ and cannot be interrupted: it runs in a helper thread, which is left behind when
-    `give_up` raises.
+    The constructor connects in C++ and cannot be interrupted. It runs in a helper thread, which is abandoned if
+    `raise_if_cancelled` raises.
 
     Args:
-        store: Where the peers meet; a fresh prefix.
+        store: Where the peers rendezvous; a fresh prefix.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        timeout: Limit of the group's operations.
-        give_up: Called every 20 ms; raises when the wait is to end.
+        timeout: Timeout of the group's operations.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
 
     Raises:
-        RuntimeError: a peer did not come within 30 seconds.
+        RuntimeError: a peer did not connect within 30 seconds.
     """
     options = _gloo._Options()
     options._devices = [shared_device()]
-    options._timeout = _CONNECT_LIMIT
+    options._timeout = _CONNECT_TIMEOUT
     options._threads = 2
     box: list[Any] = []
     done = threading.Event()
@@ -80,7 +90,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
 
     def build() -> None:
         thread.append(threading.get_ident())
-        want_waits()
+        allow_waits()
         try:
             box.append(ProcessGroupGloo(store, rank, size, options))
         except BaseException as error:
@@ -89,13 +99,13 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
 
     run_in_helper(build)
     try:
-        while not done.wait(_PIECE_S):
-            give_up()
+        while not done.wait(_POLL_S):
+            raise_if_cancelled()
     except BaseException:  # an interrupt may land anywhere here
-        _graveyard.append(box)
-        # Else it would stand between the next forming and the store until its limit is over.
+        _abandoned.append(box)
+        # Otherwise the thread would block the store for the next rebuild until its timeout.
         if thread:
-            give_up_waits(thread[0])
+            cancel_waits(thread[0])
         raise
     if isinstance(box[0], BaseException):
         raise box[0]
@@ -105,94 +115,94 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, give_up: 
     return backend
 
 
-def poison(backend: Any) -> None:
-    """Close all connections of `backend`, from any thread; whoever waits on them gets an error within milliseconds."""
+def close_connections(backend: Any) -> None:
+    """Close all connections of `backend`, from any thread; whatever waits on them fails within milliseconds."""
     probe = torch.zeros(1)
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue
-        # All peers: where the first has closed its side the error comes at once, and closes nothing on this side.
+        # All peers: if one has closed its side, the error comes at once and closes nothing on this side.
         with contextlib.suppress(RuntimeError):
-            backend.recv([probe], peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+            backend.recv([probe], peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
 
 
-def leak(group: dist.ProcessGroup) -> None:
-    """Keep a poisoned group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
-    _graveyard.append(group)
+def abandon(group: dist.ProcessGroup) -> None:
+    """Keep a closed group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
+    _abandoned.append(group)
 
 
-def leaked() -> int:
-    """How many poisoned groups this process keeps, each with 2 threads and some 0.14 MiB."""
-    return len(_graveyard)
+def abandoned_count() -> int:
+    """Return the number of closed groups that this process keeps, each with 2 threads and about 0.14 MiB."""
+    return len(_abandoned)
 
 
 c10d: Any = dist.distributed_c10d
-_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it nothing is in sight
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it Gloo's own handle is used
 
 
-class PartOfSum:
-    """The handle of one such call.
+class ReduceScatterWork:
+    """The handle of a reduce_scatter that runs as an all_reduce.
 
     Args:
-        work: Of the all_reduce.
-        part: This rank's rows of what is summed.
-        output: Where they go when the sum is there.
+        work: Handle of the all_reduce.
+        part: This rank's rows of the tensor that is reduced.
+        output: Where they are copied when the all_reduce is done.
     """
 
     def __init__(self, work: Any, part: torch.Tensor, output: torch.Tensor) -> None:
         self._work = work
         self._part: torch.Tensor | None = part
         self._output = output
-        self._taking = threading.Lock()
+        self._lock = threading.Lock()
 
-    def _take(self) -> None:
-        with self._taking:  # a future's callback has a thread of its own, and who waits goes on with the whole output
+    def _copy_output(self) -> None:
+        with self._lock:  # a future's callback has its own thread, and the waiting one needs the complete output
             part, self._part = self._part, None
             if part is not None:
                 self._output.copy_(part)
 
     def wait(self, timeout: timedelta) -> bool:
-        """Wait for the result; a wait that ends at its limit can be repeated.
+        """Wait for the result; a wait that timed out can be repeated.
 
         Raises:
-            RuntimeError: it failed, or the limit is over.
+            RuntimeError: the operation failed, or the wait timed out.
         """
         self._work.wait(timeout)
-        self._take()
+        self._copy_output()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is there."""
+        """Whether the result is available."""
         if not self._work.is_completed():
             return False
-        self._take()
+        self._copy_output()
         return True
 
     def is_success(self) -> bool:
-        """Whether it succeeded."""
+        """Whether the operation succeeded."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Its failure."""
+        """Return its failure."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Its output."""
+        """Return its output."""
         return [self._output]
 
     def get_future(self) -> Any:
-        """A future of the output."""
+        """Return a future of the output."""
 
-        def take(done: Any) -> list[torch.Tensor]:
+        def finish(done: Any) -> list[torch.Tensor]:
             done.value()
-            self._take()
+            self._copy_output()
             return [self._output]
 
-        return self._work.get_future().then(take)
+        return self._work.get_future().then(finish)
 
 
-def in_sight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce_scatter_single` of a group of torch's on Gloo; what it does not take is left to `original`."""
+def reduce_scatter_via_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace torch's `reduce_scatter_single` on Gloo; calls that do not fit are left to `original`."""
 
     def operation(inner: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 3 or not _fits(args[0], args[1], inner.size()):
@@ -200,9 +210,9 @@ def in_sight(original: Callable[..., Any]) -> Callable[..., Any]:
         output, tensor, opts = args
         options = c10d.AllreduceOptions()
         options.reduceOp, options.timeout, options.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
-        whole, rows = tensor.detach().clone(), output.shape[0]
+        full, rows = tensor.detach().clone(), output.shape[0]
         start = inner.rank() * rows
-        return PartOfSum(inner.allreduce([whole], options), whole[start : start + rows], output.detach())
+        return ReduceScatterWork(inner.allreduce([full], options), full[start : start + rows], output.detach())
 
     return operation
 
@@ -210,7 +220,7 @@ def in_sight(original: Callable[..., Any]) -> Callable[..., Any]:
 def _fits(output: Any, tensor: Any, size: int) -> bool:
     return bool(
         _num_modes is not None
-        and not _num_modes()  # a mode that looks on, such as one that counts calls, is to see the call that was made
+        and not _num_modes()  # an active mode, such as one that counts calls, must see the call that the user made
         and type(output) is type(tensor) is torch.Tensor
         and output.dtype is tensor.dtype
         and output.device == tensor.device

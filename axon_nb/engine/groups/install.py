@@ -1,9 +1,9 @@
-"""Making torch build recoverable groups: private hooks into torch.distributed, all of them.
+"""Makes torch create recoverable groups; holds all private hooks into torch.distributed that this needs.
 
-Users go on writing "gloo". The self-test tries the hooks; where they do not work, torch's own groups are used, with
-their timeouts, and the start says so.
+Users go on writing "gloo". The self-test tries the hooks. If they do not work, torch's own groups are used, with their
+timeouts, and the start says so.
 
-The default process group: formed once, when the rank joins its world.
+Creates the default process group, once, when the rank joins its world.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from axon_nb.torch_api import torch_api
 
 __all__ = [
     "all_groups",
-    "form_default_group",
     "groups_state",
+    "init_default_group",
     "install_recoverable_groups",
     "missing_group_hooks",
     "named_group",
@@ -38,28 +38,28 @@ c10d = dist.distributed_c10d
 
 
 class GroupsState:
-    """What all groups of this rank share."""
+    """State that all groups of this rank share."""
 
     epoch = 0
-    """How often the groups have been formed anew."""
-    reforming = False
-    """Whether the last forming has not come to its end, be it under way or failed."""
+    """How often the groups have been rebuilt."""
+    rebuilding = False
+    """Whether the last rebuild has not completed: it is running, or it failed."""
     installed = False
-    forming: tuple[str, list[int], int] | None = None
-    """The group that `new_group` is making on the main thread: name, global ranks, since when in nanoseconds."""
+    creating: tuple[str, list[int], int] | None = None
+    """The group that `new_group` is creating on the main thread: name, global ranks, start in monotonic nanoseconds."""
 
 
 groups_state = GroupsState()
 
 
 def missing_group_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Return the names of the hooks that this torch lacks."""
     names = ("_new_process_group_helper", "_process_group_name", "_world")
     return [name for name in names if not hasattr(c10d, name)]
 
 
 def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> None:
-    """From now on every Gloo group is a recoverable one."""
+    """Make every Gloo group that is created from now on a recoverable one."""
     groups_state.epoch = epoch
     if groups_state.installed:
         return
@@ -84,13 +84,13 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> Non
         if str(backend).lower() not in _REPLACED:
             return original(size, group_rank, ranks, backend, *args, **kwargs)
         name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
-        groups_state.forming = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
+        groups_state.creating = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
         try:
             group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
         finally:
-            groups_state.forming = None
+            groups_state.creating = None
         if isinstance(group, RecoverableGroup):
-            # What `dist.get_backend` answers, and what scripts compare with.
+            # What `dist.get_backend` returns and scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
         return group, store
 
@@ -99,10 +99,10 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> Non
 
 @contextlib.contextmanager
 def named_group(name: str) -> Iterator[None]:
-    """The next group of `new_group` gets this name.
+    """Give this name to the group that `new_group` creates next.
 
-    torch's own name for a group that only its members make counts the groups of the rank: where ranks are in
-    different numbers of groups, they would wait for each other under different names.
+    torch names a group that only its members create by the number of groups on the rank. If ranks have different
+    numbers of groups, they would wait for each other under different names.
     """
     original = c10d._process_group_name
     c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(name)
@@ -113,12 +113,12 @@ def named_group(name: str) -> Iterator[None]:
 
 
 def all_groups() -> list[RecoverableGroup]:
-    """The recoverable groups of this rank, by name: the same order on all ranks that share them."""
+    """Return the recoverable groups of this rank by name: in the same order on all ranks that share them."""
     groups = [group for group in list(c10d._world.pg_names) if isinstance(group, RecoverableGroup)]
     return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
 
-def form_default_group(
+def init_default_group(
     backend: str,
     *,
     store: Store,
@@ -133,34 +133,34 @@ def form_default_group(
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        store: Rendezvous store that all ranks reach.
+        store: Rendezvous store that all ranks can reach.
         rank: This rank.
         world_size: Number of ranks.
         device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
-        timeout_s: Limit of every collective, in seconds, also in groups made later without a `timeout=`.
+        timeout_s: Timeout of every collective in seconds, also in groups created later without a `timeout=`.
         epoch: How often the groups have been rebuilt.
-        recoverable: Whether groups are rebuilt after a failure; else they are torch's own, with their timeout.
+        recoverable: Whether groups are rebuilt after a failure; otherwise they are torch's own, with their timeout.
     """
     timeout = timedelta(seconds=timeout_s)
-    _limit_new_groups(timeout)
-    late = False
+    _set_default_timeout(timeout)
+    connect_later = False
     if recoverable:
         install_recoverable_groups(store, rank=rank, epoch=epoch)
         if backend == "nccl":
             install_native_groups(store, device=device, timeout=timeout)
             install_fence()
-            # A newcomer connects as those do that were there before: in `NativeGroups.reform`, all groups in order.
-            late = epoch > 0
+            # A replacement connects as the other ranks do: in `NativeGroups.rebuild`, all groups in order.
+            connect_later = epoch > 0
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"join{epoch}/", store),  # who joins later finds no keys of those before
+        store=PrefixStore(f"join{epoch}/", store),  # a rank that joins later finds no keys of an earlier epoch
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if backend == "nccl" and not late else None,
+        device_id=device if backend == "nccl" and not connect_later else None,
     )
 
 
-def _limit_new_groups(timeout: timedelta) -> None:
-    """Replace torch's 30 minutes (10 on NCCL) for groups made without a `timeout=`."""
+def _set_default_timeout(timeout: timedelta) -> None:
+    """Replace torch's 30 minutes (10 on NCCL) for groups created without a `timeout=`."""
     vars(dist.distributed_c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)

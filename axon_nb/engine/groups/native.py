@@ -1,12 +1,12 @@
-"""Recovery of groups that are torch's own: all backends aborted at once, fresh ones put under the same groups.
+"""Recovery of torch's own groups: aborts all backends at once, then swaps fresh ones into the same groups.
 
-For backends with an abort that works, which is NCCL: no Python runs in an operation. On Gloo it would hang when an
-abort meets an operation that is just beginning; Gloo has `RecoverableGroup`.
+For backends with an abort that works, which means NCCL: no Python runs in an operation. On Gloo this would hang if an
+abort met an operation that was just starting; Gloo has `RecoverableGroup`.
 
-Giving a group of torch's own a fresh backend: whoever holds the group goes on with it.
+Gives one of torch's own groups a fresh backend; whatever holds the group keeps using it.
 
-A private hook: torch keeps one backend for each backend type of a group, and a second one registered under the same
-type is ignored. The types behind the named ones are free, so each swap takes the next.
+A private hook: torch keeps one backend per backend type of a group, and ignores a second one that is registered under
+the same type. The types after the named ones are free, so each swap takes the next.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups.abort import GroupBroken, raise_if_aborted, run_in_helper
+from axon_nb.engine.groups.abort import BrokenGroupError, raise_if_aborted, run_in_helper
+from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "MAX_SWAPS",
-    "Kind",
+    "BackendKind",
     "NativeGroups",
     "connect_in_helper",
-    "meet",
     "missing_swap_hooks",
+    "remaining_swaps",
     "swap_backend",
-    "swaps_left",
+    "wait_for_peers",
 ]
 
 _FIRST_TYPE = 7
@@ -45,65 +46,65 @@ _next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 
 
 def missing_swap_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Return the names of the hooks that this torch lacks."""
     names = ("_get_backend", "_register_backend", "_set_group_desc", "_set_group_name", "bound_device_id")
     return [name for name in names if not hasattr(dist.ProcessGroup, name)]
 
 
-def swaps_left(group: dist.ProcessGroup) -> int:
-    """How often `group` can still get a fresh backend."""
+def remaining_swaps(group: dist.ProcessGroup) -> int:
+    """Return how often `group` can still get a fresh backend."""
     return _LAST_TYPE + 1 - _next_type.get(group, _FIRST_TYPE)
 
 
 def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -> None:
-    """From now on `group` communicates tensors of `device` through `backend`; call it on the main thread.
+    """Make `group` communicate tensors of `device` through `backend` from now on; call it on the main thread.
 
-    The default backend type stays what it was: torch derives the group's name ("nccl") from it, and knows no name for
-    the types used here. What torch asks of the type's old backend is hooks and sequence numbers, never communication.
+    The default backend type does not change: torch derives the group's name ("nccl") from it, and has no names for the
+    types used here. torch requests hooks and sequence numbers from the old backend of the type, never communication.
 
     Args:
-        group: A group with no operation under way.
+        group: A group with no operation in progress.
         backend: Connected to the same peers in the same order.
         device: With its index, unless it is the CPU: barriers use it.
 
     Raises:
-        GroupBroken: this was done 249 times.
+        BrokenGroupError: the group has been swapped 249 times.
     """
     number = _next_type.get(group, _FIRST_TYPE)
     if number > _LAST_TYPE:
-        raise GroupBroken(
-            f"group {group.group_name!r} has been formed anew {MAX_SWAPS} times, and torch allows no more: "
-            "`%distributed restart` starts the ranks afresh."
+        raise BrokenGroupError(
+            f"Group {group.group_name!r} has been rebuilt {MAX_SWAPS} times, the most that torch allows. "
+            "Run `%distributed restart` to start new ranks."
         )
     _next_type[group] = number + 1
     name, desc = group.group_name, group.group_desc
     if device.type != "cpu":
-        group.bound_device_id = device  # the backend takes it over; a barrier asks for it
+        group.bound_device_id = device  # the backend takes it from there; a barrier uses it
     group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType(number), backend)
-    # Name and description live in the backend.
+    # The backend holds name and description.
     group._set_group_name(name)
     group._set_group_desc(desc)
 
 
-_PIECE_S = 0.02
-_MEET_LIMIT_S = 30.0
+_POLL_S = 0.02
+_PEERS_TIMEOUT_S = 30.0
 
 c10d = dist.distributed_c10d
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BackendKind:
     """What differs between backends."""
 
     owns: Callable[[Any], bool]
     """Whether a backend is of this kind."""
     connect: Callable[[Store, dist.ProcessGroup, list[int], timedelta, torch.device], Any]
-    """A fresh connected backend for a group, given its store, itself, its global ranks, the limit of its operations and
-    the device; called in a helper thread."""
+    """Return a fresh connected backend for a group, given its store, the group, its global ranks, the timeout of its
+    operations and the device; called in a helper thread."""
     abort: Callable[[Any], None]
-    """End all that a backend does; any thread."""
-    connect_limit_s: float
-    """Seconds that connecting may take once all peers are there."""
+    """Abort all that a backend does; from any thread."""
+    connect_timeout_s: float
+    """Seconds that connecting may take once all peers are present."""
 
 
 class NativeGroups:
@@ -111,12 +112,12 @@ class NativeGroups:
 
     Args:
         kind: How they are connected and aborted.
-        root: The store that all ranks reach; each forming uses a prefix of its own.
+        root: The store that all ranks can reach; each rebuild uses its own prefix.
         device: Where this rank computes.
-        timeout: Limit of the groups' operations.
+        timeout: Timeout of the groups' operations.
     """
 
-    def __init__(self, kind: Kind, root: Store, *, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta) -> None:
         self._kind = kind
         self._root = root
         self.device = device
@@ -124,11 +125,11 @@ class NativeGroups:
         self._timeout = timeout
         self._aborted: list[Any] = []
         self._lock = threading.Lock()
-        self.formed_at_ns = time.time_ns()
-        """When the groups were last formed, in nanoseconds since 1970: what a recorder has from before is over."""
+        self.rebuilt_at_ns = time.time_ns()
+        """When the groups were last rebuilt, in nanoseconds since 1970; what a recorder holds from before is stale."""
 
     def all(self) -> list[dist.ProcessGroup]:
-        """The groups, by name: the same order on all ranks that share them."""
+        """Return the groups by name: in the same order on all ranks that share them."""
         groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(self._backend(group))]
         return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
@@ -138,16 +139,16 @@ class NativeGroups:
         except RuntimeError:  # it has none for this device
             return None
 
-    def abort(self, *, limit_s: float) -> list[str]:
-        """From any thread: end all that these groups do on this rank; each once until it is formed anew.
+    def abort(self, *, timeout_s: float) -> list[str]:
+        """Abort all that these groups do on this rank, from any thread; each group once until it is rebuilt.
 
         Two communicators that are aborted one after the other can wait for each other, so each gets a thread.
 
         Args:
-            limit_s: Seconds after which those that have not ended are left to themselves.
+            timeout_s: Seconds after which unfinished aborts are left alone.
 
         Returns:
-            Names of the groups that did not end in time.
+            Names of the groups whose abort did not finish in time.
         """
         jobs: list[tuple[str, threading.Thread]] = []
         with self._lock:
@@ -160,90 +161,99 @@ class NativeGroups:
                 jobs.append((group.group_name, thread))
         for _, thread in jobs:
             thread.start()
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + timeout_s
         for _, thread in jobs:
             thread.join(max(0.0, end - time.monotonic()))
         return [name for name, thread in jobs if thread.is_alive()]
 
-    def reform(self, epoch: int) -> int:
+    def rebuild(self, epoch: int) -> int:
         """Give each group a fresh backend; collective over all ranks, on the main thread.
 
-        A backend that was not aborted is aborted first: its peers' are gone.
+        A backend that was not aborted is aborted first, because those of its peers are gone.
 
         Args:
-            epoch: The number of this forming, the same on all ranks.
+            epoch: Number of this rebuild, the same on all ranks.
 
         Returns:
-            How many groups.
+            The number of groups.
 
         Raises:
-            Aborted: an abort came meanwhile.
-            RuntimeError: a peer did not come, or did not connect.
+            AbortedError: an abort arrived meanwhile.
+            RuntimeError: a peer did not arrive, or did not connect.
         """
-        late = self.abort(limit_s=self._kind.connect_limit_s)
+        late = self.abort(timeout_s=self._kind.connect_timeout_s)
         if late:
-            raise RuntimeError(f"the communicators of groups {', '.join(late)} did not end")
+            raise RuntimeError(f"the communicators of groups {', '.join(late)} could not be aborted")
         groups = self.all()
         for group in groups:
             ranks = dist.get_process_group_ranks(group)
             store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
-            meet(store, group.rank(), group.size(), give_up=raise_if_aborted)
+            wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
 
             def build(store: Store = store, group: dist.ProcessGroup = group, ranks: list[int] = ranks) -> Any:
                 return self._kind.connect(store, group, ranks, self._timeout, self.device)
 
             backend = connect_in_helper(
-                build, give_up=raise_if_aborted, limit_s=self._kind.connect_limit_s, dispose=self._kind.abort
+                build,
+                raise_if_cancelled=raise_if_aborted,
+                timeout_s=self._kind.connect_timeout_s,
+                dispose=self._kind.abort,
             )
             swap_backend(group, backend, self.device)
             if group is c10d._get_default_group():
-                # Groups made from now on meet here: a name used before the abort finds no keys of then.
+                # New groups rendezvous here: a name that was used before the abort finds none of its old keys.
                 name, _ = c10d._world.pg_map[group]
                 c10d._world.pg_map[group] = (name, PrefixStore(f"epoch{epoch}/new/", self._root))
         self._aborted.clear()
-        self.formed_at_ns = time.time_ns()
+        self.rebuilt_at_ns = time.time_ns()
         return len(groups)
 
 
-def meet(store: Store, rank: int, size: int, *, give_up: Callable[[], None], limit_s: float = _MEET_LIMIT_S) -> None:
-    """Wait until all ranks of a group are here: what then connects cannot be ended, and is short.
+def wait_for_peers(
+    store: Store, rank: int, size: int, *, raise_if_cancelled: Callable[[], None], timeout_s: float = _PEERS_TIMEOUT_S
+) -> None:
+    """Wait until all ranks of a group are here; connecting is then short, and it cannot be interrupted.
 
     Args:
         store: A fresh prefix.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        give_up: Called every 20 ms; raises when the wait is to end.
-        limit_s: Seconds to wait.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        timeout_s: Seconds to wait.
 
     Raises:
-        RuntimeError: a rank did not come.
+        RuntimeError: a rank did not arrive.
     """
     store.set(f"here{rank}", "1")
-    waiting = set(range(size)) - {rank}
-    end = time.monotonic() + limit_s
+    missing = set(range(size)) - {rank}
+    end = time.monotonic() + timeout_s
     while True:
-        waiting = {peer for peer in waiting if not store.check([f"here{peer}"])}
-        if not waiting:
+        missing = {peer for peer in missing if not store.check([f"here{peer}"])}
+        if not missing:
             return
         if time.monotonic() > end:
-            raise RuntimeError(f"group ranks {sorted(waiting)} did not come within {limit_s:g} s")
-        give_up()
-        time.sleep(_PIECE_S)
+            raise RuntimeError(f"group {name_ranks(missing)} did not arrive within {timeout_s:g} s")
+        raise_if_cancelled()
+        time.sleep(_POLL_S)
 
 
 def connect_in_helper(
-    build: Callable[[], Any], *, give_up: Callable[[], None], limit_s: float, dispose: Callable[[Any], None]
+    build: Callable[[], Any],
+    *,
+    raise_if_cancelled: Callable[[], None],
+    timeout_s: float,
+    dispose: Callable[[Any], None],
 ) -> Any:
-    """What `build` returns, from a thread that is left behind when the wait ends before it.
+    """Return what `build` returns, called in a thread that is abandoned if the wait ends first.
 
     Args:
-        build: Connects in C++, where nothing can end it.
-        give_up: Called every 20 ms; raises when the wait is to end.
-        limit_s: Seconds to wait.
-        dispose: What to do with a backend that comes too late.
+        build: Connects in C++, where nothing can interrupt it.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        timeout_s: Seconds to wait.
+        dispose: Disposes of a backend that arrives too late.
 
     Raises:
-        RuntimeError: it took longer than the limit, or failed.
+        RuntimeError: connecting timed out or failed.
     """
     box: list[Any] = []
     lock, done, abandoned = threading.Lock(), threading.Event(), threading.Event()
@@ -261,12 +271,12 @@ def connect_in_helper(
             dispose(result)
 
     run_in_helper(work)
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + timeout_s
     try:
-        while not done.wait(_PIECE_S):
-            give_up()
+        while not done.wait(_POLL_S):
+            raise_if_cancelled()
             if time.monotonic() > end:
-                raise RuntimeError(f"connecting took longer than {limit_s:g} s")
+                raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
     except BaseException:
         with lock:
             abandoned.set()

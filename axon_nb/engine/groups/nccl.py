@@ -1,13 +1,13 @@
-"""NCCL: what its ranks need set, how a communicator is connected, aborted and replaced.
+"""NCCL: the environment of its ranks, and how a communicator is connected, aborted and replaced.
 
-Written against torch's sources and not run on a machine with several GPUs: docs/design/nccl.md lists what is tested.
+Written against torch's sources; not run on a machine with several GPUs. docs/design/nccl.md lists what is tested.
 
-No optimizer step on gradients of an aborted collective.
+Also prevents optimizer steps on gradients of an aborted collective.
 
-On a GPU the CPU runs ahead: when a step is called, the collectives that its gradients come from may still be under way.
-An abort ends them with whatever is in their buffers, and the kernels of a step that is in the queue already would write
-that into the weights. So a step waits until the GPU has done all that came before it, and does not begin once the cell
-is being ended. The price: the queue runs empty once a step.
+The CPU runs ahead of the GPU: when a step is called, the collectives that produce its gradients may still be running.
+An abort ends them with arbitrary contents in their buffers, and a step whose kernels are already queued would write
+those into the weights. So a step waits until the GPU has finished all earlier work, and does not start while the cell
+is being aborted. The price: the queue runs empty once per step.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, Aborted
-from axon_nb.engine.groups.native import Kind, NativeGroups
+from axon_nb.engine.groups.abort import ABORT, AbortedError
+from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
 __all__ = [
-    "ABORT_LIMIT_S",
+    "ABORT_TIMEOUT_S",
     "DEFAULTS",
     "REQUIRED",
     "groups",
     "install_fence",
     "install_native_groups",
+    "poll_until",
     "set_environment",
-    "wait_for",
 ]
 
-ABORT_LIMIT_S = 5.0
-"""Seconds that a communicator may take to end; after that the rank counts as stuck."""
+ABORT_TIMEOUT_S = 5.0
+"""Seconds that an abort of a communicator may take; after that the rank counts as stuck."""
 
-_CONNECT_LIMIT_S = 30.0
+_CONNECT_TIMEOUT_S = 30.0
 
 REQUIRED = {
-    # Else torch's watchdog ends the process when an aborted collective fails.
+    # Otherwise torch's watchdog terminates the process when an aborted collective fails.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""What is set on NCCL ranks before CUDA and NCCL start, whatever it was."""
+"""Set on NCCL ranks before CUDA and NCCL start, whatever the value was."""
 
 DEFAULTS = {
-    # "nccl" is ProcessGroupNCCL2 since 2.15, which connects in its constructor: how a newcomer joins there has not been
-    # run. The older class is still shipped (pytorch#192281).
+    # Since 2.15 "nccl" is ProcessGroupNCCL2, which connects in its constructor: how a replacement joins there is
+    # untested. The older class is still shipped (pytorch#192281).
     "TORCH_DIST_USE_NCCL2": "0",
     # A blocking connect has no handle that could be aborted.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    # While a call waits for a communicator to connect, torch holds its lock, and an abort waits for that: this ends it.
+    # While a call waits for a communicator to connect, torch holds its lock, and an abort waits for it: this ends both.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
-    # Who is in which collective is read from torch's recorder.
+    # Deadlock detection reads torch's flight recorder.
     "TORCH_FR_BUFFER_SIZE": "1000",
 }
-"""What is set there unless the user has set it."""
+"""Set on NCCL ranks unless the user has set it."""
 
 
 _groups: list[NativeGroups] = []
 
 
 def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host: bool) -> None:
-    """Set what NCCL ranks need; call it before the first CUDA call.
+    """Set the environment variables of NCCL ranks; call it before the first CUDA call.
 
     Args:
         environ: The process's environment.
-        one_host: Whether all ranks are on this host: then NCCL's sockets, which know no authentication, listen on
-            loopback alone.
+        one_host: Whether all ranks are on this host: then NCCL's sockets, which have no authentication, listen on
+            loopback only.
     """
     environ.update(REQUIRED)
     for name, value in DEFAULTS.items():
@@ -87,15 +87,15 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
 
 
 def install_native_groups(
-    root: Store, *, device: torch.device, timeout: timedelta, kind: Kind | None = None
+    root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
-    """From now on NCCL groups of this rank, or those of another `kind`, can be aborted and formed anew."""
+    """Make NCCL groups of this rank, or those of another `kind`, abortable and rebuildable from now on."""
     _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
     return _groups[0]
 
 
 def groups() -> NativeGroups | None:
-    """The NCCL groups of this rank; None on a Gloo rank."""
+    """Return the NCCL groups of this rank; None on a Gloo rank."""
     return _groups[0] if _groups else None
 
 
@@ -104,75 +104,75 @@ def _owns(backend: Any) -> bool:
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
-    torch.cuda.set_device(device)  # each thread has one of its own, and this is a helper
-    options: Any = dist.ProcessGroupNCCL.Options()  # of both classes
+    torch.cuda.set_device(device)  # a setting per thread, and this is a helper thread
+    options: Any = dist.ProcessGroupNCCL.Options()  # used by both classes
     options._timeout = timeout
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
-    # The class that the group has, which is the same on all its ranks.
+    # The group's class, which is the same on all its ranks.
     kind = type(group._get_backend(torch.device(device.type)))
     backend = _make(kind, store, group, options, device)
     torch_api().begin_sequence(backend)
-    backend.eager_connect_single_device(device)  # does nothing where the constructor has connected
+    backend.eager_connect_single_device(device)  # does nothing if the constructor has connected
     return backend
 
 
 def _make(kind: Any, store: Store, group: dist.ProcessGroup, options: Any, device: torch.device) -> Any:
     if "device_id" in (kind.__init__.__doc__ or ""):
-        # `ProcessGroupNCCL2` of 2.15 connects in its constructor, and not to `device` unless it is given.
+        # `ProcessGroupNCCL2` of 2.15 connects in its constructor, and ignores `device` unless it is passed.
         return kind(store, group.rank(), group.size(), options, device)
     return kind(store, group.rank(), group.size(), options)
 
 
 def _abort(backend: Any) -> None:
-    # It also raises when it took longer than the group's limit; the deadline of who waits for it is shorter.
+    # It also raises if it took longer than the group's timeout; the caller's deadline is shorter.
     with contextlib.suppress(RuntimeError):
         backend.abort()
 
 
-_KIND = Kind(owns=_owns, connect=_connect, abort=_abort, connect_limit_s=_CONNECT_LIMIT_S)
+_KIND = BackendKind(owns=_owns, connect=_connect, abort=_abort, connect_timeout_s=_CONNECT_TIMEOUT_S)
 
 
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 1e-3
+_MIN_POLL_S = 20e-6
+_MAX_POLL_S = 1e-3
 
 
 def install_fence() -> Callable[[], None]:
-    """From now on each optimizer step waits for what it depends on; returns what takes the fence away."""
+    """Make each optimizer step wait for the work that it depends on; return a function that removes the fence."""
     handle = register_optimizer_step_pre_hook(_before_step)
     return handle.remove
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _refuse()
+    _raise_if_aborted()
     devices = _cuda_devices(optimizer)
     if not devices or torch.cuda.is_current_stream_capturing():
         return  # a captured step does not run now
     for device in devices:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))
-        wait_for(done.query)
-    # The flag is set before communicators are aborted: work that ended because of that is seen here.
-    _refuse()
+        poll_until(done.query)
+    # The flag is set before communicators are aborted, so work that an abort ended is noticed here.
+    _raise_if_aborted()
 
 
-def wait_for(done: Callable[[], bool]) -> None:
-    """Poll until `done`, where an interrupt and an abort can end the wait.
+def poll_until(done: Callable[[], bool]) -> None:
+    """Poll until `done`; an interrupt or an abort can end the wait.
 
     Raises:
-        Aborted: the cell is being ended.
+        AbortedError: the cell is being aborted.
     """
-    pause = _FIRST_PAUSE_S
+    interval = _MIN_POLL_S
     while not done():
-        _refuse()
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        _raise_if_aborted()
+        time.sleep(interval)
+        interval = min(2 * interval, _MAX_POLL_S)
 
 
-def _refuse() -> None:
-    # Not `raise_if_aborted`: a step needs no group, and one of a model of this rank alone may run when they are broken.
+def _raise_if_aborted() -> None:
+    # Not `abort.raise_if_aborted`: a step needs no group, so a model of this rank alone may train with broken groups.
     if ABORT.is_set():
-        raise Aborted("aborted before optimizer.step")
+        raise AbortedError("aborted before optimizer.step")
 
 
 def _cuda_devices(optimizer: torch.optim.Optimizer) -> set[torch.device]:

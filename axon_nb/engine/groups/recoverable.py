@@ -1,7 +1,7 @@
 """A process group that survives an abort: torch's group API over an inner Gloo group that can be replaced.
 
-Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `reform` gives it a fresh inner group. On
-Gloo this is the only way: it has no abort, and a poisoned backend cannot be mended.
+Objects that hold the group (DDP, FSDP2, DTensor meshes, pipelines) keep it; `rebuild` gives it a fresh inner group. On
+Gloo this is the only way: it has no abort, and a backend whose connections were closed cannot be repaired.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups import activity as membership
-from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
-from axon_nb.engine.groups.gloo import PartOfSum, connect, in_sight, leak, poison
-from axon_nb.engine.groups.size_check import Table, open_table
-from axon_nb.engine.groups.store import wait_for_all
+from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
+from axon_nb.engine.groups.gloo import (
+    ReduceScatterWork,
+    abandon,
+    close_connections,
+    connect,
+    reduce_scatter_via_all_reduce,
+)
+from axon_nb.engine.groups.size_check import SizeTable, open_size_table
+from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.spans import emit, span_of
 
@@ -34,8 +39,8 @@ _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
 _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 _SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
-# Gloo gives these a work whose wait takes a limit and can be repeated. The others lose their connection at a limit
-# (send, recv) or ignore it (reduce_scatter).
+# For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
+# a wait times out (send, recv) or ignore the timeout (reduce_scatter).
 _SLICED = frozenset(
     {
         "_allgather_base",
@@ -53,24 +58,24 @@ _SLICED = frozenset(
     }
 )
 # Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
-# operation that is not known here is waited for in a helper thread, which is right for any.
+# operation that is not listed is waited for in a helper thread, which works for any.
 _OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
 
 
 def operations() -> list[str]:
-    """The operations of torch's `ProcessGroup` that are wrapped, by name."""
+    """Return the names of the operations of torch's `ProcessGroup` that are wrapped."""
     return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]
 
 
 class RecoverableGroup(PythonProcessGroup):
-    """See the module.
+    """A group whose connections can be closed from any thread and rebuilt; see the module.
 
     Args:
-        root: The store that all ranks reach; each forming uses a prefix of its own.
-        epoch: How often the groups have been formed before.
+        root: The store that all ranks can reach; each rebuild uses its own prefix.
+        epoch: How often the groups have been rebuilt.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        timeout: Limit of the group's operations.
+        timeout: Timeout of the group's operations.
         name: torch's name of the group, the same on all its ranks.
         global_rank: This process's rank in the default group.
     """
@@ -80,31 +85,31 @@ class RecoverableGroup(PythonProcessGroup):
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
-        """`axon_nb.comm` need not record calls on this group."""
+        """Tells `axon_nb.comm` not to record calls on this group."""
         self._root = root
         self._timeout = timeout
         self._global_rank = global_rank
         self._inner: Any = None
-        self._table: Table | None = None
+        self._table: SizeTable | None = None
         self.sequence = 0
-        """How many collectives this rank has begun in the group since it was formed."""
-        if name != "0":  # the default group: all come to it at their start
-            wait_for_all(root, f"arrived{epoch}/{name}", rank=rank, size=size, limit=timeout)
-        self.reform(epoch)
+        """Number of collectives that this rank has started in the group since it was last rebuilt."""
+        if name != "0":  # all ranks arrive at the default group when they start
+            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, timeout=timeout)
+        self.rebuild(epoch)
 
-    def reform(self, epoch: int) -> None:
+    def rebuild(self, epoch: int) -> None:
         """Connect a fresh inner group; collective over the group's ranks.
 
         Raises:
-            Aborted: an abort came meanwhile.
-            RuntimeError: a peer did not come.
+            AbortedError: an abort arrived meanwhile.
+            RuntimeError: a peer did not arrive.
         """
         if self._table is not None:
             self._table.close()
-        # Before connecting: when the ranks are connected, each has cleared its part.
-        self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
+        # Before connecting: once the ranks are connected, each has cleared its entries.
+        self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
-        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
+        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, raise_if_cancelled=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
             inner._register_backend(device, _GLOO, backend)
@@ -112,81 +117,83 @@ class RecoverableGroup(PythonProcessGroup):
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
         if self._inner is not None:
-            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
-            self.poison()
-            leak(self._inner)
+            # A rank that had finished its cell got no abort: its connections to others like it are still open.
+            self.close_connections()
+            abandon(self._inner)
         self.sequence = 0
         self._inner = inner
 
-    def give_up(self) -> None:
-        """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
-        self.poison()
-        leak(self._inner)
+    def disable(self) -> None:
+        """Refuse all operations, instead of a rebuild: some ranks of the group do not have it."""
+        self.close_connections()
+        abandon(self._inner)
 
         def refuse(name: str, *_: Any) -> Any:
-            raise GroupBroken(
-                f"{name} is not possible: group {self._name!r} is not on all of its ranks; make it again with "
-                "`dist.new_group` on all ranks."
+            raise BrokenGroupError(
+                f"{name} failed: group {self._name!r} no longer exists on all of its ranks. Recreate it with "
+                "`dist.new_group` on every rank."
             )
 
         self.run = refuse
 
-    def poison(self) -> None:
-        """From any thread: end all waits in this group on this rank."""
-        self.poisoner()()
+    def close_connections(self) -> None:
+        """End all waits in this group on this rank, from any thread."""
+        self.connection_closer()()
 
-    def poisoner(self) -> Callable[[], None]:
-        """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
-        return functools.partial(poison, self._inner._get_backend(_CPU))
+    def connection_closer(self) -> Callable[[], None]:
+        """Return a function that closes the current connections; called late, it spares those of a rebuild."""
+        return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin one operation on the inner group."""
+        """Start one operation on the inner group."""
         raise_if_aborted(name)
-        paired = name in _POINT_TO_POINT
-        peer = _peer(name, args) if paired else -1
-        refusal = membership.refusal(self, name, peer) if membership.is_alone() else ""
-        if paired:
+        point_to_point = name in _POINT_TO_POINT
+        peer = _peer(name, args) if point_to_point else -1
+        refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
+        if point_to_point:
             sequence = 0
             if self._table is not None:
-                self._table.compare_pair(name, args, self._members)
+                self._table.check_point_to_point(name, args, self._members)
         else:
-            if is_to_stop():
-                raise_at_cut(self.sequence + 1, activity.collectives() + 1, group=self._name, name=name)
+            if stop_requested():
+                raise_at_cut(self.sequence + 1, activity.num_collectives() + 1, group=self._name, name=name)
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
-                self._table.compare(name, args, sequence, self._members)
-        call = activity.begin(name, self._name, sequence, peer, _payload(args))
+                self._table.check_collective(name, args, sequence, self._members)
+        call = activity.start_call(name, self._name, sequence, peer, _payload(args))
         if refusal:
             call.refusal = refusal
         try:
             work = operation(self._inner, *args, **kwargs)
         except RuntimeError as error:
-            activity.end(call)
+            activity.finish_call(call)
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
-                raise Aborted(f"peer lost in {name}: {str(error)[-120:]}") from None
+                raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
-        sliced = name in _SLICED or type(work) is PartOfSum
-        return RecoverableWork(work, call, sliced=sliced, keep=args, on_end=self._ended, limit=self._timeout)
+        sliced = name in _SLICED or type(work) is ReduceScatterWork
+        return RecoverableWork(
+            work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self._timeout
+        )
 
-    def _ended(self, call: activity.Call) -> None:
-        activity.end(call)
+    def _finished(self, call: activity.Call) -> None:
+        activity.finish_call(call)
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
         rank, group = self._global_rank, self._name
         emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence)))
-        if call.waited_ns:
-            emit(span_of((rank, "wait", call.name, call.waited_ns, end, group, 0, -1, -1, sequence)))
+        if call.wait_started_ns:
+            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, -1, -1, sequence)))
 
     def _members(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """Behave like torch's."""
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
     def abort(self) -> None:
         """End all waits in this group on this rank."""
-        self.poison()
+        self.close_connections()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -227,7 +234,7 @@ def _peer(name: str, args: tuple[Any, ...]) -> int:
 def _payload(args: tuple[Any, ...]) -> int:
     first = args[0] if args else None
     if type(first) is list and len(first) == 1:
-        first = first[0]  # as most calls have it
+        first = first[0]  # as in most calls
     if type(first) is torch.Tensor:
         return first.nbytes
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
@@ -240,7 +247,7 @@ def _payload(args: tuple[Any, ...]) -> int:
 def _wrapped(name: str) -> Callable[..., Any]:
     operation = getattr(dist.ProcessGroup, name)
     if name in _SCATTERING:
-        operation = in_sight(operation)
+        operation = reduce_scatter_via_all_reduce(operation)
 
     def call(self: RecoverableGroup, *args: Any, **kwargs: Any) -> Any:
         return self.run(name, operation, args, kwargs)

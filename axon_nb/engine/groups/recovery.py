@@ -1,4 +1,4 @@
-"""Abort, from any thread at any time; and, when all ranks are idle, forming the groups anew under the same objects."""
+"""Abort, from any thread at any time; and, when all ranks are idle, rebuild the groups under the same objects."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ import torch.distributed as dist
 from axon_nb.comm.group import mark_rebuilt
 from axon_nb.compat.deepspeed import clear_cached_groups
 from axon_nb.engine.groups import activity, nccl
-from axon_nb.engine.groups.abort import ABORT, stand_down, stop_at
+from axon_nb.engine.groups.abort import ABORT, disable_groups, stop_at
 from axon_nb.engine.groups.flight_recorder import native_waits
-from axon_nb.engine.groups.gloo import leaked
+from axon_nb.engine.groups.gloo import abandoned_count
 from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
-from axon_nb.engine.groups.store import nobody_to_wait_for
-from axon_nb.engine.groups.work import fail_all
+from axon_nb.engine.groups.store import skip_rendezvous
+from axon_nb.engine.groups.work import fail_all_futures
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
 
 __all__ = [
     "abort",
-    "agree_on_groups",
-    "agree_on_names",
-    "condition",
+    "common_groups",
+    "disable_groups",
+    "group_status",
     "join_groups",
+    "list_groups",
     "recover",
-    "recreate",
-    "registry",
-    "stand_down",
-    "waits",
+    "recreate_groups",
+    "report_waits",
+    "sync_group_count",
 ]
 
-_POISON_LIMIT_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 def abort(*, again: bool) -> None:
     """End every wait of this rank in any group, and refuse new ones until `recover`.
 
     Args:
-        again: The groups have been poisoned already; only wake who waits.
+        again: Whether the connections were closed by an earlier abort; this one only wakes waiting threads.
     """
     ABORT.set()
     threads = []
     if not again:
-        # Each group takes milliseconds, one after the other that is half a second for a dozen.
-        poisoners = [group.poisoner() for group in all_groups()]
-        threads = [threading.Thread(target=poison, name="axon_nb-poison", daemon=True) for poison in poisoners]
+        # Each group takes milliseconds; one after the other that would be half a second for a dozen.
+        closers = [group.connection_closer() for group in all_groups()]
+        threads = [threading.Thread(target=close, name="axon_nb-close", daemon=True) for close in closers]
     for thread in threads:
         thread.start()
-    fail_all()
+    fail_all_futures()
     if (native := nccl.groups()) is not None:
-        native.abort(limit_s=nccl.ABORT_LIMIT_S)
-    end = time.monotonic() + _POISON_LIMIT_S
+        native.abort(timeout_s=nccl.ABORT_TIMEOUT_S)
+    end = time.monotonic() + _CLOSE_TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def waits() -> dict[str, Any]:
-    """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
+def report_waits() -> dict[str, Any]:
+    """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
-    for call in activity.pending():
+    for call in activity.pending_calls():
         group = groups.get(call.group)
         if group is None:
             continue
@@ -80,30 +80,36 @@ def waits() -> dict[str, Any]:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    counts = {name: group.sequence for name, group in groups.items()} | {_made(name): 1 for name in groups}
-    if (forming := groups_state.forming) is not None:
-        name, members, since_ns = forming
-        counts[_made(name)] = 1
-        facts = {"number": since_ns, "name": "new_group", "group": _made(name), "ranks": members, "sequence": 1}
+    counts = {name: group.sequence for name, group in groups.items()} | {_creation(name): 1 for name in groups}
+    if (creating := groups_state.creating) is not None:
+        name, members, since_ns = creating
+        counts[_creation(name)] = 1
+        call_fields = {
+            "number": since_ns,
+            "name": "new_group",
+            "group": _creation(name),
+            "ranks": members,
+            "sequence": 1,
+        }
         seconds = (time.monotonic_ns() - since_ns) / 1e9
-        pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
+        pending.insert(0, {**call_fields, "peer": -1, "bytes": 0, "seconds": seconds})
     if (native := nccl.groups()) is not None:
         return {**native_waits(native, pending, counts), "collectives": 0}
-    return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
+    return {"pending": pending, "counts": counts, "collectives": activity.num_collectives()}
 
 
-def _made(name: str) -> str:
-    """Under what name the making of a group counts as a collective of its ranks."""
+def _creation(name: str) -> str:
+    """Return the name under which the creation of a group counts as a collective of its ranks."""
     return f"new_group {name}"
 
 
-def condition() -> dict[str, Any]:
-    """Whether the groups are fit for use here: the last forming's number, and whether it or an abort is under way."""
-    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.reforming}
+def group_status() -> dict[str, Any]:
+    """Report whether the groups are usable: the last rebuild's number, and whether it or an abort is in progress."""
+    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "rebuilding": groups_state.rebuilding}
 
 
-def registry() -> list[dict[str, Any]]:
-    """The groups that this rank is in besides the default one: name, global ranks, description, backend."""
+def list_groups() -> list[dict[str, Any]]:
+    """List the groups that this rank is in, besides the default one: name, global ranks, description, backend."""
     default, native = c10d._get_default_group(), nccl.groups()
     groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
     return [
@@ -118,15 +124,15 @@ def registry() -> list[dict[str, Any]]:
     ]
 
 
-def recreate(groups: list[dict[str, Any]]) -> None:
-    """On a replaced rank: make the groups that its predecessor was in, under their old names and in their order."""
+def recreate_groups(groups: list[dict[str, Any]]) -> None:
+    """Create, on a replacement rank, the groups of its predecessor: with their names and in their order."""
     for group in groups:
         if group["name"].isdigit():
             c10d._world.group_count = int(group["name"])
-            with nobody_to_wait_for():
+            with skip_rendezvous():
                 dist.new_group(group["ranks"], backend=group["backend"], group_desc=group["desc"] or None)
             continue
-        with nobody_to_wait_for(), named_group(group["name"]):
+        with skip_rendezvous(), named_group(group["name"]):
             dist.new_group(
                 group["ranks"],
                 backend=group["backend"],
@@ -136,82 +142,83 @@ def recreate(groups: list[dict[str, Any]]) -> None:
 
 
 def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
-    """On a replaced rank that has joined the default group: join its predecessor's groups; collective over all ranks.
+    """Join the predecessor's groups, on a replacement that has joined the default group; collective over all ranks.
 
     The other ranks are in `recover`.
 
     Args:
-        groups: What `registry` returned on the other ranks, for the groups that this rank is in.
+        groups: What `list_groups` returned on the other ranks, for the groups that this rank is in.
         epoch: How often the groups have been rebuilt.
     """
     if (native := nccl.groups()) is not None:
-        recreate(groups)
-        native.reform(epoch)
+        recreate_groups(groups)
+        native.rebuild(epoch)
         return
-    whole = agree_on_groups({group["name"]: group["ranks"] for group in groups})
-    recreate([group for group in groups if group["name"] in whole])
+    complete = common_groups({group["name"]: group["ranks"] for group in groups})
+    recreate_groups([group for group in groups if group["name"] in complete])
 
 
-def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
-    """Names of this rank's groups that all of their ranks have; collective over all ranks.
+def common_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the names of this rank's groups that all of their ranks have; collective over all ranks.
 
-    A rank that was ended in `new_group`, or that destroyed a group by itself, lacks one: the others would wait for it
-    in vain.
+    A rank that was aborted in `new_group`, or that destroyed a group on its own, lacks one: the others would wait
+    for it forever.
 
     Args:
         own: Global ranks of each group that this rank has, by name.
     """
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, sorted(own))
-    return {name for name, ranks in own.items() if all(name in said[rank] for rank in ranks)}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, sorted(own))
+    return {name for name, ranks in own.items() if all(name in names[rank] for rank in ranks)}
 
 
-def agree_on_names(device: torch.device | str = "cpu") -> None:
-    """Set the number of the next group to the highest of all ranks: those that differ would hang in `new_group`."""
+def sync_group_count(device: torch.device | str = "cpu") -> None:
+    """Set the number of the next group to the highest of all ranks; if numbers differ, `new_group` hangs."""
     count = torch.tensor(c10d._world.group_count, device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
 
 
-def _reform(epoch: int) -> int:
+def _rebuild_groups(epoch: int) -> int:
     groups = all_groups()
     if not groups:
         return 0
     default, *others = groups
-    default.reform(epoch)
-    whole = agree_on_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
+    default.rebuild(epoch)
+    complete = common_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
     for group in others:
-        if group.group_name in whole:
-            group.reform(epoch)
+        if group.group_name in complete:
+            group.rebuild(epoch)
         else:
-            group.give_up()
+            group.disable()
             c10d.destroy_process_group(group)
-    return 1 + len(whole)
+    return 1 + len(complete)
 
 
 def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
-    """Form all groups anew and put wrappers back; collective over all ranks, on the main thread.
+    """Rebuild all groups and reset wrappers; collective over all ranks, on the main thread.
 
     Args:
-        epoch: The number of this forming, the same on all ranks, higher than any before.
-        replaced: Whether a rank was replaced: its DDP objects are new, and the others' reducers must be.
+        epoch: Number of this rebuild: the same on all ranks, and higher than any before.
+        replaced: Whether a rank was replaced: its DDP objects are new, so the others need new reducers.
 
     Returns:
-        How many groups and wrappers, how many poisoned groups this process keeps, and which wrappers were not reset.
+        `groups` and `wrappers` (how many), `abandoned` (closed groups that this process keeps) and `not_reset` (a
+        sentence for each kind of wrapper that could not be reset).
     """
-    stand_down("")
+    disable_groups("")
     stop_at(None)
-    activity.forget_all()
+    activity.clear()
     mark_rebuilt()
-    if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
-        return {"groups": 0, "wrappers": 0, "leaked": 0, "not_reset": []}
-    groups_state.epoch, groups_state.reforming = epoch, True
+    if not groups_state.installed:  # an untested torch: nothing can be rebuilt
+        return {"groups": 0, "wrappers": 0, "abandoned": 0, "not_reset": []}
+    groups_state.epoch, groups_state.rebuilding = epoch, True
     native = nccl.groups()
-    formed = _reform(epoch) if native is None else native.reform(epoch)
+    num_groups = _rebuild_groups(epoch) if native is None else native.rebuild(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:
         rebuild_reducers()
         clear_cached_groups()
-    agree_on_names(native.device if native is not None else "cpu")
-    groups_state.reforming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "not_reset": not_reset}
+    sync_group_count(native.device if native is not None else "cpu")
+    groups_state.rebuilding = False
+    return {"groups": num_groups, "wrappers": wrappers, "abandoned": abandoned_count(), "not_reset": not_reset}

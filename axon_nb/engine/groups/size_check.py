@@ -1,11 +1,11 @@
-"""Sizes compared before data flows: Gloo ends the whole process when a peer sends more than was expected.
+"""Compares sizes before data flows: Gloo terminates the process if a peer sends more than it expects.
 
-Ranks of one host share a small file for each group. Before an operation a rank writes down what it brings, then reads
-what those who came before have written: of two that differ the later one raises, and has sent nothing. Who only writes
-never waits. Some 2-5 us an operation.
+Ranks of one host share a small file per group. Before an operation, a rank writes what it passes, then reads what the
+ranks before it have written. If two differ, the later one raises, and has sent nothing. A rank never waits for others.
+This takes 2-5 us per operation.
 
-Each word of the file is stored and loaded whole (`struct` does so byte by byte, over zeros). The number of an entry is
-cleared before the entry is written, and written after it; before anything is said both are read again.
+Each word of the file is stored and loaded atomically (`struct` works byte by byte and writes zeros first). The number
+of an entry is cleared before the entry is written, and set after it. Before an error is raised both are read again.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from torch._C._distributed_c10d import Store
 from axon_nb.engine.collective_names import call_in_words
 from axon_nb.errors import UsageError
 
-__all__ = ["Table", "cell_begins", "open_table"]
+__all__ = ["SizeTable", "open_size_table", "start_cell"]
 
 _RING = 8
-"""Operations that a rank may be ahead and still be compared."""
+"""Number of operations that a rank may be ahead and still be compared."""
 _WORD_BYTES = 8
 _WORDS = 2
-"""Of one entry: its number, and what is brought."""
-_AGAIN_S = 0.001
-"""Before a difference is told it is read a second time: stores of other ranks may become visible in another order."""
+"""Words per entry: its number, and the encoded argument."""
+_REREAD_S = 0.001
+"""Delay before a mismatch is read again: stores of other ranks may become visible in another order."""
 _cell = [0]
-"""Which cell runs: the same number on all its ranks, up to 2 ** 18."""
-_PEERS = 16
-"""Sends are compared in groups of at most so many ranks: their table grows with the square."""
+"""Number of the cell that runs: the same on all its ranks, up to 2 ** 18."""
+_MAX_PEERS = 16
+"""Largest group in which sends are compared: the table grows with the square of the group's size."""
 
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _DTYPE_CODES.items()}
 
-# What must be equal on all ranks: the number of elements and their type, or bytes alone. Which argument tells it: the
-# one that a single rank's share is in. Rooted ones have the root as well.
+# What must be equal on all ranks: the number of elements and their dtype, or only the number of bytes. It is taken from
+# the argument that holds one rank's share. For rooted operations the root must be equal, too.
 _OUTPUT, _INPUT = 0, 1
 _SIZES = (1 << 37) - 1
 _ROOTS = 0xFFF << 44
-_ADDED = {
+_REDUCED = {
     "_reduce_scatter_base": _OUTPUT,
     "allreduce": _OUTPUT,
     "reduce": _OUTPUT,
@@ -65,25 +65,27 @@ _COPIED = {
     "scatter": _OUTPUT,
 }
 _ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
-_CODES = {name: code for code, name in enumerate(sorted({*_ADDED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)}
+_CODES = {
+    name: code for code, name in enumerate(sorted({*_REDUCED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)
+}
 _SPLIT = ("all_to_all_single", "alltoall_base")
 _COMPARED = {
-    name: (place, _CODES[name] << 56, name in _ADDED, name in _ROOTED)
-    for name, place in [*_ADDED.items(), *_COPIED.items(), *((name, _INPUT) for name in _SPLIT)]
+    name: (position, _CODES[name] << 56, name in _REDUCED, name in _ROOTED)
+    for name, position in [*_REDUCED.items(), *_COPIED.items(), *((name, _INPUT) for name in _SPLIT)]
 }
-"""By operation: which argument tells it, its number in place, whether elements of a type count, and whether a root."""
+"""By operation: position of the argument, shifted code, whether the dtype counts, and whether the root does."""
 
 
-def _fact(name: str, args: tuple[Any, ...]) -> int:
-    """What one rank brings to a collective, as one number; 0: it is not compared.
+def _encode(name: str, args: tuple[Any, ...]) -> int:
+    """Encode what one rank passes to a collective; 0: it is not compared.
 
-    From the highest bit: operation (7 bits), root + 1 (12), type of the elements (7), their number or bytes (37).
+    From the highest bit: operation (7 bits), root + 1 (12), dtype (7), number of elements or bytes (37).
     """
     known = _COMPARED.get(name)
     if known is None or (name in _SPLIT and (len(args) < 4 or args[2] or args[3])):
-        return 0  # with split sizes each pair of ranks may have its own
-    place, code, typed, rooted = known
-    value = args[place] if len(args) > place else None
+        return 0  # with split sizes, each pair of ranks may have its own
+    position, code, typed, rooted = known
+    value = args[position] if len(args) > position else None
     if isinstance(value, (list, tuple)):
         value = value[0] if len(value) == 1 else None
     if not isinstance(value, torch.Tensor):
@@ -95,162 +97,164 @@ def _fact(name: str, args: tuple[Any, ...]) -> int:
     return code | (value.nbytes & _SIZES)
 
 
-def _entry_in_words(entry: int, ranks: Sequence[int]) -> str:
-    """In words, such as ``4 float32`` or ``16 bytes, root rank 0``."""
+def _describe(entry: int, ranks: Sequence[int]) -> str:
+    """Describe an entry, such as ``4 float32`` or ``16 bytes with root rank 0``."""
     size, dtype, root = entry & _SIZES, (entry >> 37) & 0x7F, (entry >> 44) & 0xFFF
-    words = f"{size:,} {_NAMES.get(dtype, 'bytes') if dtype else 'bytes'}"
-    return f"{words} and rank {ranks[root - 1]} as the root" if 0 < root <= len(ranks) else words
+    text = f"{size:,} {_NAMES.get(dtype, 'bytes') if dtype else 'bytes'}"
+    return f"{text} with root rank {ranks[root - 1]}" if 0 < root <= len(ranks) else text
 
 
-class Table:
+class SizeTable:
     """The shared file of one group in one epoch.
 
     Args:
-        folder: Private to the cluster, on this host.
+        folder: The cluster's private folder on this host.
         name: The group's name.
-        epoch: How often the groups have been formed.
+        epoch: How often the groups have been rebuilt.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
     """
 
     def __init__(self, folder: Path, *, name: str, epoch: int, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._paired = size <= _PEERS
+        self._compares_pairs = size <= _MAX_PEERS
         self._base = _RING * size * _WORDS
-        words = self._base + (2 * size * size * _RING * _WORDS if self._paired else 0)
+        words = self._base + (2 * size * size * _RING * _WORDS if self._compares_pairs else 0)
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._cell = 0
-        self._path = folder / f"meet-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
+        self._path = folder / f"sizes-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             length = words * _WORD_BYTES
-            os.posix_fallocate(handle, 0, length)  # a full disk is an error here, and not a SIGBUS later
+            os.posix_fallocate(handle, 0, length)  # so that a full disk is an error here, not a SIGBUS later
             self._words = memoryview(mmap.mmap(handle, length)).cast("q")
         finally:
             os.close(handle)
-        # Whatever was here under this name: all ranks have come so far before the first of them communicates.
+        # Clear old content: all ranks get this far before the first of them communicates.
         for step in range(_RING):
-            self._write(self._place(step, rank), 0, 0)
-        for peer in range(size if self._paired else 0):
+            self._write(self._index(step, rank), 0, 0)
+        for peer in range(size if self._compares_pairs else 0):
             for step in range(_RING):
-                self._write(self._pair_place(rank, peer, step, sends=True), 0, 0)
-                self._write(self._pair_place(peer, rank, step, sends=False), 0, 0)
+                self._write(self._pair_index(rank, peer, step, sends=True), 0, 0)
+                self._write(self._pair_index(peer, rank, step, sends=False), 0, 0)
 
     def close(self) -> None:
-        """The group is formed anew, or gone."""
+        """Remove the file: the group is rebuilt, or gone."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def _place(self, sequence: int, rank: int) -> int:
+    def _index(self, sequence: int, rank: int) -> int:
         return (sequence % _RING * self._size + rank) * _WORDS
 
-    def _pair_place(self, source: int, target: int, count: int, *, sends: bool) -> int:
+    def _pair_index(self, source: int, target: int, count: int, *, sends: bool) -> int:
         row = (source * self._size + target) * 2 + (not sends)
         return self._base + (row * _RING + count % _RING) * _WORDS
 
-    def _write(self, place: int, number: int, entry: int) -> None:
-        self._words[place] = 0
-        self._words[place + 1] = entry
-        self._words[place] = number
+    def _write(self, index: int, number: int, entry: int) -> None:
+        self._words[index] = 0
+        self._words[index + 1] = entry
+        self._words[index] = number
 
-    def _read_again(self, place: int, number: int, *, otherwise: int) -> int:
-        """The entry, when it still is that of this number."""
-        time.sleep(_AGAIN_S)
-        entry = self._words[place + 1]
-        return entry if self._words[place] == number else otherwise
+    def _reread(self, index: int, number: int, *, otherwise: int) -> int:
+        """Return the entry if it still has this number."""
+        time.sleep(_REREAD_S)
+        entry = self._words[index + 1]
+        return entry if self._words[index] == number else otherwise
 
-    def compare(self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]) -> None:
-        """Write down what this rank brings to collective number `sequence`, and compare it with what others bring.
+    def check_collective(
+        self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]
+    ) -> None:
+        """Write what this rank passes to collective number `sequence`, and compare it with what others pass.
 
         Args:
             name: The operation.
             args: Its arguments.
             sequence: Its number in the group.
-            ranks: Gives the group's global ranks.
+            ranks: Returns the group's global ranks.
 
         Raises:
-            UsageError: a rank brings something else; nothing has been sent yet.
+            UsageError: another rank passes something different; nothing has been sent yet.
         """
-        if not (entry := _fact(name, args)):
+        if not (entry := _encode(name, args)):
             return
-        words, start = self._words, self._place(sequence, 0)
-        place = start + self._rank * _WORDS
-        words[place] = 0  # as `_write`
-        words[place + 1] = entry
-        words[place] = sequence
+        words, start = self._words, self._index(sequence, 0)
+        index = start + self._rank * _WORDS
+        words[index] = 0  # inlined `_write`
+        words[index + 1] = entry
+        words[index] = sequence
         row = words[start : start + self._size * _WORDS].tolist()
         if row[1::_WORDS].count(entry) == self._size:
             return
         for other in range(self._size):
             number, theirs = row[_WORDS * other : _WORDS * (other + 1)]
-            # Other operations do not exchange data: the deadlock watch tells of those.
+            # Different operations do not exchange data: the deadlock watch reports those.
             if number != sequence or theirs == entry or theirs >> 56 != entry >> 56:
                 continue
-            theirs = self._read_again(self._place(sequence, other), sequence, otherwise=entry)
+            theirs = self._reread(self._index(sequence, other), sequence, otherwise=entry)
             if theirs != entry:
                 members = ranks()
-                if not (entry ^ theirs) & _ROOTS:  # the same root: that is not what differs
+                if not (entry ^ theirs) & _ROOTS:  # the roots are equal, so they are not the difference
                     entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
                 raise UsageError(
-                    f"{call_in_words(name)}: rank {members[self._rank]} brings {_entry_in_words(entry, members)}, "
-                    f"rank {members[other]} {_entry_in_words(theirs, members)}; all ranks of a group must bring the "
+                    f"{call_in_words(name)}: rank {members[self._rank]} passed {_describe(entry, members)}, "
+                    f"rank {members[other]} passed {_describe(theirs, members)}; all ranks of a group must pass the "
                     "same."
                 )
 
-    def compare_pair(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
-        """Write down the size of a send or recv, and compare it with the other side's.
+    def check_point_to_point(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
+        """Write the size of a send or recv, and compare it with the peer's.
 
         Raises:
-            UsageError: more is sent than is received; nothing has been sent yet.
+            UsageError: the sender's tensor is larger than the receiver's; nothing has been sent yet.
         """
         if name == "recv_anysource":
-            self._paired = False  # which message it takes is not known: from now on none is compared
-        if not self._paired or len(args) < 3:
+            self._compares_pairs = False  # nothing says which message it takes: compare none from now on
+        if not self._compares_pairs or len(args) < 3:
             return
         peer, tag, size = int(args[1]), int(args[2]), sum(tensor.nbytes for tensor in args[0])
         sends = name == "send"
         if self._cell != _cell[0]:
-            # Counted anew in each cell: what one that was ended has left unpaired does not count in the next.
+            # Counted per cell: calls that an aborted cell left unpaired do not count in the next one.
             self._cell = _cell[0]
             self._counts.clear()
         self._counts[sends, peer, tag] = count = self._counts[sends, peer, tag] + 1
-        # Messages of another cell or of another tag do not meet this one.
+        # Messages of another cell or another tag do not match this one.
         number = (self._cell << 44) | ((count & 0xFFFFF) << 24) | (tag & 0xFFFFFF)
         source, target = (self._rank, peer) if sends else (peer, self._rank)
-        self._write(self._pair_place(source, target, count, sends=sends), number, size)
-        far = self._pair_place(source, target, count, sends=not sends)
-        if self._words[far] != number or not _too_long(size, self._words[far + 1], sends=sends):
+        self._write(self._pair_index(source, target, count, sends=sends), number, size)
+        peer_index = self._pair_index(source, target, count, sends=not sends)
+        if self._words[peer_index] != number or not _overflows(size, self._words[peer_index + 1], sends=sends):
             return
-        other = self._read_again(far, number, otherwise=size)
-        if _too_long(size, other, sends=sends):
-            sent, taken = (size, other) if sends else (other, size)
+        other = self._reread(peer_index, number, otherwise=size)
+        if _overflows(size, other, sends=sends):
+            sent, received = (size, other) if sends else (other, size)
             members = ranks()
             raise UsageError(
-                f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
-                f"receives into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
+                f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, but rank {members[target]} "
+                f"receives into {received:,} bytes; the receiver's tensor must be as large as the sender's."
             )
 
 
-def _too_long(mine: int, theirs: int, *, sends: bool) -> bool:
-    """Whether more is sent than is received."""
-    return mine > theirs if sends else theirs > mine
+def _overflows(own: int, theirs: int, *, sends: bool) -> bool:
+    """Whether more bytes are sent than received."""
+    return own > theirs if sends else theirs > own
 
 
-def cell_begins(run: str) -> None:
-    """Another cell runs from now on.
+def start_cell(run: str) -> None:
+    """Note that another cell runs from now on.
 
     Args:
-        run: Its identifier, in hexadecimal digits; the same on all ranks that run it. Empty: not known.
+        run: Its identifier, in hexadecimal digits; the same on all ranks that run it. Empty: unknown.
     """
     _cell[0] = int(run[:8] or "0", 16) & 0x3FFFF
 
 
-def open_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> Table | None:
-    """The table of one group, beside the store's socket; None where there is none: sizes then go unchecked."""
+def open_size_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> SizeTable | None:
+    """Open the table of one group, beside the store's socket; None if that is impossible: sizes then go unchecked."""
     folder: Path | None = getattr(root, "folder", None)
     if folder is None:
         return None
     try:
-        return Table(folder, name=name, epoch=epoch, rank=rank, size=size)
+        return SizeTable(folder, name=name, epoch=epoch, rank=rank, size=size)
     except (OSError, ValueError):
         return None

@@ -1,11 +1,11 @@
-"""The rendezvous store as ranks see it: a `torch.distributed.Store` over the host agent's socket.
+"""The rendezvous store on a rank: a `torch.distributed.Store` over the host agent's socket.
 
-torch's own TCPStore listens on all interfaces and has no authentication; this one is a 0600 Unix socket in a 0700
-folder, or, for ranks on other hosts, a TCP connection on which both ends know the cluster's key.
+torch's own TCPStore listens on all interfaces and has no authentication. This one is a 0600 Unix socket in a 0700
+folder or, for ranks on other hosts, a TCP connection on which both ends prove that they know the cluster's key.
 
-Waiting for the other ranks of a group that is being made: they may come at very different times.
+Also waits for the other ranks of a group that is being created; they may arrive at very different times.
 
-Connecting in Gloo has a limit of a few seconds, which a slow rank would break; here the limit is the group's own.
+Gloo's own limit for connecting is a few seconds, too short for a slow rank. Here the limit is the group's timeout.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.host.store import encode, receive
 from axon_nb.host.store_tcp import MessageSigner, authenticate
 
-__all__ = ["AgentStore", "give_up_waits", "nobody_to_wait_for", "wait_for_all", "want_waits"]
+__all__ = ["AgentStore", "allow_waits", "cancel_waits", "rendezvous", "skip_rendezvous"]
 
 _SLICE_MS = b"50"
-_CONNECT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
 
-_given_up: set[int] = set()
+_cancelled_threads: set[int] = set()
 
 
-def give_up_waits(thread: int) -> None:
-    """Nobody wants the result of what `thread` waits for: the wait ends, and stands in nobody's way any more."""
-    _given_up.add(thread)
+def cancel_waits(thread: int) -> None:
+    """End the wait of `thread`, whose result is not needed any more, so that it does not block others."""
+    _cancelled_threads.add(thread)
 
 
-def want_waits() -> None:
-    """Waits of this thread are wanted, whatever it did before."""
-    _given_up.discard(threading.get_ident())
+def allow_waits() -> None:
+    """Allow this thread to wait again, whatever it did before."""
+    _cancelled_threads.discard(threading.get_ident())
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -50,15 +50,15 @@ def _bytes(value: str | bytes | Sequence[int]) -> bytes:
 
 
 class AgentStore(Store):
-    """A client of the agent's store. Waits are cut into 50 ms slices, so that an interrupt lands between two.
+    """A client of the agent's store; waits are cut into 50 ms slices, so that an interrupt can arrive between two.
 
     Args:
         address: Path of the Unix socket, or ``tcp:<ip>:<port>``.
-        timeout: Limit of waits.
-        key: The store's key; needed over TCP alone.
+        timeout: Timeout of waits.
+        key: The store's key; only TCP needs it.
 
     Raises:
-        ConnectionError: nobody listens there, or somebody who does not know the key.
+        ConnectionError: nothing listens there, or the other end does not know the key.
     """
 
     def __init__(self, address: str, timeout: timedelta = timedelta(minutes=5), *, key: bytes = b"") -> None:
@@ -73,7 +73,7 @@ class AgentStore(Store):
 
     @property
     def folder(self) -> Path | None:
-        """The cluster's own folder, which all its ranks see; None when there are ranks on other hosts."""
+        """The cluster's own folder, visible to all its ranks; None if there are ranks on other hosts."""
         return None if self._address.startswith(_TCP) else Path(self._address).parent
 
     def _connect(self) -> socket.socket:
@@ -82,7 +82,7 @@ class AgentStore(Store):
             sock.connect(self._address)
             return sock
         ip, _, port = self._address.removeprefix(_TCP).rpartition(":")
-        sock = socket.create_connection((ip, int(port)), _CONNECT_S)
+        sock = socket.create_connection((ip, int(port)), _CONNECT_TIMEOUT_S)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -103,41 +103,41 @@ class AgentStore(Store):
             if self._broken:
                 self._sock.close()
                 self._sock = self._connect()
-            # An interrupt between request and answer: the next call on that connection would get this one's answer.
+            # After an interrupt between request and reply, the next call on this connection would get this reply.
             self._broken = True
             message = list(parts)
             self._sock.sendall(encode(message if self._signer is None else self._signer.sign(message)))
-            answer = receive(self._sock)
+            reply = receive(self._sock)
             if self._signer is not None:
-                answer = self._signer.verify(answer)
+                reply = self._signer.verify(reply)
             self._broken = False
-            return answer
+            return reply
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set one key."""
         self._call(b"set", _bytes(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value of `key`, waited for up to the store's timeout."""
+        """Return the value of `key`; waits for it up to the store's timeout."""
         return self._wait_for([key], self._timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
+        """Add to a counter and return its value."""
         return int(self._call(b"add", _bytes(key), b"%d" % amount)[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it holds `expected`; returns what it then holds."""
+        """Set `key` to `desired` if it holds `expected`; return what it then holds."""
         return self._call(b"compare_set", _bytes(key), _bytes(expected), _bytes(desired))[0]
 
     def delete_key(self, key: str) -> bool:
-        """Delete one key; whether it was there."""
+        """Delete one key; return whether it existed."""
         return self._call(b"delete", _bytes(key))[0] == b"1"
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         return int(self._call(b"count")[0])
 
-    # The names under which torch's C++ side looks for the two, as when a PrefixStore is put over this store.
+    # The names that torch's C++ side looks up, as when a PrefixStore wraps this store.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -146,15 +146,15 @@ class AgentStore(Store):
         self._call(b"append", _bytes(key), _bytes(value))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return self._call(b"check", *map(_bytes, keys)) == [b"1"]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
+        """Wait until all keys exist."""
         self._wait_for(keys, timeout or self._timeout)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of several keys, waited for."""
+        """Return the values of several keys; waits for them."""
         return self._wait_for(keys, self._timeout)
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -163,20 +163,20 @@ class AgentStore(Store):
         self._call(b"set", *pairs)
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set exist."""
+        """Whether append, multi_get and multi_set exist: they do."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of waits."""
+        """Set the timeout of waits."""
         self._timeout = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of waits."""
+        """The timeout of waits."""
         return self._timeout
 
     def clone(self) -> AgentStore:
-        """A client of its own connection to the same store."""
+        """Return a client with its own connection to the same store."""
         return AgentStore(self._address, self._timeout, key=self._key)
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
@@ -188,49 +188,49 @@ class AgentStore(Store):
             values = self._call(b"wait", _SLICE_MS, *wanted)
             if values:
                 return values
-            if threading.get_ident() in _given_up:
-                raise DistStoreError(f"the wait for {list(keys)[:4]} was given up")
+            if threading.get_ident() in _cancelled_threads:
+                raise DistStoreError(f"the wait for {list(keys)[:4]} was cancelled")
             if time.monotonic() > end:
-                raise DistStoreError(f"waited {timeout} in the rendezvous store for {list(keys)[:4]}")
+                raise DistStoreError(f"timed out after {timeout} in the rendezvous store, waiting for {list(keys)[:4]}")
 
 
-_PIECE = timedelta(milliseconds=20)
+_POLL_INTERVAL = timedelta(milliseconds=20)
 
-_off: list[bool] = []
+_skipping: list[bool] = []
 
 
 @contextlib.contextmanager
-def nobody_to_wait_for() -> Iterator[None]:
-    """On a replaced rank: the others have its groups already, and only form them anew."""
-    _off.append(True)
+def skip_rendezvous() -> Iterator[None]:
+    """Skip `rendezvous` within, on a replacement rank: the others already have its groups and only rebuild them."""
+    _skipping.append(True)
     try:
         yield
     finally:
-        _off.pop()
+        _skipping.pop()
 
 
-def wait_for_all(store: Store, place: str, *, rank: int, size: int, limit: timedelta) -> None:
-    """Say that this rank has come to `place`, and wait for the others.
+def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta) -> None:
+    """Announce this rank under `prefix`, and wait for the others.
 
     Args:
-        store: The store that all ranks reach.
-        place: Prefix of the keys; another one for each occasion.
+        store: The store that all ranks can reach.
+        prefix: Prefix of the keys; a new one for each rendezvous.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        limit: How long to wait.
+        timeout: How long to wait.
 
     Raises:
-        Aborted: the cell was ended meanwhile.
-        DistStoreError: a rank did not come.
+        AbortedError: the cell was aborted meanwhile.
+        DistStoreError: a rank did not arrive.
     """
-    if _off:
+    if _skipping:
         return
-    keys = [f"{place}/{other}" for other in range(size)]
+    keys = [f"{prefix}/{other}" for other in range(size)]
     store.set(keys[rank], "1")
-    end = time.monotonic() + limit.total_seconds()
+    end = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            store.wait(keys, _PIECE)
+            store.wait(keys, _POLL_INTERVAL)
             return
         except dist.DistStoreError:
             raise_if_aborted("new_group")

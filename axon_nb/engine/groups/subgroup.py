@@ -1,4 +1,4 @@
-"""`subgroup` in a cell: the process group of exactly the ranks that run it, made once for each such set."""
+"""`subgroup` in a cell: the process group of exactly the ranks that run it, created once per set of ranks."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ import torch.distributed as dist
 from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.session import RankSession
 
-__all__ = ["NAME", "bind", "of"]
+__all__ = ["NAME", "bind", "get"]
 
 NAME = "subgroup"
 
-_made: Counter[str] = Counter()
-"""How many groups this rank has made for each set: a destroyed one's name is not used again."""
+_num_created: Counter[str] = Counter()
+"""How many groups this rank has created per set: the name of a destroyed one is not reused."""
 
 
 def bind(session: RankSession, ranks: Sequence[int], *, wanted: bool) -> None:
-    """Put the group of `ranks` under its name into the namespace; collective over them when it is made.
+    """Bind the group of `ranks` to its name in the namespace; collective over them if the group is created.
 
-    A variable of that name that the user has set stays as it is.
+    A variable of that name that the user has set is not changed.
 
     Args:
         session: This rank.
-        ranks: The ranks that run the cell, this one among them.
-        wanted: Whether the cell speaks of it; if not, the name only follows the cell's ranks where that is free.
+        ranks: The ranks that run the cell, including this one.
+        wanted: Whether the cell mentions the name. If not, an existing binding is only updated to the cell's ranks.
 
     Raises:
-        Aborted: the cell was ended while its ranks met.
+        AbortedError: the cell was aborted while its ranks were creating the group.
     """
-    space = session.kernel.shell.user_ns
-    mine = session.extras.get(NAME)
-    if (NAME in space and space[NAME] is not mine) or not (wanted or NAME in space):
+    namespace = session.kernel.shell.user_ns
+    bound = session.extras.get(NAME)
+    if (NAME in namespace and namespace[NAME] is not bound) or not (wanted or NAME in namespace):
         return
-    group = of(session, ranks, make=wanted)
+    group = get(session, ranks, create=wanted)
     if group is None:
-        space.pop(NAME, None)  # rather than the group of other ranks
+        namespace.pop(NAME, None)  # rather than leave the group of other ranks
         return
-    session.extras[NAME] = space[NAME] = group
+    session.extras[NAME] = namespace[NAME] = group
 
 
-def of(session: RankSession, ranks: Sequence[int], *, make: bool = True) -> Any:
-    """The group of exactly `ranks`; with `make` it is made where there is none, which all of them must do.
+def get(session: RankSession, ranks: Sequence[int], *, create: bool = True) -> Any:
+    """Return the group of exactly `ranks`; with `create`, a missing one is created, which all of them must do.
 
     Raises:
-        Aborted: the cell was ended while its ranks met.
+        AbortedError: the cell was aborted while its ranks were creating the group.
     """
     if len(ranks) == session.config.world_size:
         return dist.group.WORLD
     group = _find(ranks)
-    return _make(session, ranks) if group is None and make else group
+    return _create(session, ranks) if group is None and create else group
 
 
-def _stem(ranks: Sequence[int]) -> str:
+def _prefix(ranks: Sequence[int]) -> str:
     return f"{NAME}_{'_'.join(map(str, sorted(ranks)))}_"
 
 
 def _find(ranks: Sequence[int]) -> Any:
-    stem = _stem(ranks)
-    return next((group for group, name in list(c10d._world.pg_names.items()) if name.startswith(stem)), None)
+    prefix = _prefix(ranks)
+    return next((group for group, name in list(c10d._world.pg_names.items()) if name.startswith(prefix)), None)
 
 
-def _make(session: RankSession, ranks: Sequence[int]) -> Any:
-    stem = _stem(ranks)
-    _made[stem] += 1
-    name = f"{stem}{_made[stem]}"
+def _create(session: RankSession, ranks: Sequence[int]) -> Any:
+    prefix = _prefix(ranks)
+    _num_created[prefix] += 1
+    name = f"{prefix}{_num_created[prefix]}"
     with named_group(name):
-        # Of its own members alone, as the others do not run the cell.
+        # Only its members create it, as the other ranks do not run the cell.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"{NAME} of a cell")

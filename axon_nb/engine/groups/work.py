@@ -1,4 +1,4 @@
-"""The handle of one collective: its wait ends at an abort, and its future can be failed from another thread."""
+"""The handle of one collective: an abort ends its wait, and its future can be failed from another thread."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from axon_nb.engine.groups.abort import ABORT, Aborted, run_in_helper
+from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.activity import Call
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork", "fail_all"]
+__all__ = ["RecoverableWork", "fail_all_futures"]
 
 _SLICE = timedelta(milliseconds=50)
-_PIECE_S = 0.05
+_POLL_S = 0.05
 
 _with_future: weakref.WeakSet[RecoverableWork] = weakref.WeakSet()
 
@@ -32,57 +32,64 @@ class RecoverableWork(Work):
         inner: The inner group's work.
         call: The operation.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
-            connection, and reduce_scatter ignores the limit: those are waited for in a helper thread.
-        keep: What must live as long as the operation runs.
-        on_end: Called once with `call` when the operation has ended.
-        limit: Of the group's operations; Gloo's own for a recv would be the one that the group was connected with.
+            connection, and reduce_scatter ignores the timeout: those are waited for in a helper thread.
+        keep_alive: Objects that must live as long as the operation runs.
+        on_finish: Called once with `call` when the operation has finished.
+        timeout: Timeout of the group's operations; without it, a recv on Gloo uses the timeout for connecting.
     """
 
     _done = False
     _future: Any = None
 
     def __init__(
-        self, inner: Any, call: Call, *, sliced: bool, keep: Any, on_end: Callable[[Call], None], limit: timedelta
+        self,
+        inner: Any,
+        call: Call,
+        *,
+        sliced: bool,
+        keep_alive: Any,
+        on_finish: Callable[[Call], None],
+        timeout: timedelta,
     ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
         self._sliced = sliced
-        self._keep = keep
-        self._on_end = on_end
-        self._limit = limit
+        self._keep_alive = keep_alive
+        self._on_finish = on_finish
+        self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
 
         Raises:
-            Aborted: the cell was ended meanwhile, or a peer is gone.
+            AbortedError: the cell was aborted meanwhile, or a peer is gone.
             RuntimeError: the operation failed or timed out.
-            UsageError: ranks that it needs do not run the cell.
+            UsageError: some of its ranks do not run the cell.
         """
         if self._done:
             return True
         if self._call.refusal:
             raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
-        self._call.waited_by = threading.get_ident()
+        self._call.waiting_thread = threading.get_ident()
         if ring.watched and not is_suppressed("wait"):
-            self._call.waited_ns = time.monotonic_ns()
+            self._call.wait_started_ns = time.monotonic_ns()
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
         except RuntimeError as error:
-            if isinstance(error, Aborted):
+            if isinstance(error, AbortedError):
                 raise
             if ABORT.is_set():
-                raise Aborted(f"aborted while waiting in {self._call.name}") from None
+                raise AbortedError(f"aborted while waiting in {self._call.name}") from None
             if "gloo" in str(error) and "timed out" not in str(error).lower():
-                raise Aborted(f"peer lost while waiting in {self._call.name}: {str(error)[-120:]}") from None
+                raise AbortedError(f"lost a peer while waiting in {self._call.name}: {str(error)[-120:]}") from None
             raise
         finally:
-            self._call.waited_by = 0
+            self._call.waiting_thread = 0
         if not self._done:
             self._done = True
-            self._on_end(self._call)
+            self._on_finish(self._call)
         return True
 
     def _wait_sliced(self, end: float | None) -> None:
@@ -99,34 +106,34 @@ class RecoverableWork(Work):
         if self._inner.is_completed():
             self._inner.wait()
             return
-        done = threading.Lock()  # an Event takes several times as long to set and to wake from
+        done = threading.Lock()  # setting an Event and waking from it takes several times as long
         done.acquire()
         failure: list[BaseException] = []
 
         def wait() -> None:
             try:
-                # Without a limit a send or recv takes the one for connecting: a slow peer would fail it.
-                self._inner.wait(self._limit)
+                # Without a timeout a send or recv uses the one for connecting, which a slow peer would exceed.
+                self._inner.wait(self._timeout)
             except BaseException as error:
                 failure.append(error)
             done.release()
 
         run_in_helper(wait)
-        while not done.acquire(timeout=_PIECE_S):
+        while not done.acquire(timeout=_POLL_S):
             self._check(end)
         if failure:
             raise failure[0]
 
     def _check(self, end: float | None) -> None:
         if ABORT.is_set():
-            raise Aborted(f"aborted while waiting in {self._call.name}")
+            raise AbortedError(f"aborted while waiting in {self._call.name}")
         if end is not None and time.monotonic() > end:
             raise RuntimeError(f"{self._call.name} timed out")
 
     def get_future(self) -> Any:
-        """A future that an abort can fail.
+        """Return a future that an abort can fail.
 
-        `Future.set_exception` sets a Python result that the C++ reducer reads as tensors, and crashes; an exception
+        `Future.set_exception` sets a Python result that the C++ reducer reads as tensors, and crashes. An exception
         raised inside a `then` callback does become a C++ error.
         """
         if self._future is None:
@@ -137,31 +144,31 @@ class RecoverableWork(Work):
 
             def unwrap(_: Any) -> Any:
                 if self._failed:
-                    raise Aborted(f"aborted while waiting in {self._call.name}")
+                    raise AbortedError(f"aborted while waiting in {self._call.name}")
                 return inner.value()
 
             self._future = self._base.then(unwrap)
             _with_future.add(self)
-            inner.add_done_callback(lambda _: self._fire(failed=False))
+            inner.add_done_callback(lambda _: self._resolve(failed=False))
         return self._future
 
-    def _fire(self, *, failed: bool) -> None:
+    def _resolve(self, *, failed: bool) -> None:
         with self._lock:
             if self._fired:
                 return
             self._fired, self._failed = True, failed
         if not failed and not self._done:
             self._done = True
-            self._on_end(self._call)
+            self._on_finish(self._call)
         self._base.set_result(None)
 
     def fail(self) -> None:
-        """From any thread: whoever waits for the future gets `Aborted`."""
+        """Fail the future from any thread: whatever waits for it raises `AbortedError`."""
         if self._future is not None:
-            self._fire(failed=True)
+            self._resolve(failed=True)
 
     def is_completed(self) -> bool:
-        """Whether the operation is over."""
+        """Whether the operation has finished."""
         return self._done or bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
@@ -169,24 +176,24 @@ class RecoverableWork(Work):
         return bool(self._inner.is_success())
 
     def exception(self) -> Any:
-        """Its failure."""
+        """Return its failure."""
         return self._inner.exception()
 
     def result(self) -> Any:
-        """Its output tensors."""
+        """Return its output tensors."""
         return self._inner.result()
 
     def synchronize(self) -> None:
-        """Nothing: results on the CPU are there when the wait is over."""
+        """Do nothing: results on the CPU are complete after the wait."""
 
     def source_rank(self) -> int:
-        """Whom a receive from anyone was from."""
+        """Return the sender of a recv from any rank."""
         return int(self._inner.source_rank())
 
     _source_rank = source_rank
 
 
-def fail_all() -> None:
-    """From any thread: fail every future that is waited for."""
+def fail_all_futures() -> None:
+    """Fail every future in use, from any thread."""
     for work in list(_with_future):
         work.fail()

@@ -1,6 +1,6 @@
-"""Putting DDP, FSDP2 and pipelines back to the state before a step, after one was aborted in the middle.
+"""Resets DDP, FSDP2 and pipelines to the state before a step, after an abort during one.
 
-Private hooks into torch; each step says what goes wrong without it (measured on torch 2.13).
+Private hooks into torch; each comment says what goes wrong without the hook (measured on torch 2.13).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from axon_nb.compat import deepspeed
 from axon_nb.engine.live_objects import living
 from axon_nb.torch_api import torch_api
 
-__all__ = ["follow_engines", "follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
+__all__ = ["rebuild_reducer", "rebuild_reducers", "reset_modules", "reset_wrappers", "track_engines", "track_wrappers"]
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
@@ -23,13 +23,13 @@ _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
-def follow_wrappers() -> None:
-    """Before any is made: those made from now on are known, and need not be looked for."""
+def track_wrappers() -> None:
+    """Track wrappers from now on, so that no search is needed later; call it before any is created."""
     living(_DDP, _FSDP, _SCHEDULES)
 
 
-def follow_engines() -> None:
-    """When DeepSpeed has been imported: its engines are known from when they are made."""
+def track_engines() -> None:
+    """Track DeepSpeed's engines from now on; call it when DeepSpeed has been imported."""
     living(_DEEPSPEED)
 
 
@@ -37,8 +37,8 @@ def reset_wrappers() -> tuple[int, list[str]]:
     """Reset every DDP and FSDP2 module, pipeline schedule and DeepSpeed engine of this process.
 
     Returns:
-        How many there are, and why some could not be reset, a sentence for each kind: the groups are fit for use, but
-        such an object must be built again.
+        Their number, and for each kind that could not be reset a sentence: the groups are usable, but such objects must
+        be created again.
     """
     ddp, fsdp, schedules = living(_DDP, _FSDP, _SCHEDULES)
     failed = []
@@ -49,8 +49,8 @@ def reset_wrappers() -> tuple[int, list[str]]:
     }.items():
         try:
             reset_modules(*modules)
-        except Exception as error:  # this torch lacks what the self-test has named
-            failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}); build them again.")
+        except Exception as error:  # this torch lacks a hook; the self-test has reported it
+            failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}). Create them again.")
     count = len(ddp) + len(fsdp) + len(schedules)
     return count + deepspeed.reset_engines(*living(_DEEPSPEED)), failed
 
@@ -63,10 +63,10 @@ def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[A
         module.reducer._reset_state()
     for module in fsdp:
         for group in api.fsdp_parameter_groups(module._get_fsdp_state()):
-            # An all-gather of the aborted step would be waited for in the next forward.
+            # Otherwise the next forward would wait for an all-gather of the aborted step.
             group._all_gather_result = None
             for parameter in group.fsdp_params:
-                # Half-reduced gradients would be added to the next step's: weights then are silently wrong.
+                # Half-reduced gradients would be added to the next step's, and weights would be silently wrong.
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
                 api.drop_accumulated_gradient(parameter)
@@ -78,38 +78,38 @@ def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[A
 
 
 def _reset_schedule(schedule: Any) -> None:
-    # Losses of the aborted step would be taken for those of the next: "backward through the graph a second time".
+    # Losses of the aborted step would be mixed with the next one's: "backward through the graph a second time".
     schedule._internal_losses.clear()
-    # Receives begun in the aborted step: "receiving twice", or a wait on a group that is gone.
+    # Receives started in the aborted step: "receiving twice", or a wait on a group that is gone.
     for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages", "backward_counter"):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
-    # Stages agree on shapes in their first step. Aborted there, or with a rank replaced, some have and some have not:
-    # the next step would hang. And a receive that was under way holds the buffers; they are made anew with the rest.
-    for stages, way in itertools.product(("stage", "stages"), ("forward", "backward")):
-        if hasattr(schedule, name := f"_{stages}_{way}_initialized"):
+    # Stages agree on shapes in their first step. If it was aborted, or a rank was replaced, only some have: the next
+    # step would hang. And a receive in progress holds the buffers; they are created again with the rest.
+    for stages, direction in itertools.product(("stage", "stages"), ("forward", "backward")):
+        if hasattr(schedule, name := f"_{stages}_{direction}_initialized"):
             setattr(schedule, name, False)
     for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
         torch_api().reset_stage(stage)
-        # Gradients that were not sent yet, and work on weights that was put off.
+        # Gradients not sent yet, and deferred work on weights.
         stage.bwd_cache.clear()
         stage.backward_state.clear()
         stage.dw_runner.clear()
 
 
 def rebuild_reducers() -> None:
-    """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
+    """Give every DDP module a fresh reducer: that of a replaced rank has not seen the buckets of the others."""
     for module in living(_DDP)[0]:
-        renew_reducer(module)
+        rebuild_reducer(module)
 
 
-def renew_reducer(module: Any) -> None:
-    """Give one DDP module a fresh reducer, with what was set on the old one; does not talk to the other ranks."""
+def rebuild_reducer(module: Any) -> None:
+    """Give one DDP module a fresh reducer with the settings of the old one; does not communicate."""
     parameters, sparse = module._build_params_for_reducer()
     names = module._build_debug_param_to_name_mapping(parameters)
     module._ddp_init_helper(parameters, sparse, names, module.static_graph)
     if module.static_graph:
-        # A fresh reducer learns the graph in its first backward, whose gradients it must be told to reduce.
+        # A fresh reducer learns the graph in its first backward, and must be set to reduce the gradients of that one.
         module._static_graph_delay_allreduce_enqueued = False
         module.reducer._set_static_graph()
         module.logger._set_static_graph()

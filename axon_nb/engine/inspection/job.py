@@ -164,5 +164,5 @@ def _communication(now: int, span_position: int, since_ns: int) -> tuple[float |
     if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
         return None, span_position
     stretches = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
-    stretches += [(call.started_ns, now) for call in activity.pending()]
+    stretches += [(call.started_ns, now) for call in activity.pending_calls()]
     return covered_ns(stretches, since_ns, now) / (now - since_ns), span_position

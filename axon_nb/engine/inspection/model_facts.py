@@ -19,7 +19,7 @@ from axon_nb.engine.inspection.last_call import called_with, look_at_next_call
 from axon_nb.engine.inspection.model_skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.engine.inspection.pipeline_facts import first_stage, held_stages, pipeline_facts
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.sharding.sharded import is_dtensor, loaded
+from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.torch_api import torch_api
 
@@ -89,7 +89,7 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
         sorted(units) if units is not None else None,
         recomputed,
         inputs,
-        "tokens" if isinstance(inner, loaded(*_GPT)) else "mean",
+        "tokens" if isinstance(inner, loaded_class(*_GPT)) else "mean",
         notes,
     )
 
@@ -98,13 +98,13 @@ def _called(module: nn.Module) -> nn.Module:
     """Whose forward is looked at: the model's, which has the names of its arguments, or that of what is compiled."""
     if (stage := first_stage(module)) is not None:
         return stage
-    while not isinstance(module, loaded(*_COMPILED)) and module is not (inside := _inside(module)):
+    while not isinstance(module, loaded_class(*_COMPILED)) and module is not (inside := _inside(module)):
         module = inside
     return module
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    wraps = isinstance(module, (DistributedDataParallel, loaded(*_SHARDED)))
+    wraps = isinstance(module, (DistributedDataParallel, loaded_class(*_SHARDED)))
     return module.module if wraps else module  # type: ignore[return-value]
 
 
@@ -134,7 +134,7 @@ def _strategy(
 ) -> dict[str, Any]:
     world = session.config.world_size
     zero1 = any(type(own).__name__ == "ZeroRedundancyOptimizer" for own in optimizers)
-    if isinstance(module, loaded(*_SHARDED)):
+    if isinstance(module, loaded_class(*_SHARDED)):
         own: Any = module
         mesh = own.mesh
         found = {"strategy": own.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}

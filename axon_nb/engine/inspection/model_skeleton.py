@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.world import World
-from axon_nb.engine.sharding.placement import cut_parameters, whole_parameters
-from axon_nb.engine.sharding.sharded import is_stage, loaded, mesh_type
+from axon_nb.engine.sharding.placement import layer_shardings, unsharded_parameters
+from axon_nb.engine.sharding.sharded import device_mesh_type, is_stage, loaded_class
 from axon_nb.errors import UsageError
 
 __all__ = ["NoSkeleton", "inner_model", "is_recomputed", "plain_class", "skeleton"]
@@ -49,9 +49,9 @@ def inner_model(module: nn.Module) -> nn.Module:
     """What is trained, without DDP, FSDP and torch.compile around it."""
     found: Any = module
     while True:
-        if issubclass(type(found), (DistributedDataParallel, loaded(*_SHARDED))):
+        if issubclass(type(found), (DistributedDataParallel, loaded_class(*_SHARDED))):
             found = found.module
-        elif issubclass(type(found), loaded(*_COMPILED)):
+        elif issubclass(type(found), loaded_class(*_COMPILED)):
             found = found._orig_mod
         else:
             inner: nn.Module = found
@@ -62,16 +62,16 @@ def is_recomputed(module: nn.Module) -> bool:
     """Whether it is computed again in backward, instead of its activations being kept."""
     forward = vars(module).get("forward")
     by_hand = isinstance(forward, functools.partial) and forward.func is checkpoint
-    return by_hand or isinstance(module, loaded(*_RECOMPUTED))
+    return by_hand or isinstance(module, loaded_class(*_RECOMPUTED))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The user's class of a module that wrappers have given one of theirs."""
     kind: Any = type(module)
-    if issubclass(kind, loaded(*_RECOMPUTED)):
+    if issubclass(kind, loaded_class(*_RECOMPUTED)):
         wrapped: Any = module
         return plain_class(wrapped._checkpoint_wrapped_module)
-    wrapper = loaded(*_FSDP2)
+    wrapper = loaded_class(*_FSDP2)
     if issubclass(kind, wrapper):  # fully_shard has put classes of its own before the user's
         kind = next(base for base in kind.__mro__ if not issubclass(base, wrapper))
     found: type[nn.Module] = kind
@@ -90,13 +90,13 @@ def skeleton(module: nn.Module) -> bytes:
     modules = list(module.modules())
     if is_stage(module) or any(map(is_stage, modules)):
         raise NoSkeleton("each rank holds only its stages of a pipeline: name the whole model, or ask axon_nb.plan.")
-    if any(isinstance(own, loaded(*_FSDP1)) for own in modules):
+    if any(isinstance(own, loaded_class(*_FSDP1)) for own in modules):
         raise NoSkeleton("FSDP1 keeps no shapes of its parameters: `fully_shard` or axon_nb.parallel.FSDP does.")
-    if cut_parameters(modules):
+    if layer_shardings(modules):
         raise NoSkeleton("its layers are cut over ranks by hand: the model as a whole is nowhere; ask axon_nb.plan.")
     file = io.BytesIO()
     try:
-        _SkeletonPickler(file, whole_parameters(modules)).dump(module)
+        _SkeletonPickler(file, unsharded_parameters(modules)).dump(module)
     except NoSkeleton:
         raise
     except Exception as error:
@@ -124,7 +124,7 @@ class _SkeletonPickler(cloudpickle.Pickler):
             return _reduce_tensor(self._sharded.get(id(obj), obj), kind)
         if issubclass(kind, nn.Module):
             return _reduce_module(obj)
-        if issubclass(kind, dist.ProcessGroup | ProcessGroup | World | mesh_type()):
+        if issubclass(kind, dist.ProcessGroup | ProcessGroup | World | device_mesh_type()):
             raise NoSkeleton(f"the model holds a {kind.__name__}, which another process does not have.")
         return super().reducer_override(obj)
 
@@ -143,7 +143,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_
 
 
 def _reduce_module(module: Any) -> Any:
-    if issubclass(type(module), loaded(*_RECOMPUTED)):
+    if issubclass(type(module), loaded_class(*_RECOMPUTED)):
         return _itself, (module._checkpoint_wrapped_module,)
     own = set(vars(nn.Module()))
     state = {

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.inspection.last_call import called_with
 from axon_nb.engine.inspection.model_skeleton import skeleton
-from axon_nb.engine.sharding.sharded import is_dtensor, loaded
+from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.records.memory import MemorySetup
 
 __all__ = ["first_stage", "held_stages", "pipeline_facts", "stages_sent"]
@@ -32,9 +32,9 @@ _CUT_ANEW = "Stages are cut anew, by the number of parameters."
 def held_stages(module: Any) -> Any:
     """The `Pipeline` that a module is, or has within it; None: it has none."""
     own: Any = module
-    if issubclass(type(own), loaded(*_THREE_D)):
+    if issubclass(type(own), loaded_class(*_THREE_D)):
         own = own.pipeline
-    return own if issubclass(type(own), loaded(*_PIPELINE)) else None
+    return own if issubclass(type(own), loaded_class(*_PIPELINE)) else None
 
 
 def first_stage(module: Any) -> nn.Module | None:
@@ -109,7 +109,7 @@ def stages_sent(module: Any) -> dict[str, str]:
     found = {}
     for index, stage in pipeline._stage_modules.items():
         own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
-        is_section = issubclass(type(own), loaded(*_SECTION))
+        is_section = issubclass(type(own), loaded_class(*_SECTION))
         children = own.named_children() if is_section else [(str(index), own)]
         found[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
     return found

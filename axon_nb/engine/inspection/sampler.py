@@ -77,7 +77,7 @@ class Sampler:
         """(line of the cell, communication call, identity of that call's frame)."""
         user = user_frame(frame)
         call, serial = "", 0
-        pending = activity.pending()
+        pending = activity.pending_calls()
         while frame is not None and frame is not user:
             code = frame.f_code
             if is_public_call(code):

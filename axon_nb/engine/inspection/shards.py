@@ -14,8 +14,14 @@ from torch.optim import Optimizer
 from axon_nb.engine.inspection.gradients import from_gradients
 from axon_nb.engine.namespace import look_up
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.placement import Cut, cut_parameters, place_of, placed_local, whole_parameters
-from axon_nb.engine.sharding.sharded import loaded
+from axon_nb.engine.sharding.placement import (
+    LayerSharding,
+    layer_shardings,
+    local_tensor,
+    placement_of,
+    unsharded_parameters,
+)
+from axon_nb.engine.sharding.sharded import loaded_class
 from axon_nb.errors import UsageError
 from axon_nb.records.placement import Shard
 
@@ -79,14 +85,14 @@ class _Held:
     """The DTensor of which a parameter is the whole just now."""
     copied: dict[int, Any] = field(default_factory=dict)
     """The process group over which DDP keeps it equal."""
-    cut: dict[int, Cut] = field(default_factory=dict)
+    cut: dict[int, LayerSharding] = field(default_factory=dict)
     """How a tensor-parallel layer holds it."""
 
     @staticmethod
     def by(module: torch.nn.Module) -> _Held:
         """What a module and those within it know."""
         modules = list(module.modules())
-        return _Held(whole_parameters(modules), _copied(modules), cut_parameters(modules))
+        return _Held(unsharded_parameters(modules), _copied(modules), layer_shardings(modules))
 
     def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
         """What is known of one parameter or buffer.
@@ -96,7 +102,7 @@ class _Held:
             shape_of: What is shown instead, such as a state of the optimizer; one of another shape is not cut along.
         """
         same = shape_of is None or tuple(shape_of.shape) == tuple(tensor.shape)
-        return {"group": self.copied.get(id(tensor)), "cut": self.cut.get(id(tensor)) if same else None}
+        return {"group": self.copied.get(id(tensor)), "layer": self.cut.get(id(tensor)) if same else None}
 
 
 def _holder(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for module in modules:
         own: Any = module
-        if issubclass(type(own), loaded("axon_nb.parallel.data.zero", "ZeRO1")):
+        if issubclass(type(own), loaded_class("axon_nb.parallel.data.zero", "ZeRO1")):
             own = own.ddp  # it is out of the sight of modules()
         if isinstance(own, torch.nn.parallel.DistributedDataParallel):
             group: Any = own.process_group
@@ -185,8 +191,8 @@ def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[d
 
 
 def _shard(name: str, role: str, tensor: Any, known: Mapping[str, Any], *, sharded: Any = None) -> Shard:
-    place = place_of(tensor, sharded=sharded, **known)
-    local = placed_local(tensor)
+    place = placement_of(tensor, sharded=sharded, **known)
+    local = local_tensor(tensor)
     size = local.numel() * local.element_size()
     return Shard(
         name=name,

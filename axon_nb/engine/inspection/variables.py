@@ -17,7 +17,7 @@ import torch
 
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import is_dtensor, mesh_type, placement_in_words
+from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
 
 __all__ = ["mesh_fields", "variable_facts", "variable_parts"]
 
@@ -77,7 +77,7 @@ def _of_tensors(tensors: list[Any], *, shape: str) -> dict[str, Any]:
     local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
     size = sum(tensor.numel() * tensor.element_size() for tensor in local)
     copies = all(placement.is_replicate() for tensor in placed for placement in tensor.placements)
-    where = dict.fromkeys(", ".join(map(placement_in_words, tensor.placements)) for tensor in placed)
+    where = dict.fromkeys(", ".join(map(format_placement, tensor.placements)) for tensor in placed)
     return _record(
         shape=shape,
         dtype=", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
@@ -163,7 +163,7 @@ def mesh_fields() -> dict[str, Any] | None:
 
     Of several, the one that is called ``mesh``, else the one with most ranks, else with most axes.
     """
-    kind: Any = mesh_type()
+    kind: Any = device_mesh_type()
     space = list(current().kernel.shell.user_ns.items())  # a cell may be adding to it
     found: dict[str, Any] = {
         name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")

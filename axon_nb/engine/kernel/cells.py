@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from axon_nb.engine.groups import activity, subgroup
-from axon_nb.engine.groups import activity as membership
-from axon_nb.engine.groups.size_check import cell_begins
+from axon_nb.engine.groups.size_check import start_cell
 from axon_nb.engine.kernel import post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import Interrupts
@@ -64,12 +63,12 @@ class CellRunner:
             return reply
         if not facts.get("debugs"):
             post_mortem.forget()
-        activity.begin_cell()
+        activity.reset_collectives()
         session.extras["steps"].begin_cell()
         self._budget.begin(facts.get("output_limit"))
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws = activity.started(), Draws(session.device)
+        calls, draws = activity.num_calls(), Draws(session.device)
         self._interrupts.begin_cell()
         try:
             reply = self._prepare(facts) or await measured(session, facts, execute)
@@ -77,7 +76,7 @@ class CellRunner:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
-            membership.leave()
+            activity.clear_exclusive_ranks()
             self._interrupts.end_cell()
             session.extras["steps"].end_cell()
             end = time.monotonic_ns()
@@ -93,10 +92,10 @@ class CellRunner:
         told: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
-            "calls": activity.started() - calls,
+            "calls": activity.num_calls() - calls,
             "ended_in": ended_in,
             "has_value": has_value,
-            "draws": draws.report(shell) if activity.started() > calls else None,
+            "draws": draws.report(shell) if activity.num_calls() > calls else None,
             **told,
         }
         tell_exit(reply, shell)
@@ -109,13 +108,13 @@ class CellRunner:
     def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         """What goes before the cell's own code; the reply when that fails."""
         ranks = facts.get("ranks") or []
-        cell_begins(str(facts.get("run", "")))
+        start_cell(str(facts.get("run", "")))
         try:
             subgroup.bind(self._session, ranks, wanted=bool(facts.get("subgroup")))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
-        membership.enter(ranks if facts.get("alone") else None)
+        activity.set_exclusive_ranks(ranks if facts.get("alone") else None)
         return None
 
     def _keep_value(self, token: str, value: Any) -> None:

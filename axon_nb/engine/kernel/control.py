@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
-from axon_nb.engine.groups.recovery import abort, condition, waits
+from axon_nb.engine.groups.recovery import abort, group_status, report_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandler
@@ -106,7 +106,7 @@ def control_handlers(
         state = sampler.sample()
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
         own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
-        return {**own, **waits(), "threads": users_threads()}
+        return {**own, **report_waits(), "threads": users_threads()}
 
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
@@ -122,7 +122,7 @@ def control_handlers(
 
     def tell_cells(content: dict[str, Any]) -> dict[str, Any]:
         asked = {"run": content.get("run"), "since": content.get("since", 0), "after_ns": content.get("after_ns", 0)}
-        return {"cells": log.report(**asked), "running": interrupts.running, **condition()}
+        return {"cells": log.report(**asked), "running": interrupts.running, **group_status()}
 
     return {
         "axon_abort": abort_cell,

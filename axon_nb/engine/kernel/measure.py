@@ -117,7 +117,7 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
     def meet() -> None:
         if len(ranks) > 1:
             device = [session.device.index] if session.config.backend == "nccl" else None
-            dist.barrier(group=subgroup.of(session, ranks), device_ids=device)
+            dist.barrier(group=subgroup.get(session, ranks), device_ids=device)
 
     loop = _Loop()
     shell.user_ns[_RUNS] = _Runs(int(facts["repeat"]), seconds, meet, lambda: _finish(session.device))

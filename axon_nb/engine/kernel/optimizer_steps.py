@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import apart_in_wrappers, why_apart
+from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicated_reason
 
 __all__ = ["OptimizerSteps", "recover"]
 
@@ -47,11 +47,11 @@ class OptimizerSteps:
         """A cell begins: growth counts from here, and what was held is over with its cell."""
         self._held_since = None
         self._before = weakref.WeakKeyDictionary(self._steps)
-        self._calls = activity.started()
+        self._calls = activity.num_calls()
 
     def end_cell(self) -> None:
         """The cell is over: whether it has communicated is known, and forming groups anew does not count."""
-        self._communicated = activity.started() > self._calls
+        self._communicated = activity.num_calls() > self._calls
 
     def holds(self, frame: FrameType | None) -> bool:
         """From the handler of an interrupt that has landed on `frame`: whether it is held, and raised after the step.
@@ -103,7 +103,7 @@ class OptimizerSteps:
         optimizers = {id(one): one for one in (*self._steps, *(named for named, _ in names.values()))}
         if not optimizers:
             return []
-        in_wrappers = apart_in_wrappers()
+        in_wrappers = unreplicated_parameters()
         return [
             {
                 "number": self._numbers.get(optimizer, -1),
@@ -111,7 +111,7 @@ class OptimizerSteps:
                 "before": self._before.get(optimizer, 0),
                 "steps": self.of(optimizer),
                 "shapes": _digest(_parameters(optimizer)),
-                "apart": why_apart(_parameters(optimizer), in_wrappers),
+                "apart": unreplicated_reason(_parameters(optimizer), in_wrappers),
                 "communicated": self._communicated,
             }
             for key, optimizer in optimizers.items()

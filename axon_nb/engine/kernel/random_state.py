@@ -16,7 +16,7 @@ from torch import nn
 
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import loaded
+from axon_nb.engine.sharding.sharded import loaded_class
 
 __all__ = ["Draws", "seed"]
 
@@ -73,7 +73,7 @@ class Draws:
 
 def _is_copy(model: nn.Module) -> bool:
     """Whether ranks train copies of the model on data of their own."""
-    kinds = (loaded(*_DDP), loaded(*_FSDP2))
+    kinds = (loaded_class(*_DDP), loaded_class(*_FSDP2))
     return any(isinstance(module, kinds) for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
 
 

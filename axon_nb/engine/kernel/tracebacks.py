@@ -21,7 +21,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from axon_nb.engine.collective_names import is_public_call
-from axon_nb.engine.groups.abort import Aborted
+from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = [
@@ -47,7 +47,7 @@ def install_short_traceback(shell: Any) -> None:
         shell._showtraceback(kind, error, text)
         return text
 
-    shell.set_custom_exc((Aborted, KeyboardInterrupt, asyncio.CancelledError), show)
+    shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError), show)
 
 
 def take_place() -> dict[str, Any]:

@@ -10,10 +10,10 @@ from axon_nb.engine.self_test.verdict import current_verdict, run_and_save
 
 
 def main() -> int:
-    """Returns 0 when everything works, else 1."""
+    """Run the command line; return 0 if everything works, else 1."""
     parser = argparse.ArgumentParser(prog="python -m axon_nb.engine.self_test", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--fresh", action="store_true", help="run the test even when a verdict is cached")
+    parser.add_argument("--fresh", action="store_true", help="run the test even if a verdict is cached")
     options = parser.parse_args()
     verdict = run_and_save() if options.fresh else current_verdict(in_process=True)
     if options.json:

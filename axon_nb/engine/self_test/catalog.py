@@ -1,6 +1,6 @@
 """Every capability that the self-test checks: what it does, and what is lost without it.
 
-The check itself is the function of the same name in `checks` or, with one rank, in `single_checks`.
+The check itself is the function of the same name in `checks` or, for a single rank, in `single_checks`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from dataclasses import dataclass
 
 from axon_nb.records.compatibility import Capability, install_command
 
-__all__ = ["CHECKS", "OUT_OF_TIME", "Check", "failed", "is_out_of_time", "passed"]
-
-OUT_OF_TIME = "not done after"
+__all__ = ["CHECKS", "Check", "failed", "is_timeout", "passed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One capability, and how many processes try it."""
+    """One capability, and the number of processes that try it."""
 
     name: str
     label: str
     lost: str
     num_ranks: int = 2
     package: str = "torch"
-    """What another version of may bring it back."""
+    """The package of which another version may restore it."""
 
 
 CHECKS = (
     Check(
         "release",
-        "end a collective that waits for a missing rank",
+        "abort a collective that waits for a missing rank",
         "when a rank fails, the others wait for it until the collective times out, and the session needs a restart",
     ),
     Check(
@@ -44,18 +42,18 @@ CHECKS = (
     ),
     Check(
         "ddp_reset",
-        "train on with a DDP model after an aborted step",
-        "DDP models must be built again after a failed cell",
+        "continue training a DDP model after an aborted step",
+        "DDP models must be recreated after a failed cell",
     ),
     Check(
         "fsdp2_reset",
-        "train on with an FSDP2 model after an aborted step",
-        "FSDP2 models must be built again after a failed cell",
+        "continue training an FSDP2 model after an aborted step",
+        "FSDP2 models must be recreated after a failed cell",
     ),
     Check(
         "pipeline_reset",
-        "train on with a pipeline after an aborted step",
-        "pipelines must be built again after a failed cell",
+        "continue training a pipeline after an aborted step",
+        "pipelines must be recreated after a failed cell",
     ),
     Check(
         "size_check",
@@ -64,25 +62,25 @@ CHECKS = (
     ),
     Check(
         "backend_swap",
-        "put a fresh backend under an existing group, as NCCL recovery does",
+        "swap a fresh backend into an existing group, as NCCL recovery does",
         "on NCCL the groups cannot be used after a failed cell",
     ),
     Check(
-        "whole_steps",
+        "optimizer_steps",
         "let an optimizer finish its step before an interrupt",
-        "an interrupt can tear an optimizer's step",
+        "an interrupt can leave an optimizer's step half done",
         num_ranks=1,
     ),
     Check(
         "interrupts",
         "interrupt code that swallows every exception",
-        "a loop that catches every exception can only be ended by replacing its rank",
+        "the only way to stop a loop that catches every exception is to replace its rank",
         num_ranks=1,
     ),
     Check(
         "kernel_hooks",
         "run cells, interrupts and live views on an engine's kernel",
-        "interrupts, live views and the output of a lost notebook may be incomplete",
+        "interrupts, live views and output after a lost connection may be incomplete",
         num_ranks=1,
         package="ipykernel",
     ),
@@ -95,7 +93,7 @@ CHECKS = (
     ),
     Check(
         "sharding_views",
-        "see where the parts of a sharded tensor lie",
+        "locate the shards of a distributed tensor",
         "`%shards` and `%memory` do not know the offsets of sharded tensors",
         num_ranks=1,
     ),
@@ -114,25 +112,25 @@ CHECKS = (
     Check(
         "simulation",
         "run a training step without data",
-        "`plan.memory` has only its formulas, `method='closed_form'`",
+        "`plan.memory` has only its formulas (`method='closed_form'`)",
         num_ranks=1,
     ),
 )
 """In the order in which they run and are shown."""
 
 
-def is_out_of_time(reason: str) -> bool:
-    """Whether a check failed because it took too long, as on a busy machine, or as a wait that nothing ends."""
-    # The limits of Gloo and of the store, 20 s, come before ours of 30 s, and in words of their own.
-    return reason.startswith(OUT_OF_TIME) or any(words in reason.lower() for words in ("timeout", "timed out"))
+def is_timeout(reason: str) -> bool:
+    """Whether a check timed out: the machine was busy, or a wait never ended."""
+    # The timeouts of Gloo and of the store (20 s) expire before the runner's (30 s), with messages of their own.
+    return any(phrase in reason.lower() for phrase in ("timeout", "timed out"))
 
 
 def passed(check: Check) -> Capability:
-    """The verdict on a check that passed."""
+    """Return the verdict on a check that passed."""
     return Capability(check.name, check.label, works=True, lost=check.lost)
 
 
 def failed(check: Check, reason: str) -> Capability:
-    """The verdict on a check that failed for `reason`."""
+    """Return the verdict on a check that failed for `reason`."""
     fix = install_command(check.package)
     return Capability(check.name, check.label, works=False, lost=check.lost, reason=reason, fix=fix)

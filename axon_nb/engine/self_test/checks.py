@@ -1,4 +1,4 @@
-"""The checks with two ranks: each does on real Gloo groups what a failing cell needs, and compares the result."""
+"""The checks with two ranks: each does on real Gloo groups what a failing cell needs, and checks the result."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from axon_nb.engine.groups import activity, recovery
-from axon_nb.engine.groups.abort import Aborted, raise_if_aborted
+from axon_nb.engine.groups.abort import AbortedError, raise_if_aborted
 from axon_nb.engine.groups.gloo import connect
-from axon_nb.engine.groups.install import all_groups, form_default_group
+from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import swap_backend
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.errors import UsageError
 
 __all__ = [
@@ -35,32 +35,32 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_LIMIT_S = 20.0
+_TIMEOUT_S = 20.0
 
 
 class _Store(FileStore):
-    """The store of one check, beside which the ranks can share files."""
+    """The store of one check, with the folder in which the ranks can share files."""
 
     folder: Path
 
 
-def _store(place: Place) -> _Store:
-    store = _Store(str(place.folder / "store"), -1)
-    store.set_timeout(timedelta(seconds=_LIMIT_S))
-    store.folder = place.folder
+def _store(process: CheckProcess) -> _Store:
+    store = _Store(str(process.folder / "store"), -1)
+    store.set_timeout(timedelta(seconds=_TIMEOUT_S))
+    store.folder = process.folder
     return store
 
 
-def _join(place: Place, *, epoch: int = 0) -> _Store:
+def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
     torch.set_num_threads(1)
-    store = _store(place)
-    form_default_group(
+    store = _store(process)
+    init_default_group(
         "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.num_ranks,
+        rank=process.rank,
+        world_size=process.num_ranks,
         device=_CPU,
-        timeout_s=_LIMIT_S,
+        timeout_s=_TIMEOUT_S,
         epoch=epoch,
         recoverable=True,
     )
@@ -69,30 +69,32 @@ def _join(place: Place, *, epoch: int = 0) -> _Store:
 
 @contextlib.contextmanager
 def _aborted_when_waiting() -> Iterator[None]:
-    """Within it this rank is aborted as soon as it waits in a group; it must be released by that.
+    """Abort this rank as soon as it waits in a group; the abort must end the wait.
 
     Raises:
-        AssertionError: the code within came to its end.
+        AssertionError: the body completed.
     """
-    over = threading.Event()
+    finished = threading.Event()
 
     def abort() -> None:
         with contextlib.suppress(TimeoutError):
-            Place.wait_until(lambda: over.is_set() or any(call.waited_by for call in activity.pending()), "no wait")
-            if not over.is_set():
+            CheckProcess.wait_until(
+                lambda: finished.is_set() or any(call.waiting_thread for call in activity.pending_calls()), "no wait"
+            )
+            if not finished.is_set():
                 recovery.abort(again=False)
 
     thread = threading.Thread(target=abort)
     thread.start()
     try:
         yield
-    except (Aborted, RuntimeError) as error:
-        if "abort" not in str(error).lower() and "peer lost" not in str(error):
+    except (AbortedError, RuntimeError) as error:
+        if "abort" not in str(error).lower() and "lost a peer" not in str(error):
             raise
     else:
-        raise AssertionError("the wait was not ended")
+        raise AssertionError("the wait was not aborted")
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -103,10 +105,10 @@ def _expect_sum(group: Any = None) -> None:
         raise AssertionError(f"all_reduce gave {tensor.tolist()}")
 
 
-def _wait_in_vain(place: Place) -> None:
-    """One rank waits in a collective, the other in a receive; neither can end."""
+def _wait_forever(process: CheckProcess) -> None:
+    """Make one rank wait in a collective and the other in a receive; neither can complete."""
     with _aborted_when_waiting():
-        if place.rank == 0:
+        if process.rank == 0:
             dist.all_reduce(torch.ones(8))
         else:
             dist.recv(torch.ones(8), 0)
@@ -117,56 +119,58 @@ def _recover(*, replaced: bool = False) -> None:
         raise AssertionError(not_reset[0])
 
 
-def release(place: Place) -> None:
-    """A collective and a receive that nobody answers are ended from another thread."""
-    _join(place)
+def release(process: CheckProcess) -> None:
+    """Abort a collective and a receive that have no counterpart, from another thread."""
+    _join(process)
     _expect_sum()
-    _wait_in_vain(place)
+    _wait_forever(process)
 
 
-def rebuild(place: Place) -> None:
-    """After an abort the same group objects communicate again, the default one and a subgroup."""
-    _join(place)
+def rebuild(process: CheckProcess) -> None:
+    """Communicate on the same group objects after an abort: on the default group and on a subgroup."""
+    _join(process)
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
-    _wait_in_vain(place)
+    _wait_forever(process)
     _recover()
     if dist.group.WORLD is not world:
-        raise AssertionError("the default group is another object")
+        raise AssertionError("the default group is a different object")
     _expect_sum()
     _expect_sum(own)
     _expect_sum(dist.new_group([0, 1]))
 
 
-def repair(place: Place) -> None:
-    """Rank 1 dies and a newcomer takes its rank in the default group and in a subgroup."""
-    if place.newcomer:
-        groups = json.loads(place.wait_for("groups", 0))
-        _join(place, epoch=1)
+def repair(process: CheckProcess) -> None:
+    """Let rank 1 die, and a replacement take its rank in the default group and in a subgroup."""
+    if process.is_replacement:
+        groups = json.loads(process.wait_for("groups", 0))
+        _join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
-        recovery.agree_on_names()
+        recovery.sync_group_count()
     else:
-        _join(place)
+        _join(process)
         own = dist.new_group([0, 1])
         _expect_sum(own)
-        if place.rank == 1:
-            place.die()
+        if process.rank == 1:
+            process.die()
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
-        place.note("groups", json.dumps(recovery.registry()))
+        process.note("groups", json.dumps(recovery.list_groups()))
         _recover(replaced=True)
     _expect_sum()
     for group in all_groups():
         _expect_sum(group)
 
 
-def _train_through_abort(place: Place, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]) -> None:
-    """Steps 0, 1, 2 with step 1 aborted on rank 0 and run again must equal three undisturbed ones, bit for bit.
+def _train_through_abort(
+    process: CheckProcess, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]
+) -> None:
+    """Check that steps 0, 1, 2, with step 1 aborted on rank 0 and repeated, equal undisturbed ones bit for bit.
 
     Args:
-        place: This process.
-        make: Builds a fresh model and returns its step, which takes the step's number.
-        weights: The parameters of the model that was built last.
+        process: This process.
+        make: Creates a fresh model and returns its step, which takes the step's number.
+        weights: Returns the parameters of the model created last.
     """
     step = make()
     for number in range(3):
@@ -174,18 +178,18 @@ def _train_through_abort(place: Place, make: Callable[[], Callable[[int], None]]
     expected = weights()
     step = make()
     step(0)
-    if place.rank == 0:
+    if process.rank == 0:
         with _aborted_when_waiting():
             step(1)
     else:
-        with contextlib.suppress(Aborted, RuntimeError):
+        with contextlib.suppress(AbortedError, RuntimeError):
             recovery.abort(again=False)
     _recover()
     step(1)
     step(2)
-    for found, wanted in zip(weights(), expected, strict=True):
-        if not torch.equal(found, wanted):
-            raise AssertionError("the step that was run again gave other weights")
+    for actual, undisturbed in zip(weights(), expected, strict=True):
+        if not torch.equal(actual, undisturbed):
+            raise AssertionError("the repeated step gave different weights")
 
 
 def _layers() -> nn.Sequential:
@@ -197,14 +201,14 @@ def _data(number: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-def _wrapped_reset(place: Place, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
-    _join(place)
-    made: list[nn.Module] = []
+def _check_wrapper_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
+    _join(process)
+    models: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
         model = wrap(_layers())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        made[:] = [model]
+        models[:] = [model]
 
         def step(number: int) -> None:
             optimizer.zero_grad()
@@ -214,19 +218,19 @@ def _wrapped_reset(place: Place, wrap: Callable[[nn.Sequential], nn.Module]) -> 
         return step
 
     def weights() -> list[torch.Tensor]:
-        local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in made[0].parameters()]
-        return [part.detach().clone() for part in local]
+        local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in models[0].parameters()]
+        return [tensor.detach().clone() for tensor in local]
 
-    _train_through_abort(place, make, weights)
-
-
-def ddp_reset(place: Place) -> None:
-    """A DDP model trains on after a step in which one rank waited for the other."""
-    _wrapped_reset(place, nn.parallel.DistributedDataParallel)
+    _train_through_abort(process, make, weights)
 
 
-def fsdp2_reset(place: Place) -> None:
-    """An FSDP2 model does."""
+def ddp_reset(process: CheckProcess) -> None:
+    """Continue training a DDP model after a step in which one rank waited for the other."""
+    _check_wrapper_reset(process, nn.parallel.DistributedDataParallel)
+
+
+def fsdp2_reset(process: CheckProcess) -> None:
+    """Continue training an FSDP2 model after such a step."""
     from torch.distributed.fsdp import fully_shard
 
     def wrap(model: nn.Sequential) -> nn.Module:
@@ -234,21 +238,21 @@ def fsdp2_reset(place: Place) -> None:
             fully_shard(module)
         return model
 
-    _wrapped_reset(place, wrap)
+    _check_wrapper_reset(process, wrap)
 
 
-def pipeline_reset(place: Place) -> None:
-    """A pipeline of two stages does."""
+def pipeline_reset(process: CheckProcess) -> None:
+    """Continue training a pipeline of two stages after such a step."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    _join(place)
-    made: list[nn.Module] = []
+    _join(process)
+    modules: list[nn.Module] = []
 
     def make() -> Callable[[int], None]:
-        torch.manual_seed(place.rank)
+        torch.manual_seed(process.rank)
         module = nn.Linear(8, 8)
-        made[:] = [module]
-        stage = PipelineStage(module, place.rank, 2, _CPU)
+        modules[:] = [module]
+        stage = PipelineStage(module, process.rank, 2, _CPU)
         schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -256,7 +260,7 @@ def pipeline_reset(place: Place) -> None:
             generator = torch.Generator().manual_seed(number)
             inputs, target = (torch.randn(8, 8, generator=generator) for _ in range(2))
             optimizer.zero_grad()
-            if place.rank == 0:
+            if process.rank == 0:
                 schedule.step(inputs)
             else:
                 schedule.step(target=target)
@@ -264,34 +268,34 @@ def pipeline_reset(place: Place) -> None:
 
         return step
 
-    _train_through_abort(place, make, lambda: [p.detach().clone() for p in made[0].parameters()])
+    _train_through_abort(process, make, lambda: [p.detach().clone() for p in modules[0].parameters()])
 
 
-def size_check(place: Place) -> None:
-    """Of two ranks that bring tensors of different sizes, one raises before it sends anything."""
-    _join(place)
+def size_check(process: CheckProcess) -> None:
+    """Pass tensors of different sizes on two ranks: one rank must raise before it sends anything."""
+    _join(process)
     _expect_sum()
     refused = ""
     try:
         with _aborted_when_waiting():
-            dist.all_reduce(torch.ones(4 + place.rank))
+            dist.all_reduce(torch.ones(4 + process.rank))
     except UsageError as error:
         refused = str(error)
-    place.note("refused", refused)
-    if not refused and not place.wait_for("refused", 1 - place.rank):
+    process.note("refused", refused)
+    if not refused and not process.wait_for("refused", 1 - process.rank):
         raise AssertionError("sizes of 4 and 5 elements were not refused")
 
 
-def backend_swap(place: Place) -> None:
-    """Torch's own group communicates through a backend that was put under it."""
+def backend_swap(process: CheckProcess) -> None:
+    """Communicate on torch's own group through a backend that was swapped into it."""
     torch.set_num_threads(1)
-    store = _store(place)
-    dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=place.rank, world_size=2)
+    store = _store(process)
+    dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=process.rank, world_size=2)
     _expect_sum()
-    limit = timedelta(seconds=_LIMIT_S)
-    fresh = connect(PrefixStore("fresh/", store), place.rank, 2, timeout=limit, give_up=raise_if_aborted)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    fresh = connect(PrefixStore("fresh/", store), process.rank, 2, timeout=timeout, raise_if_cancelled=raise_if_aborted)
     group: Any = dist.group.WORLD
     swap_backend(group, fresh, _CPU)
     if group._get_backend(_CPU) is not fresh:
-        raise AssertionError("the group kept its backend")
+        raise AssertionError("the group still uses its old backend")
     _expect_sum()

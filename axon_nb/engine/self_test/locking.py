@@ -1,4 +1,4 @@
-"""A lock file that others may remove: who holds the lock holds the file that is at its path."""
+"""A lock file that others may remove: the holder of the lock is the one that locks the file now at the path."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["held"]
+__all__ = ["hold_lock"]
 
-_PIECE_S = 0.02
+_POLL_S = 0.02
 
 
 @contextlib.contextmanager
-def held(path: Path, *, wait_s: float) -> Iterator[bool]:
-    """Hold a lock; yields whether it was got.
+def hold_lock(path: Path, *, timeout_s: float) -> Iterator[bool]:
+    """Hold a lock; yield whether it was acquired.
 
     Args:
-        path: The lock file; made where there is none.
-        wait_s: Seconds to wait for it.
+        path: The lock file; created if missing.
+        timeout_s: Seconds to wait for it.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
-    end = time.monotonic() + wait_s
+    end = time.monotonic() + timeout_s
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            got = _lock(handle, end)
-            if got and not _is_at(path, handle):
+            acquired = _lock(handle, end)
+            if acquired and not _is_at(path, handle):
                 continue  # removed while this process waited for it: others lock the file that is there now
-            yield got
+            yield acquired
             return
         finally:
             os.close(handle)
@@ -46,7 +46,7 @@ def _lock(handle: int, end: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
-        time.sleep(_PIECE_S)
+        time.sleep(_POLL_S)
 
 
 def _is_at(path: Path, handle: int) -> bool:

@@ -1,7 +1,7 @@
-"""Removing the verdicts of builds that nobody uses any more.
+"""Removes the verdicts of builds that are no longer used.
 
-The time of a verdict's last use is its access time, which is set here: many file systems do not keep it by themselves.
-Its modification time stays that of the test.
+A verdict's access time is the time of its last use. It is set here, because many file systems do not maintain it. The
+modification time remains that of the test.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import os
 import time
 from pathlib import Path
 
-from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.locking import hold_lock
 
 __all__ = ["mark_used", "prune"]
 
 _UNUSED_S = 30 * 86400.0
-_MARKED_S = 86400.0
-"""A use is noted at most once a day."""
+_MARK_INTERVAL_S = 86400.0
+"""A use is noted at most once in this time."""
 
 
 def mark_used(verdict: Path) -> None:
     """Note that a verdict was used now."""
     with contextlib.suppress(OSError):
-        facts = verdict.stat()
-        if time.time() - facts.st_atime > _MARKED_S:
-            os.utime(verdict, ns=(time.time_ns(), facts.st_mtime_ns))
+        stat = verdict.stat()
+        if time.time() - stat.st_atime > _MARK_INTERVAL_S:
+            os.utime(verdict, ns=(time.time_ns(), stat.st_mtime_ns))
 
 
-def prune(folder: Path, *, but: str) -> None:
+def prune(folder: Path, *, keep: str) -> None:
     """Remove verdicts that were not used for 30 days, with their locks; a build under test keeps both.
 
     Args:
-        folder: Where verdicts are kept.
-        but: Name of the build that stays, without suffix.
+        folder: The folder of the verdicts.
+        keep: Name of the build to keep, without suffix.
     """
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
-            if path.name.startswith(".") and _is_unused(path):  # half a verdict, whose writer was killed
+            if path.name.startswith(".") and _is_unused(path):  # partly written: its writer was killed
                 path.unlink(missing_ok=True)
-        names = {path.stem for path in folder.iterdir() if path.suffix in (".json", ".lock")} - {but}
+        names = {path.stem for path in folder.iterdir() if path.suffix in (".json", ".lock")} - {keep}
         for name in names:
             _remove(folder / f"{name}.json", folder / f"{name}.lock")
 
@@ -47,16 +47,16 @@ def prune(folder: Path, *, but: str) -> None:
 def _remove(verdict: Path, lock: Path) -> None:
     if not (_is_unused(verdict) and _is_unused(lock)):
         return
-    with contextlib.suppress(OSError), held(lock, wait_s=0.0) as alone:
-        if alone and _is_unused(verdict):
+    with contextlib.suppress(OSError), hold_lock(lock, timeout_s=0.0) as acquired:
+        if acquired and _is_unused(verdict):
             verdict.unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether nobody has used it for 30 days; a file that is not there counts as unused."""
+    """Whether a file was not used for 30 days; a missing file counts as unused."""
     try:
-        facts = path.stat()
+        stat = path.stat()
     except FileNotFoundError:
         return True
-    return time.time() - max(facts.st_atime, facts.st_mtime) > _UNUSED_S
+    return time.time() - max(stat.st_atime, stat.st_mtime) > _UNUSED_S

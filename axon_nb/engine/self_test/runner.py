@@ -1,4 +1,4 @@
-"""Running the checks: each in forked processes of its own, with a time limit, so that a crash or a hang is a result."""
+"""Runs the checks: each in its own forked processes, with a timeout, so that a crash or a hang is a result."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from pathlib import Path
 
 import psutil
 
-from axon_nb.engine.self_test.catalog import CHECKS, OUT_OF_TIME, Check, failed, passed
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.catalog import CHECKS, Check, failed, passed
+from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.compatibility import Capability
+from axon_nb.records.ranks import name_ranks
 
 __all__ = ["run"]
 
-_LIMIT_S = 30.0
+_TIMEOUT_S = 30.0
 _POLL_S = 0.002
 _PREFIX = "axon_nb-self-test-"
-_OLD_S = 600.0
+_STALE_S = 600.0
 _HEAVY = ("axon_nb.engine.self_test.checks", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo")
-"""What the checks import: once here instead of in each of their processes."""
+"""Modules that the checks import: once here instead of in each of their processes."""
 
 
 def run() -> list[Capability]:
-    """Run every check; the verdicts in the order of `CHECKS`."""
+    """Run every check; return the verdicts in the order of `CHECKS`."""
     for name in _HEAVY:
-        with contextlib.suppress(Exception):  # the check that needs it says so
+        with contextlib.suppress(Exception):  # the check that needs it reports it
             importlib.import_module(name)
-    _remove_left()
+    _remove_stale_folders()
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
         return [_verdict(check, Path(folder) / check.name) for check in CHECKS]
 
 
-def _remove_left() -> None:
-    """Remove the folders of tests that were killed: a rank that ends takes its children along."""
+def _remove_stale_folders() -> None:
+    """Remove the folders of tests that were killed: a rank that exits takes its children along."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         number = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            facts = folder.lstat()
-            old = time.time() - facts.st_mtime > _OLD_S  # a container that shares the folder has other numbers
-            if old and number.isdigit() and facts.st_uid == os.getuid() and not psutil.pid_exists(int(number)):
+            stat = folder.lstat()
+            stale = time.time() - stat.st_mtime > _STALE_S  # a container that shares the folder has other process ids
+            if stale and number.isdigit() and stat.st_uid == os.getuid() and not psutil.pid_exists(int(number)):
                 shutil.rmtree(folder)
 
 
@@ -59,34 +60,33 @@ def _verdict(check: Check, folder: Path) -> Capability:
 
 
 def _run(check: Check, folder: Path) -> str:
-    """Why the check failed; empty when it passed."""
+    """Run a check; return why it failed, or an empty string."""
     with _ranks() as pids:
         for rank in range(check.num_ranks):
-            pids[_fork(check, Place(folder, rank, check.num_ranks))] = rank
-        end = time.monotonic() + _LIMIT_S
+            pids[_fork(check, CheckProcess(folder, rank, check.num_ranks))] = rank
+        end = time.monotonic() + _TIMEOUT_S
         while pids:
             pid, status = _next_exit(pids)
             if pid == 0:
                 if time.monotonic() > end:
-                    ranks = sorted(pids.values())
-                    return f"{OUT_OF_TIME} {_LIMIT_S:g} s on {'rank' if len(ranks) == 1 else 'ranks'} {ranks}"
+                    return f"timed out after {_TIMEOUT_S:g} s on {name_ranks(pids.values())}"
                 time.sleep(_POLL_S)
                 continue
             rank = pids.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            place = Place(folder, rank, check.num_ranks)
-            if code == Place.DIED_ON_PURPOSE:  # a newcomer takes its rank
-                pids[_fork(check, Place(folder, rank, check.num_ranks, newcomer=True))] = rank
+            process = CheckProcess(folder, rank, check.num_ranks)
+            if code == CheckProcess.DIED_ON_PURPOSE:
+                pids[_fork(check, CheckProcess(folder, rank, check.num_ranks, is_replacement=True))] = rank
             elif code < 0:
-                return f"rank {rank} died of {signal.Signals(-code).name}"
+                return f"rank {rank} was killed by {signal.Signals(-code).name}"
             elif code:
-                return place.failure() or f"rank {rank} exited with status {code}"
+                return process.failure() or f"rank {rank} exited with status {code}"
     return ""
 
 
 @contextlib.contextmanager
 def _ranks() -> Iterator[dict[int, int]]:
-    """Ranks by pid; those that still run at the end are killed."""
+    """Yield the ranks by pid; kill those that still run at the end."""
     pids: dict[int, int] = {}
     try:
         yield pids
@@ -107,7 +107,7 @@ def _next_exit(pids: dict[int, int]) -> tuple[int, int]:
     return 0, 0
 
 
-def _fork(check: Check, place: Place) -> int:
+def _fork(check: Check, process: CheckProcess) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -118,24 +118,24 @@ def _fork(check: Check, place: Place) -> int:
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _be_quiet(place)
+        _redirect_output(process)
         module = "checks" if check.num_ranks > 1 else "single_checks"
-        getattr(importlib.import_module(f"axon_nb.engine.self_test.{module}"), check.name)(place)
+        getattr(importlib.import_module(f"axon_nb.engine.self_test.{module}"), check.name)(process)
         code = 0
     except BaseException as error:
-        place.fail(error)
+        process.fail(error)
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # a poisoned Gloo group cannot be freed
+        os._exit(code)  # a closed Gloo group cannot be freed
 
 
-def _be_quiet(place: Place) -> None:
-    """Whatever the check and torch print goes to a file: the engine's output belongs to cells."""
+def _redirect_output(process: CheckProcess) -> None:
+    """Redirect what the check and torch print to a file: the engine's output belongs to cells."""
     null = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    out = os.open(process.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for source, target in ((null, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
     sys.stdout = os.fdopen(1, "w", closefd=False)

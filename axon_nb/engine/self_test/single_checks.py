@@ -1,6 +1,6 @@
 """The checks that need one process.
 
-Each imports what it tries: an import that fails is a result.
+Each imports what it tries, because an import that fails is a result, too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_nb.engine.self_test.place import Place
+from axon_nb.engine.self_test.process import CheckProcess
 
 __all__ = [
     "interrupts",
     "kernel_hooks",
     "mock_worlds",
+    "optimizer_steps",
     "pipeline_spans",
     "sharding_views",
     "short_tracebacks",
     "simulation",
-    "whole_steps",
 ]
 
 
@@ -34,26 +34,26 @@ def _raise_if_missing(names: list[str]) -> None:
         raise AttributeError(f"missing: {', '.join(names)}")
 
 
-def whole_steps(_: Place) -> None:
-    """A step of an optimizer is found on the stack."""
+def optimizer_steps(_: CheckProcess) -> None:
+    """Find an optimizer's step on the stack."""
     from axon_nb.engine.groups import abort
 
     depths: list[int] = []
 
-    class Looking(torch.optim.SGD):
+    class RecordingSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             depths.append(abort.step_depth(sys._getframe()))
             return super().step(closure)
 
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
-    Looking(model.parameters(), lr=0.1).step()
+    RecordingSGD(model.parameters(), lr=0.1).step()
     if depths != [1]:
-        raise AssertionError(f"a step counts as {depths} steps")
+        raise AssertionError(f"one step was counted as {depths}")
 
 
-def interrupts(_: Place) -> None:
-    """A loop that catches everything is left at a line that no `try` guards."""
+def interrupts(_: CheckProcess) -> None:
+    """Leave a loop that catches everything, at a line that no `try` guards."""
     from axon_nb.engine.kernel import interrupts as insist
 
     _raise_if_missing(insist.missing_interrupt_hooks())
@@ -63,7 +63,7 @@ def interrupts(_: Place) -> None:
             with contextlib.suppress(BaseException):
                 time.sleep(0.001)
 
-    def press(_: int, frame: FrameType | None) -> None:
+    def on_alarm(_: int, frame: FrameType | None) -> None:
         outermost = frame
         while outermost is not None and outermost.f_code is not stubborn.__code__:
             outermost = outermost.f_back
@@ -71,8 +71,8 @@ def interrupts(_: Place) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             insist.insist(frame, outermost)
 
-    previous = signal.signal(signal.SIGALRM, press)
-    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # again, where the first comes before the loop has begun
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # repeated, in case the first comes before the loop starts
     try:
         stubborn()
     except KeyboardInterrupt:
@@ -83,8 +83,8 @@ def interrupts(_: Place) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def kernel_hooks(_: Place) -> None:
-    """The kernel of an engine has what is replaced in it."""
+def kernel_hooks(_: CheckProcess) -> None:
+    """Find everything in an engine's kernel that axon_nb replaces."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
     from axon_nb.engine.kernel.hooks import missing
@@ -92,8 +92,8 @@ def kernel_hooks(_: Place) -> None:
     _raise_if_missing(missing(IPythonParallelKernel()))
 
 
-def short_tracebacks(_: Place) -> None:
-    """The shell of an engine shows the ends of a traceback of 500 calls alone."""
+def short_tracebacks(_: CheckProcess) -> None:
+    """Show only the ends of a traceback of 500 calls in an engine's shell."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
     from axon_nb.engine.kernel import tracebacks
@@ -105,11 +105,11 @@ def short_tracebacks(_: Place) -> None:
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
     if "are not shown" not in shown or shown.count("fall") > 200:
-        raise AssertionError(f"a traceback of 500 calls has {shown.count('fall')}")
+        raise AssertionError(f"a traceback of 500 calls shows {shown.count('fall')} of them")
 
 
-def sharding_views(_: Place) -> None:
-    """What the views read of DTensor and FSDP2 is there."""
+def sharding_views(_: CheckProcess) -> None:
+    """Find what the views read from DTensor and FSDP2."""
     from axon_nb.engine import live_objects
     from axon_nb.engine.sharding import placement
 
@@ -122,15 +122,15 @@ def sharding_views(_: Place) -> None:
     )
 
 
-def pipeline_spans(_: Place) -> None:
-    """What is wrapped in pipelines to record their actions is there."""
+def pipeline_spans(_: CheckProcess) -> None:
+    """Find what axon_nb wraps in pipelines to record their actions."""
     from axon_nb.parallel.pipeline import torch_hooks
 
     _raise_if_missing(torch_hooks.missing_hooks())
 
 
-def mock_worlds(_: Place) -> None:
-    """Two ranks inside this process reduce a tensor."""
+def mock_worlds(_: CheckProcess) -> None:
+    """Reduce a tensor over two ranks inside this process."""
     from axon_nb.comm import World
 
     def work(world: Any) -> list[float]:
@@ -138,12 +138,12 @@ def mock_worlds(_: Place) -> None:
         torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
-    if (found := World.mock(2).run(work)) != [[3.0, 3.0]] * 2:
-        raise AssertionError(f"a mock world gave {found}")
+    if (results := World.mock(2).run(work)) != [[3.0, 3.0]] * 2:
+        raise AssertionError(f"a mock world returned {results}")
 
 
-def simulation(_: Place) -> None:
-    """A rank of a world that does not exist runs a sharded step on tensors without data."""
+def simulation(_: CheckProcess) -> None:
+    """Run a sharded step as one rank of a fake world, on tensors without data."""
     from torch.distributed.fsdp import fully_shard
 
     from axon_nb.plan.footprint import fake_world
@@ -156,4 +156,4 @@ def simulation(_: Place) -> None:
             model(torch.ones(2, 8)).sum().backward()
             weight: Any = model.weight
             if weight.grad is None or tuple(weight.to_local().shape) != (4, 8):
-                raise AssertionError("a sharded step on tensors without data went wrong")
+                raise AssertionError("a sharded step on tensors without data gave no sharded gradient")

@@ -1,4 +1,4 @@
-"""The verdict of the self-test: cached per build, made once however many ranks ask for it."""
+"""The verdict of the self-test: cached per build, and reached only once however many ranks need it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ import IPython
 import torch
 
 from axon_nb._version import __version__
-from axon_nb.engine.self_test.catalog import CHECKS, failed, is_out_of_time
-from axon_nb.engine.self_test.locking import held
+from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout
+from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
 
-__all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
+__all__ = ["cache_folder", "cached_verdict", "current_verdict", "run_and_save", "start_in_child", "startup_verdict"]
 
-_LIMIT_S = 90.0
-_FAILURE_HOLDS_S = 60.0
+_TIMEOUT_S = 90.0
+_FAILURE_VALID_S = 60.0
 _SOURCES = ("engine/groups", "engine/self_test", "torch_api")
 
 
 def cache_folder() -> Path:
-    """Where verdicts are kept: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
+    """Return the folder of the verdicts: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
     return Path(USER_CACHE.get()).expanduser() / "axon_nb" / "self_test"
 
 
 @functools.cache
 def _key() -> str:
-    """What the verdict depends on: the builds of torch, Python, ipykernel, IPython and ipyparallel, and our hooks."""
+    """Identify what the verdict depends on: builds of torch, Python, ipykernel, IPython, ipyparallel; our hooks."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((package / folder).glob("*.py")):
-            facts = path.stat()  # every rank asks at its start: to read the files takes 7 ms
-            digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+            stat = path.stat()  # every rank does this when it starts: reading the files would take 7 ms
+            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())
     digest.update("\0".join(map(str, parts)).encode())
     return f"torch-{torch.__version__}-py{platform.python_version()}-{digest.hexdigest()[:16]}"
@@ -68,16 +68,16 @@ def _path() -> Path:
 
 
 def cached_verdict() -> Verdict | None:
-    """The verdict of an earlier run with these very builds; None where there is none.
+    """Return the verdict of an earlier run with the same builds; None if there is none.
 
-    One with a failure holds for a minute, for the ranks of one start: a failure may pass.
+    A verdict with a failure is valid for a minute, long enough for the ranks of one start: a failure may pass.
     """
     try:
         verdict = Verdict.from_json(json.loads(_path().read_text()))
         age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if verdict.lost and age_s > _FAILURE_HOLDS_S:
+    if verdict.lost and age_s > _FAILURE_VALID_S:
         return None
     mark_used(_path())
     return verdict
@@ -90,19 +90,19 @@ def run_and_save() -> Verdict:
     start = time.monotonic()
     capabilities = run()
     verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
-    # On a starved machine a check runs out of time: that says nothing about versions that are known to work.
-    if not (verdict.lost and are_tested(_versions()) and all(is_out_of_time(item.reason) for item in verdict.lost)):
+    # On a starved machine a check times out: that says nothing about versions that are known to work.
+    if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
             _write(_path(), json.dumps(verdict.to_json()))
-        prune(cache_folder(), but=_key())
+        prune(cache_folder(), keep=_key())
     return verdict
 
 
-def verdict_at_start() -> Verdict:
-    """The verdict that a start relies on.
+def startup_verdict() -> Verdict:
+    """Return the verdict that a start relies on.
 
-    Where none is cached, versions that were tested are taken to work, and the test that `begin_in_child` has begun
-    counts from the next start on: it must not hold up the first one. Other versions wait for it.
+    If none is cached, tested versions are assumed to work. The test that `start_in_child` has started counts from the
+    next start on, so that it does not delay the first one. Other versions wait for it.
     """
     if (found := cached_verdict()) is not None:
         return found
@@ -112,10 +112,10 @@ def verdict_at_start() -> Verdict:
 
 
 def _make_cache_folder() -> None:
-    """Make it below a home that exists: a home is not ours to make.
+    """Create the cache folder if its home exists: axon_nb does not create a home.
 
     Raises:
-        OSError: there is no home, or it cannot be written.
+        OSError: there is no home, or it is not writable.
     """
     if not Path(USER_CACHE.get()).expanduser().parent.is_dir():
         raise FileNotFoundError(f"no folder for {cache_folder()}")
@@ -129,8 +129,8 @@ def _write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
-def begin_in_child() -> None:
-    """Begin the test in a forked child where no verdict is cached, and return at once.
+def start_in_child() -> None:
+    """Start the test in a forked child unless a verdict is cached, and return at once.
 
     For a process that is about to become a rank: it has one thread and has run no torch operation.
     """
@@ -139,8 +139,8 @@ def begin_in_child() -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            with _locked(wait_s=0.0) as alone:
-                if alone and cached_verdict() is None:
+            with _locked(timeout_s=0.0) as acquired:
+                if acquired and cached_verdict() is None:
                     run_and_save()
         finally:
             os._exit(0)
@@ -148,39 +148,39 @@ def begin_in_child() -> None:
 
 
 def current_verdict(*, in_process: bool = False) -> Verdict:
-    """The cached verdict; where there is none the test runs, in one process of this user at a time.
+    """Return the cached verdict; if there is none, run the test, in one process of this user at a time.
 
     Args:
-        in_process: Whether this process may fork the checks itself; else a fresh interpreter does.
+        in_process: Whether this process may fork the checks itself; otherwise a fresh interpreter does.
     """
     if (found := cached_verdict()) is not None:
         return found
-    with _locked(wait_s=_LIMIT_S):
+    with _locked(timeout_s=_TIMEOUT_S):
         if (found := cached_verdict()) is not None:
             return found
         return run_and_save() if in_process else _run_in_interpreter()
 
 
 @contextlib.contextmanager
-def _locked(*, wait_s: float) -> Iterator[bool]:
-    """Hold the lock of this key; yields whether it was got.
+def _locked(*, timeout_s: float) -> Iterator[bool]:
+    """Hold the lock of this build; yield whether it was acquired.
 
-    Without a cache folder nothing is shared: who would wait goes on alone, and who would not has nothing to do.
+    Without a cache folder nothing is shared: a caller that would wait runs the test itself, others do nothing.
     """
     with contextlib.ExitStack() as stack:
         try:
             _make_cache_folder()
-            got = stack.enter_context(held(_path().with_suffix(".lock"), wait_s=wait_s))
+            acquired = stack.enter_context(hold_lock(_path().with_suffix(".lock"), timeout_s=timeout_s))
         except OSError:
-            got = wait_s > 0
-        yield got
+            acquired = timeout_s > 0
+        yield acquired
 
 
 def _run_in_interpreter() -> Verdict:
     command = [sys.executable, "-m", "axon_nb.engine.self_test", "--json", "--fresh"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         return Verdict.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -1,1 +1,1 @@
-"""Which part of a sharded tensor this rank holds."""
+"""Which shards of a tensor this rank holds."""

@@ -1,12 +1,12 @@
-"""Where a tensor lies on its mesh. Private hook: torch's computation of a DTensor's local shape and offset.
+"""Placement of a tensor on its mesh. Private hook: torch's computation of a DTensor's local shape and offset.
 
-Where it is missing the offset of a shard is that of an even split, as `torch.chunk` makes it.
+Without it the offset of a shard is that of an even split, as `torch.chunk` makes it.
 
-Parameters of the tensor-parallel layers written by hand: plain tensors, of which each rank of a group has a part.
+Also finds parameters of axon_nb's own tensor-parallel layers: plain tensors, of which each rank of a group has a part.
 
-Parameters that FSDP2 has made whole for the moment. Private hook: FSDP2's parameter groups.
+Also finds parameters that FSDP2 has unsharded for the moment. Private hook: FSDP2's parameter groups.
 
-Where they are missing, such parameters are taken for plain tensors of each rank.
+Without them such parameters look like plain tensors of each rank.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from axon_nb.engine.sharding.sharded import loaded, placement_in_words
+from axon_nb.engine.sharding.sharded import format_placement, loaded_class
 from axon_nb.torch_api import torch_api
 
 __all__ = [
-    "Cut",
-    "Place",
-    "cut_parameters",
+    "LayerSharding",
+    "ShardPlacement",
+    "layer_shardings",
+    "local_tensor",
     "missing_gathering_hooks",
     "missing_placement_hooks",
-    "place_of",
-    "placed_local",
-    "whole_parameters",
+    "placement_of",
+    "unsharded_parameters",
 ]
 
 _LINEAR = "axon_nb.parallel.tensor.linear"
@@ -42,31 +42,33 @@ _NORM = ("axon_nb.parallel.tensor.blocks", "SequenceParallelNorm")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a layer holds one of its parameters."""
+class LayerSharding:
+    """How a tensor-parallel layer shards one of its parameters."""
 
     group: Any
     """The ranks that share the layer: a group of `axon_nb.comm`."""
     dim: int | None
-    """Along which dim the parameter is cut, in equal parts in the order of the group's ranks; None: each has it all."""
+    """Dimension that is split into equal parts, in the order of the group's ranks; None: replicated."""
 
 
-def cut_parameters(modules: Iterable[Any]) -> dict[int, Cut]:
-    """The parameters that such layers among these modules hold, by `id`; those of layers on one rank are left out."""
-    linear = (loaded(_LINEAR, "ColumnParallelLinear"), loaded(_LINEAR, "RowParallelLinear"))
-    block, norm = loaded(*_BLOCK), loaded(*_NORM)
-    found: dict[int, Cut] = {}
+def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
+    """Return the sharding of parameters of tensor-parallel layers, by `id`; layers on a single rank are left out."""
+    linear = (loaded_class(_LINEAR, "ColumnParallelLinear"), loaded_class(_LINEAR, "RowParallelLinear"))
+    block, sequence_norm = loaded_class(*_BLOCK), loaded_class(*_NORM)
+    found: dict[int, LayerSharding] = {}
     for module in modules:
         if issubclass(type(module), linear):
             dims = module.shard_dims
             own = dict(module.named_parameters(recurse=False))
-            found |= {id(own[name]): Cut(module.group, dims.get(name)) for name in own}
+            found |= {id(own[name]): LayerSharding(module.group, dims.get(name)) for name in own}
         elif issubclass(type(module), block):
-            whole = [parameter for part in (module.norm_1, module.norm_2) for parameter in part.parameters()]
-            found |= {id(parameter): Cut(module.attention.group, None) for parameter in whole}
-        elif issubclass(type(module), norm):
-            found |= {id(parameter): Cut(module.group, None) for parameter in module.parameters(recurse=False)}
-    return {key: cut for key, cut in found.items() if cut.group.size() > 1}
+            replicated = [parameter for norm in (module.norm_1, module.norm_2) for parameter in norm.parameters()]
+            found |= {id(parameter): LayerSharding(module.attention.group, None) for parameter in replicated}
+        elif issubclass(type(module), sequence_norm):
+            found |= {
+                id(parameter): LayerSharding(module.group, None) for parameter in module.parameters(recurse=False)
+            }
+    return {key: sharding for key, sharding in found.items() if sharding.group.size() > 1}
 
 
 _utils: Any = importlib.import_module("torch.distributed.tensor._utils")
@@ -74,13 +76,13 @@ _offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
 
 
 def missing_placement_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Return the names of the hooks that this torch lacks."""
     return [] if _offsets is not None else ["compute_local_shape_and_global_offset"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor on a mesh, seen from one rank; the fields are those of `records.shard.Shard`."""
+class ShardPlacement:
+    """A tensor on a mesh, seen from one rank; the fields are those of `records.placement.Shard`."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -91,65 +93,67 @@ class Place:
     padding: int = 0
 
 
-def placed_local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
 
-def place_of(tensor: Any, *, group: Any = None, sharded: Any = None, cut: Cut | None = None) -> Place:
-    """Where a tensor lies.
+def placement_of(
+    tensor: Any, *, group: Any = None, sharded: Any = None, layer: LayerSharding | None = None
+) -> ShardPlacement:
+    """Return the placement of a tensor.
 
     Args:
         tensor: Any tensor.
-        group: The process group on which a plain tensor is kept equal.
-        sharded: The DTensor of which a plain tensor is the whole.
-        cut: How a tensor-parallel layer holds it; all else is about the part that is here.
+        group: The process group over which a plain tensor is replicated.
+        sharded: The DTensor whose unsharded form a plain tensor is.
+        layer: How a tensor-parallel layer shards it; the other arguments describe the local part.
     """
-    place = _place_here(tensor, group, sharded)
-    return place if cut is None else _within_layer(place, cut)
+    placement = _local_placement(tensor, group, sharded)
+    return placement if layer is None else _within_layer(placement, layer)
 
 
-def _place_here(tensor: Any, group: Any, sharded: Any) -> Place:
+def _local_placement(tensor: Any, group: Any, sharded: Any) -> ShardPlacement:
     if isinstance(tensor, DTensor):
         return _on_mesh(tensor, tensor.placements, padded=True)
     if isinstance(sharded, DTensor):
         return _on_mesh(sharded, [Replicate()] * sharded.device_mesh.ndim, padded=False)
     shape = tuple(tensor.shape)
     if group is not None:
-        place, size = (dist.get_rank(group),), (dist.get_world_size(group),)
-        return Place(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, place)
-    return Place(shape, (0,) * len(shape))
+        coordinates, size = (dist.get_rank(group),), (dist.get_world_size(group),)
+        return ShardPlacement(shape, (0,) * len(shape), ("Replicate()",), ("replica",), size, coordinates)
+    return ShardPlacement(shape, (0,) * len(shape))
 
 
-def _within_layer(place: Place, cut: Cut) -> Place:
-    """Where a part lies in what a layer has cut over its group."""
-    count, own = cut.group.size(), cut.group.rank()
-    shape, offset, words = list(place.global_shape), list(place.offset), "Replicate()"
-    if cut.dim is not None:
-        words = f"Shard({cut.dim})"
-        offset[cut.dim] += own * shape[cut.dim]
-        shape[cut.dim] *= count
+def _within_layer(placement: ShardPlacement, layer: LayerSharding) -> ShardPlacement:
+    """Extend the placement of a part by the axis over which its layer is sharded."""
+    size, rank = layer.group.size(), layer.group.rank()
+    shape, offset, text = list(placement.global_shape), list(placement.offset), "Replicate()"
+    if layer.dim is not None:
+        text = f"Shard({layer.dim})"
+        offset[layer.dim] += rank * shape[layer.dim]
+        shape[layer.dim] *= size
     return replace(
-        place,
+        placement,
         global_shape=tuple(shape),
         offset=tuple(offset),
-        placements=(*place.placements, words),
-        axes=(*place.axes, "tp"),
-        mesh_shape=(*place.mesh_shape, count),
-        coordinates=(*place.coordinates, own),
+        placements=(*placement.placements, text),
+        axes=(*placement.axes, "tp"),
+        mesh_shape=(*placement.mesh_shape, size),
+        coordinates=(*placement.coordinates, rank),
     )
 
 
-def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> Place:
+def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> ShardPlacement:
     mesh = tensor.device_mesh
     shape = tuple(tensor.shape)
     offset = _offset(tensor, placements)
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-    return Place(
+    return ShardPlacement(
         shape,
         offset,
-        tuple(placement_in_words(placement) for placement in placements),
+        tuple(format_placement(placement) for placement in placements),
         tuple(names),
         tuple(mesh.shape),
         tuple(mesh.get_coordinate() or ()),
@@ -162,18 +166,18 @@ def _offset(tensor: Any, placements: Any) -> tuple[int, ...]:
     if _offsets is not None:
         _, offset = _offsets(tensor.shape, mesh, placements)
         return tuple(int(start) for start in offset)
-    offset, shape, place = [0] * tensor.ndim, list(tensor.shape), mesh.get_coordinate() or ()
+    offset, shape, coordinates = [0] * tensor.ndim, list(tensor.shape), mesh.get_coordinate() or ()
     for axis, placement in enumerate(placements):
         if (dim := getattr(placement, "dim", None)) is not None:
             chunk = math.ceil(shape[dim] / mesh.size(axis))
-            start = min(chunk * place[axis], shape[dim])
+            start = min(chunk * coordinates[axis], shape[dim])
             offset[dim] += start
             shape[dim] = min(chunk, shape[dim] - start)
     return tuple(offset)
 
 
 def _padding(tensor: Any, placements: Any) -> int:
-    """Bytes by which FSDP2 makes this shard as large as the others: there where the storage has room for them."""
+    """Return the bytes by which FSDP2 pads this shard to the size of the others; 0 if its storage has no such room."""
     local, shape, padding = tensor._local_tensor, list(tensor.shape), 0
     used = local.numel() * local.element_size()
     for axis, placement in enumerate(placements):
@@ -186,7 +190,7 @@ def _padding(tensor: Any, placements: Any) -> int:
 
 
 def missing_gathering_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Return the names of the hooks that this torch lacks."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     needed = {"FSDPParam": getattr(_fsdp_param, "FSDPParam", None), "ShardedState": _state_type()}
@@ -199,11 +203,11 @@ def _state_type() -> Any:
     return getattr(module, "ShardedState", None)
 
 
-def whole_parameters(modules: Iterable[Any]) -> dict[int, Any]:
-    """The sharded form (a DTensor) of each parameter that is whole now, by the `id` of the whole one.
+def unsharded_parameters(modules: Iterable[Any]) -> dict[int, Any]:
+    """Return the sharded form (a DTensor) of each parameter that is unsharded now, by the `id` of the unsharded one.
 
     Args:
-        modules: Modules among which those that FSDP2 manages are looked for.
+        modules: Modules to search for those that FSDP2 manages.
     """
     state_type, found = _state_type(), {}
     if state_type is None:

@@ -1,4 +1,4 @@
-"""What is split over ranks, and which parts of it certain ranks alone hold."""
+"""Recognizes objects that are sharded over ranks, and finds the shards that only certain ranks hold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 
 __all__ = [
-    "apart_in_wrappers",
-    "held_alone",
+    "device_mesh_type",
+    "format_placement",
     "is_dtensor",
     "is_sharded",
     "is_stage",
-    "loaded",
-    "local_part",
-    "mesh_type",
-    "placement_in_words",
-    "why_apart",
+    "loaded_class",
+    "local_shard",
+    "only_on_ranks",
+    "unreplicated_parameters",
+    "unreplicated_reason",
 ]
 
 
@@ -32,22 +32,22 @@ _STAGE = ("torch.distributed.pipelining.stage", "_PipelineStageBase")
 _PIPELINE = ("axon_nb.parallel.pipeline.held_stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
 _FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
-_SPLIT = "is split over ranks"
+_SHARDED = "is sharded over ranks"
 
 
 class _Absent:
-    """No object is an instance of it."""
+    """A class without instances."""
 
 
-def loaded(module: str, name: str) -> type:
-    """A class of a module that need not be imported."""
-    found: type = getattr(sys.modules.get(module), name, _Absent)
-    return found
+def loaded_class(module: str, name: str) -> type:
+    """Return a class if its module is imported, otherwise a class without instances."""
+    loaded: type = getattr(sys.modules.get(module), name, _Absent)
+    return loaded
 
 
-def mesh_type() -> type:
-    """Torch's DeviceMesh."""
-    return loaded("torch.distributed.device_mesh", "DeviceMesh")
+def device_mesh_type() -> type:
+    """Return torch's DeviceMesh."""
+    return loaded_class("torch.distributed.device_mesh", "DeviceMesh")
 
 
 def is_dtensor(value: Any) -> bool:
@@ -56,95 +56,98 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _dtensor_type() -> Any:
-    return loaded("torch.distributed.tensor", "DTensor")
+    return loaded_class("torch.distributed.tensor", "DTensor")
 
 
 def is_sharded(obj: Any) -> bool:
-    """Whether the object is a distributed tensor, or a module that FSDP has taken apart."""
+    """Whether the object is a distributed tensor, or a module that FSDP has sharded."""
     kinds = (
         _dtensor_type(),
-        loaded("torch.distributed.fsdp", "FSDPModule"),
-        loaded(*_FSDP1),
+        loaded_class("torch.distributed.fsdp", "FSDPModule"),
+        loaded_class(*_FSDP1),
     )
     return issubclass(type(obj), kinds)
 
 
 def is_stage(obj: Any) -> bool:
-    """Whether the object is one stage of a pipeline, or holds this rank's stages of one."""
-    return issubclass(type(obj), (loaded(*_STAGE), loaded(*_PIPELINE), loaded(*_THREE_D)))
+    """Whether the object is a pipeline stage, or holds this rank's stages of a pipeline."""
+    return issubclass(type(obj), (loaded_class(*_STAGE), loaded_class(*_PIPELINE), loaded_class(*_THREE_D)))
 
 
-def placement_in_words(placement: Any) -> str:
-    """Such as ``Shard(0)``, ``Partial(sum)``, ``Replicate()``."""
-    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard is one for the reader
+def format_placement(placement: Any) -> str:
+    """Format a placement, such as ``Shard(0)``, ``Partial(sum)``, ``Replicate()``."""
+    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard, too
         return f"Shard({dim})"
     if placement.is_partial():
         return f"Partial({placement.reduce_op})"
     return "Replicate()" if placement.is_replicate() else str(placement)
 
 
-def local_part(tensor: Any) -> torch.Tensor:
-    """What this rank holds of the tensor."""
-    found: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
-    return found
+def local_shard(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a distributed tensor, or the data of a plain one."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
+    return local
 
 
-def apart_in_wrappers() -> dict[int, str]:
-    """Why the parameters of FSDP1 modules and of pipeline stages are no copies of other ranks' ones, by their `id`."""
-    modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
-    held = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
-    found = {id(parameter): "is a stage of a pipeline" for module in held for parameter in module.parameters()}
-    return found | {id(parameter): _SPLIT for module in modules for parameter in module.parameters()}
+def unreplicated_parameters() -> dict[int, str]:
+    """Explain, by `id`, why parameters of FSDP1 modules and pipeline stages are not replicas of other ranks' ones."""
+    fsdp1_modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
+    stage_modules = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
+    reasons = {id(p): "is a pipeline stage" for module in stage_modules for p in module.parameters()}
+    return reasons | {id(p): _SHARDED for module in fsdp1_modules for p in module.parameters()}
 
 
-def why_apart(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
-    """Why these tensors are no copies of other ranks' ones, to be read after a name; empty: nothing tells that.
+def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
+    """Explain why these tensors are not replicas of other ranks' ones; empty if nothing indicates that.
 
     Args:
-        tensors: Parameters, usually.
-        in_wrappers: From `apart_in_wrappers`, for who asks several times; None: found here.
-    """
-    known = {id(tensor): tensor for tensor in tensors}
-    flat = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
-    for tensor in known.values():
-        if isinstance(tensor, flat):
-            return _SPLIT
-        if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
-            return _SPLIT
-    wrapped = apart_in_wrappers() if in_wrappers is None else in_wrappers
-    return next((wrapped[tensor] for tensor in known if tensor in wrapped), "")
-
-
-def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
-    """The variables of this rank whose parts on `ranks` no other rank holds.
+        tensors: Usually parameters.
+        in_wrappers: What `unreplicated_parameters` returned, for repeated calls; None: call it here.
 
     Returns:
-        For each: `name`, `kind` (module, optimizer, tensor or stage), `parts` (tensors split so, of `of` in all; for a
-        stage its indices), and `bytes` of those parts.
+        A text that follows a name, such as ``is sharded over ranks``.
+    """
+    by_id = {id(tensor): tensor for tensor in tensors}
+    flat = loaded_class("torch.distributed.fsdp._flat_param", "FlatParameter")
+    for tensor in by_id.values():
+        if isinstance(tensor, flat):
+            return _SHARDED
+        if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
+            return _SHARDED
+    reasons = unreplicated_parameters() if in_wrappers is None else in_wrappers
+    return next((reasons[key] for key in by_id if key in reasons), "")
+
+
+def only_on_ranks(ranks: Iterable[int]) -> list[dict[str, Any]]:
+    """List the variables of this rank with shards that only `ranks` hold.
+
+    Returns:
+        For each: `name`, `kind` (module, optimizer, tensor or stage), `parts` (number of such tensors, out of `of`; for
+        a stage its indices), and `bytes` of these shards.
     """
     chosen = frozenset(ranks)
-    found, within = [], set[int]()
+    found, submodules = [], set[int]()
     for name, value in users_variables(current().kernel.shell).items():
-        told = None
-        with contextlib.suppress(Exception):  # an odd object of the user must not stand in the way of a repair
-            told = _look(value, chosen)
-        if told is not None:
-            found.append((value, {"name": name, **told}))
+        fields = None
+        with contextlib.suppress(Exception):  # an odd object of the user must not prevent a repair
+            fields = _lost_parts(value, chosen)
+        if fields is not None:
+            found.append((value, {"name": name, **fields}))
             if isinstance(value, torch.nn.Module):
-                within |= {id(module) for module in value.modules() if module is not value}
+                submodules |= {id(module) for module in value.modules() if module is not value}
     seen = set[int]()
     records = []
     for value, record in found:
-        if id(value) not in within and id(value) not in seen:  # a part of another variable, or a second name
+        if id(value) not in submodules and id(value) not in seen:  # not part of another variable, nor a second name
             seen.add(id(value))
             records.append(record)
     return records
 
 
-def _look(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
+def _lost_parts(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
     if is_stage(value):
-        mine = {index for index, rank in _stages(value) if rank in ranks}
-        return {"kind": "stage", "parts": sorted(mine), "of": value.num_stages, "bytes": 0} if mine else None
+        indices = {index for index, rank in _stages(value) if rank in ranks}
+        return {"kind": "stage", "parts": sorted(indices), "of": value.num_stages, "bytes": 0} if indices else None
     if isinstance(value, torch.nn.Module):
         kind, tensors = "module", [*value.parameters(), *value.buffers()]
     elif isinstance(value, torch.optim.Optimizer):
@@ -167,29 +170,29 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _lost_bytes(tensor: Any, ranks: frozenset[int]) -> int | None:
-    """Bytes of the parts that only `ranks` hold; None when each part is elsewhere too."""
+    """Return the bytes of the shards that only `ranks` hold; None if every shard is also elsewhere."""
     if not isinstance(tensor, _dtensor_type()):
         return None
     mesh, placements = tensor.device_mesh.mesh, tensor.placements
     lost: set[tuple[int, ...]] = set()
-    split = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
-    if not split:
+    shard_axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    if not shard_axes:
         return None
     for rank in ranks:
-        for place in (mesh == rank).nonzero().tolist():
+        for coordinates in (mesh == rank).nonzero().tolist():
             holders = mesh
-            for axis in sorted(split, reverse=True):
-                holders = holders.select(axis, place[axis])
+            for axis in sorted(shard_axes, reverse=True):
+                holders = holders.select(axis, coordinates[axis])
             if set(holders.flatten().tolist()) <= ranks:
-                lost.add(tuple(place[axis] for axis in split))
+                lost.add(tuple(coordinates[axis] for axis in shard_axes))
     if not lost:
         return None
-    return sum(_part_bytes(tensor, split, part) for part in lost)
+    return sum(_shard_bytes(tensor, shard_axes, indices) for indices in lost)
 
 
-def _part_bytes(tensor: Any, split: list[int], part: tuple[int, ...]) -> int:
+def _shard_bytes(tensor: Any, shard_axes: list[int], indices: tuple[int, ...]) -> int:
     shape = list(tensor.shape)
-    for axis, index in zip(split, part, strict=True):
+    for axis, index in zip(shard_axes, indices, strict=True):
         dim, count = tensor.placements[axis].dim, tensor.device_mesh.size(axis)
         chunk = -(-shape[dim] // count)  # as torch.chunk splits
         shape[dim] = max(0, min(chunk, shape[dim] - index * chunk))
@@ -197,7 +200,7 @@ def _part_bytes(tensor: Any, split: list[int], part: tuple[int, ...]) -> int:
 
 
 def _stages(stage: Any) -> list[tuple[int, int]]:
-    """(stage, global rank) of all stages of its pipeline."""
+    """Return (stage, global rank) for all stages of its pipeline."""
     if hasattr(stage, "stage_ranks"):
         return list(stage.stage_ranks().items())
     ranks = torch.distributed.get_process_group_ranks(stage.group)

@@ -1,1 +1,1 @@
-"""The rank's end of `axon_nb.cluster.transfer`."""
+"""The rank's side of `axon_nb.cluster.transfer`."""

@@ -1,4 +1,4 @@
-"""Copying models, optimizers and schedulers of one rank to all others, in place: what holds them stays usable."""
+"""Copies models, optimizers and schedulers of one rank to all others, in place: whatever holds them stays usable."""
 
 from __future__ import annotations
 
@@ -15,62 +15,64 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_part, why_apart
+from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_shard, unreplicated_reason
 
-__all__ = ["describe", "give_and_take"]
+__all__ = ["broadcast", "describe"]
 
 _KINDS = {"module": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
-_PIECE = 64 << 20
+_CHUNK_BYTES = 64 << 20
 
 
 def describe(names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """What could be copied to or from this rank, by name of the variable.
+    """Describe what could be copied to or from this rank, by name of the variable.
 
     Args:
         names: Which variables; empty: all modules, optimizers and schedulers.
 
     Returns:
-        For each variable that there is: `kind`, `digest` (of its tensors' shapes; equal where a copy fits), `bytes`,
-        `why_not` (why it cannot be copied, to be read after its name; empty: it can) and `within` (a variable that
-        holds the same tensors, so that this one comes with it; empty: there is none).
+        For each variable that exists: `kind`, `digest` (of its tensors' shapes; equal if a copy fits), `bytes`,
+        `obstacle` (why it cannot be copied, to follow its name; empty if it can) and `contained_in` (a variable that
+        holds the same tensors, so that this one is copied with it; empty if there is none).
     """
     found = {name: value for name, value in _variables() if not names or name in names}
     parts = {name: {id(tensor) for tensor in _tensors(value)} for name, value in found.items() if _kind(value)}
-    told: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for name, value in found.items():
         kind = _kind(value)
         if not kind:
             if name in names:
-                told[name] = _record("", why_not="is no module, optimizer or scheduler")
+                records[name] = _record("", obstacle="is not a module, optimizer or scheduler")
             continue
         earlier = (
-            other for other, record in told.items() if record["kind"] == kind == "module" and not record["within"]
+            other
+            for other, record in records.items()
+            if record["kind"] == kind == "module" and not record["contained_in"]
         )
-        within = next((other for other in earlier if parts[name] <= parts[other]), "") if parts[name] else ""
-        told[name] = _record(
+        contained_in = next((other for other in earlier if parts[name] <= parts[other]), "") if parts[name] else ""
+        records[name] = _record(
             kind,
             digest=_digest(value),
-            size=sum(tensor.nbytes for tensor in map(local_part, _tensors(value))) if not _lazy(value) else 0,
-            why_not=_why_not(value),
-            within=within,
+            size=sum(tensor.nbytes for tensor in map(local_shard, _tensors(value))) if not _lazy(value) else 0,
+            obstacle=_copy_obstacle(value),
+            contained_in=contained_in,
         )
-    return told
+    return records
 
 
-def give_and_take(source: int, names: Sequence[str]) -> None:
-    """Make these variables what they are on rank `source`; collective over all ranks, which all have them."""
+def broadcast(source: int, names: Sequence[str]) -> None:
+    """Copy these variables of rank `source` to all others; collective over all ranks, which all have them."""
     variables = dict(_variables())
     for name in names:
         value = variables[name]
         if isinstance(value, torch.nn.Module):
             for tensor in _tensors(value):
-                _broadcast(local_part(tensor), source)
+                _broadcast(local_shard(tensor), source)
         else:
             _share_state(value, source)
 
 
-def _record(kind: str, *, why_not: str, digest: str = "", size: int = 0, within: str = "") -> dict[str, Any]:
-    return {"kind": kind, "digest": digest, "bytes": size, "why_not": why_not, "within": within}
+def _record(kind: str, *, obstacle: str, digest: str = "", size: int = 0, contained_in: str = "") -> dict[str, Any]:
+    return {"kind": kind, "digest": digest, "bytes": size, "obstacle": obstacle, "contained_in": contained_in}
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
@@ -79,7 +81,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _wraps(value: Any) -> bool:
-    # A wrapper before what it wraps: `model = DDP(net)` is told, and `net` comes with it.
+    # A wrapper comes before its content: `model = DDP(net)` is reported, and `net` is copied with it.
     return issubclass(type(value), torch.nn.parallel.DistributedDataParallel)
 
 
@@ -100,17 +102,17 @@ def _lazy(value: Any) -> bool:
     return any(torch.nn.parameter.is_lazy(tensor) or tensor.is_meta for tensor in _tensors(value))
 
 
-def _why_not(value: Any) -> str:
+def _copy_obstacle(value: Any) -> str:
     if is_stage(value):
-        return "is a stage of a pipeline"
+        return "is a pipeline stage"
     if is_sharded(value):
-        return "is split over ranks"
+        return "is sharded over ranks"
     if _lazy(value):
         return "has parameters without values yet"
     zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     if zero is not None and issubclass(type(value), zero):
-        return "has its state split over ranks"
-    return why_apart(_tensors(value))
+        return "has its state sharded over ranks"
+    return unreplicated_reason(_tensors(value))
 
 
 def _digest(value: Any) -> str:
@@ -120,35 +122,35 @@ def _digest(value: Any) -> str:
 
 
 def _broadcast(tensor: torch.Tensor, source: int) -> None:
-    """In place; as bytes, since Gloo has not all types."""
-    carrier = tensor.detach().to(_carrier(tensor)).contiguous().reshape(-1).view(torch.uint8)
-    for piece in carrier.split(_PIECE):
-        dist.broadcast(piece, source)
+    """Broadcast in place, as bytes, because Gloo lacks some dtypes."""
+    buffer = tensor.detach().to(_transfer_device(tensor)).contiguous().reshape(-1).view(torch.uint8)
+    for chunk in buffer.split(_CHUNK_BYTES):
+        dist.broadcast(chunk, source)
     if current().config.rank != source:
-        tensor.copy_(carrier.view(tensor.dtype).reshape(tensor.shape))
+        tensor.copy_(buffer.view(tensor.dtype).reshape(tensor.shape))
 
 
-def _carrier(tensor: torch.Tensor) -> torch.device:
+def _transfer_device(tensor: torch.Tensor) -> torch.device:
     return current().device if dist.get_backend() == "nccl" else tensor.device
 
 
 def _share_state(value: Any, source: int) -> None:
-    own, steps = current().config.rank == source, current().extras["steps"]
-    counted = isinstance(value, Optimizer)
-    size, parcel = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
-    if own:
+    is_source, steps = current().config.rank == source, current().extras["steps"]
+    counts_steps = isinstance(value, Optimizer)
+    size, payload = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+    if is_source:
         file = io.BytesIO()
-        torch.save({"state": value.state_dict(), "steps": steps.of(value) if counted else 0}, file)
-        parcel = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-        size[0] = parcel.numel()
+        torch.save({"state": value.state_dict(), "steps": steps.of(value) if counts_steps else 0}, file)
+        payload = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+        size[0] = payload.numel()
     _broadcast(size, source)
-    if not own:
-        parcel = torch.empty(int(size), dtype=torch.uint8)
-    _broadcast(parcel, source)
-    if own:
+    if not is_source:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    _broadcast(payload, source)
+    if is_source:
         return
-    # Weights only: these are numbers, and what comes over Gloo's connections proves nobody's identity.
-    content = torch.load(io.BytesIO(parcel.numpy().tobytes()), map_location="cpu", weights_only=True)
+    # Weights only: the content is numbers, and Gloo's connections are not authenticated.
+    content = torch.load(io.BytesIO(payload.numpy().tobytes()), map_location="cpu", weights_only=True)
     value.load_state_dict(content["state"])
-    if counted:
+    if counts_steps:
         steps.set(value, content["steps"])

@@ -1,4 +1,4 @@
-"""Copying variables from this rank to a fresh one: packed once, sent through the default group, taken over as one."""
+"""Copies variables from this rank to a fresh one: pickled as one, and sent through the default group."""
 
 from __future__ import annotations
 
@@ -20,99 +20,102 @@ import torch.distributed as dist
 from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, reason
+from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
 
-__all__ = ["give", "group_variables", "pack", "take"]
+__all__ = ["group_variables", "pack", "receive", "send"]
 
-_PIECE = 64 << 20
+_CHUNK_BYTES = 64 << 20
 
 
-class _Nowhere(io.RawIOBase):
+class _NullFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         return len(data)
 
 
-class _Probe(NamespacePickler):
-    """Tells whether an object can be copied, without its tensors' bytes."""
+class _ProbePickler(NamespacePickler):
+    """Finds out whether an object can be copied, without copying the bytes of its tensors."""
 
     def persistent_id(self, obj: Any) -> Any:
         return "storage" if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)) else None
 
 
 def group_variables() -> dict[str, str]:
-    """The variables of this rank that are process groups: name of the variable, name of the group."""
+    """Return the variables of this rank that are process groups, with the names of the groups."""
     groups = {id(group): group.group_name for group in install.all_groups()}
     variables = users_variables(current().kernel.shell)
     return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
 
 def pack(names: Sequence[str] = ()) -> dict[str, Any]:
-    """Make a parcel of variables; it is kept for `give`.
+    """Pickle variables, and keep the payload for `send`.
 
     Args:
         names: Which; empty: all that can be copied.
 
     Returns:
         `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
-        parcel, and `surroundings`, which `take` wants.
+        payload, and `environment`, an argument of `receive`.
     """
     variables = users_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
-    skipped = {name: f"is no variable of rank {current().config.rank}" for name in names if name not in variables}
+    skipped = {name: f"does not exist on rank {current().config.rank}" for name in names if name not in variables}
     copied = {}
     for name, value in chosen.items():
         try:
-            _Probe(_Nowhere(), protocol=5).dump(value)
+            _ProbePickler(_NullFile(), protocol=5).dump(value)
         except Exception as error:
-            skipped[name] = reason(error)
+            skipped[name] = copy_failure_reason(error)
         else:
             copied[name] = value
-    parcel = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
-    current().extras["parcel"] = parcel
+    payload = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
+    current().extras["namespace_payload"] = payload
     return {
         "copied": list(copied),
         "skipped": skipped,
-        "size": len(parcel),
-        "digest": hashlib.sha256(parcel).hexdigest(),
-        "surroundings": _surroundings(copied),
+        "size": len(payload),
+        "digest": hashlib.sha256(payload).hexdigest(),
+        "environment": _environment(copied),
     }
 
 
-def give(ranks: Sequence[int]) -> None:
-    """Send the parcel to each of `ranks`, which must be in `take`."""
-    parcel = torch.frombuffer(current().extras.pop("parcel"), dtype=torch.uint8)
+def send(ranks: Sequence[int]) -> None:
+    """Send the payload to each of `ranks`, which must be in `receive`."""
+    payload = torch.frombuffer(current().extras.pop("namespace_payload"), dtype=torch.uint8)
     for rank in ranks:
-        for piece in parcel.split(_PIECE):
-            dist.send(piece.to(_carrier()), rank)
+        for chunk in payload.split(_CHUNK_BYTES):
+            dist.send(chunk.to(_transfer_device()), rank)
 
 
-def take(source: int, size: int, digest: str, surroundings: dict[str, Any], groups: dict[str, str]) -> None:
-    """Receive the parcel from `source` and put its variables into the namespace.
+def receive(source: int, size: int, digest: str, environment: dict[str, Any], groups: dict[str, str]) -> None:
+    """Receive the payload from `source` and put its variables into the namespace.
 
     Args:
-        source: The rank that is in `give`.
-        size: Bytes of the parcel.
-        digest: Its SHA-256: Gloo's connections prove nobody's identity, and a pickle runs code.
-        surroundings: What `pack` said of folder and modules.
-        groups: Variables that are process groups on other ranks, with the groups' names.
+        source: The rank that is in `send`.
+        size: Bytes of the payload.
+        digest: Its SHA-256, checked because a pickle runs code and Gloo's connections are not authenticated.
+        environment: Working folder and modules, as returned by `pack`.
+        groups: Variables that are process groups on other ranks, with the names of the groups.
+
+    Raises:
+        RuntimeError: the payload does not match its digest.
     """
-    parcel = torch.empty(size, dtype=torch.uint8)
-    for piece in parcel.split(_PIECE):
-        carrier = piece.to(_carrier())
-        dist.recv(carrier, source)
-        if carrier is not piece:
-            piece.copy_(carrier)
-    data: Any = parcel.numpy()
+    payload = torch.empty(size, dtype=torch.uint8)
+    for chunk in payload.split(_CHUNK_BYTES):
+        buffer = chunk.to(_transfer_device())
+        dist.recv(buffer, source)
+        if buffer is not chunk:
+            chunk.copy_(buffer)
+    data: Any = payload.numpy()
     if hashlib.sha256(data).hexdigest() != digest:
-        raise RuntimeError(f"what came from rank {source} is not what it sent")
-    _take_up(surroundings)
-    content = torch.load(io.BytesIO(data), map_location=_place, weights_only=False)
+        raise RuntimeError(f"the data received from rank {source} does not match its digest")
+    _apply_environment(environment)
+    content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
     shell = current().kernel.shell
-    known = {group.group_name: group for group in install.all_groups()}
+    own_groups = {group.group_name: group for group in install.all_groups()}
     absent = dist.GroupMember.NON_GROUP_MEMBER
     shell.user_ns.update(content["variables"])
-    # Last: on a source that is not in such a group the variable is but a number.
-    shell.user_ns.update({name: known.get(group, absent) for name, group in groups.items()})
+    # Last: on a source that is not a member of such a group, the variable is only a number.
+    shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
     for parameter, gradient in content["gradients"]:
         parameter.grad = gradient
     _set_random_state(content["random"])
@@ -125,7 +128,7 @@ def _dump(content: dict[str, Any]) -> bytearray:
 
 
 class _PickleModule:
-    """What torch.save takes for a pickle module."""
+    """The part of a pickle module that torch.save uses."""
 
     Pickler = NamespacePickler
 
@@ -140,19 +143,19 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _surroundings(variables: dict[str, Any]) -> dict[str, Any]:
-    tops = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
-    modules = [name for name in list(sys.modules) if name.partition(".")[0] in tops]
+def _environment(variables: dict[str, Any]) -> dict[str, Any]:
+    packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
+    modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
     return {"path": list(sys.path), "folder": os.getcwd(), "modules": modules}
 
 
-def _take_up(surroundings: dict[str, Any]) -> None:
-    sys.path[:] = surroundings["path"]
+def _apply_environment(environment: dict[str, Any]) -> None:
+    sys.path[:] = environment["path"]
     with contextlib.suppress(OSError):
-        os.chdir(surroundings["folder"])
-    for name in surroundings["modules"]:
+        os.chdir(environment["folder"])
+    for name in environment["modules"]:
         if name not in sys.modules:
-            with contextlib.suppress(Exception):  # what a variable needs is told when it is loaded
+            with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
                 importlib.import_module(name)
 
 
@@ -169,10 +172,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["random"])
 
 
-def _carrier() -> torch.device:
+def _transfer_device() -> torch.device:
     return current().device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _place(storage: Any, location: str) -> Any:
+def _restore_location(storage: Any, location: str) -> Any:
     own = str(current().device) if location.startswith("cuda") else location
     return torch.serialization.default_restore_location(storage, own)

@@ -1,7 +1,7 @@
-"""Pickling a rank's namespace for another rank: one graph, so that optimizers keep pointing at their parameters.
+"""Pickles a rank's namespace for another rank: as one graph, so that optimizers keep pointing at their parameters.
 
-On the other rank functions and classes of cells live in its own namespace, process groups are its own groups of the
-same name, and what belongs to a rank (its sampler's place, its device) is the other's.
+On the other rank, functions and classes of cells live in that rank's namespace, and process groups become its own
+groups of the same name. What belongs to a rank (its place in a sampler, its device) is replaced.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from torch.utils.data.distributed import DistributedSampler
 
 from axon_nb.comm.world import World
 from axon_nb.engine.groups import install
-from axon_nb.engine.groups.wrapper_reset import renew_reducer
+from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import is_sharded, is_stage, mesh_type
+from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
 from axon_nb.engine.transfer.value_pickle import namespace, reduce_function
 
-__all__ = ["CannotCopy", "NamespacePickler", "reason"]
+__all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason"]
 
 _CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
 _PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
 
 
-class CannotCopy(Exception):
-    """This object cannot be on another rank; the message says what it is."""
+class CannotCopyError(Exception):
+    """This object cannot be copied to another rank; the message says what it is."""
 
 
 class NamespacePickler(cloudpickle.Pickler):
-    """See the module."""
+    """Pickles objects of a rank's namespace; see the module."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is made anew; called for all but the plainest types."""
+        """Return how to recreate an object; called for all but the most basic types."""
         kind = type(obj)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj)
-        _refuse(obj, kind)
+        _raise_if_uncopyable(obj, kind)
         if issubclass(kind, dist.ProcessGroup):
-            return _group, (obj.group_name,)
+            return _find_group, (obj.group_name,)
         if kind is World:
             return World.init, ()
         if kind is torch.device:
-            return _device, (str(obj), obj == current().device)
+            return _make_device, (str(obj), obj == current().device)
         if kind is torch.Generator:
-            return _generator, (str(obj.device), obj.get_state())
+            return _make_generator, (str(obj.device), obj.get_state())
         if issubclass(kind, DistributedDataParallel):
             return _reduce_ddp(obj)
         if issubclass(kind, DistributedSampler):
-            own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
-            return _new, (kind,), (dict(vars(obj)), own), None, None, _set_sampler
+            of_this_rank = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
+            return _new, (kind,), (dict(vars(obj)), of_this_rank), None, None, _set_sampler
         if issubclass(kind, LRScheduler):
             return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
         return super().reducer_override(obj)
 
 
-def reason(error: BaseException) -> str:
-    """Why an object cannot be copied, in a few words."""
-    if isinstance(error, CannotCopy):
+def copy_failure_reason(error: BaseException) -> str:
+    """Explain in a few words why an object cannot be copied; the text follows its name."""
+    if isinstance(error, CannotCopyError):
         return str(error)
     match = _CANNOT_PICKLE.search(str(error))
     if match:
@@ -73,35 +73,35 @@ def reason(error: BaseException) -> str:
     return f"does not pickle ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
 
 
-def _refuse(obj: Any, kind: type) -> None:
+def _raise_if_uncopyable(obj: Any, kind: type) -> None:
     if is_sharded(obj):
-        raise CannotCopy("is sharded: each rank holds its own part")
+        raise CannotCopyError("is sharded: each rank holds its own part")
     if is_stage(obj):
-        raise CannotCopy("is a pipeline stage: each rank holds its own")
-    if issubclass(kind, mesh_type()):
-        raise CannotCopy("is a device mesh: make it anew on all ranks")
+        raise CannotCopyError("is a pipeline stage: each rank holds its own")
+    if issubclass(kind, device_mesh_type()):
+        raise CannotCopyError("is a device mesh: recreate it on all ranks")
     if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
-        raise CannotCopy("is an open file, which stays with its process")
+        raise CannotCopyError("is an open file, which stays with its process")
     if issubclass(kind, types.GeneratorType):
-        raise CannotCopy("is a generator, which stays with its process")
+        raise CannotCopyError("is a generator, which stays with its process")
 
 
 def _new(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _group(name: str) -> Any:
+def _find_group(name: str) -> Any:
     for group in install.all_groups():
         if group.group_name == name:
             return group
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _device(name: str, own: bool) -> torch.device:
+def _make_device(name: str, own: bool) -> torch.device:
     return current().device if own else torch.device(name)
 
 
-def _generator(device: str, state: torch.Tensor) -> torch.Generator:
+def _make_generator(device: str, state: torch.Tensor) -> torch.Generator:
     own = current().device if device.startswith("cuda") else torch.device(device)
     return torch.Generator(own).set_state(state)
 
@@ -115,10 +115,10 @@ def _reduce_ddp(model: DistributedDataParallel) -> Any:
 
 
 def _set_ddp(model: DistributedDataParallel, state: tuple[dict[str, Any], Any]) -> None:
-    # Its reducer does not talk to the others: theirs were made anew when this rank was replaced.
+    # A new reducer does not communicate: those of the other ranks were rebuilt when this rank was replaced.
     attributes, model.process_group = state
     torch.nn.Module.__setstate__(model, attributes)
-    renew_reducer(model)
+    rebuild_reducer(model)
 
 
 def _set_sampler(sampler: Any, state: tuple[dict[str, Any], bool]) -> None:
@@ -134,7 +134,7 @@ def _set_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     if step is None or hasattr(step, "_wrapped_by_lr_sched"):
         return
 
-    # A scheduler marks its optimizer's `step` to warn when it was not called first; the mark is not pickled.
+    # A scheduler marks its optimizer's `step`, to warn if it was not called first; the mark is not pickled.
     @functools.wraps(step)
     def marked(*args: Any, **kwargs: Any) -> Any:
         vars(optimizer)["_opt_called"] = True

@@ -1,11 +1,11 @@
 """Values as parts that travel without a copy: a pickle (protocol 5), and the memory of tensors, arrays and tables.
 
-The notebook uses it as well, and imports torch only when a tensor comes. Where torch cannot be imported, a tensor comes
-as a NumPy array (bfloat16 as float32).
+The notebook uses it as well, and imports torch only when a tensor arrives. If torch cannot be imported, a tensor
+arrives as a NumPy array (bfloat16 as float32).
 
-Functions of cells on their way to another process: there they live in its namespace, as if defined in a cell of it.
+Functions of cells live in the namespace of the process that they arrive in, as if they were defined in a cell there.
 
-cloudpickle would give each a private copy of the names it uses, and what later cells assign would not reach it.
+cloudpickle would give each function a private copy of the names it uses, which later cells could not reassign.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _ATTRIBUTES = (
 
 
 def namespace() -> dict[str, Any]:
-    """The variables that this process's cells see; without IPython those of the main module."""
+    """Return the variables that this process's cells see; without IPython those of the main module."""
     shell = get_ipython()
     return vars(sys.modules["__main__"]) if shell is None else shell.user_ns
 
 
 def reduce_function(function: types.FunctionType, *, with_names: bool = False) -> Any:
-    """How a function whose globals are `namespace()` is made anew.
+    """Return how to recreate a function whose globals are `namespace()`.
 
     Args:
         function: The function.
-        with_names: Whether the global names that it uses go with it; they never replace a variable there.
+        with_names: Whether to send the global names that it uses along; they never replace a variable.
     """
     cells = function.__closure__ or ()
     state = {
         "attributes": {name: getattr(function, name) for name in _ATTRIBUTES},
         "dict": dict(vars(function)),
         "closure": [_contents(cell) for cell in cells],
-        "names": _used(function) if with_names else {},
+        "names": _used_globals(function) if with_names else {},
     }
-    return _function, (function.__code__, len(cells)), state, None, None, _set_function
+    return _make_function, (function.__code__, len(cells)), state, None, None, _set_function
 
 
-def _used(function: types.FunctionType) -> dict[str, Any]:
-    known = function.__globals__
-    shells = getattr(get_ipython(), "user_ns_hidden", {})  # its own names, such as `get_ipython`
+def _used_globals(function: types.FunctionType) -> dict[str, Any]:
+    variables = function.__globals__
+    hidden = getattr(get_ipython(), "user_ns_hidden", {})  # the shell's own names, such as `get_ipython`
     names = dict.fromkeys(_global_names(function.__code__))
-    return {name: known[name] for name in names if name in known and name not in shells}
+    return {name: variables[name] for name in names if name in variables and name not in hidden}
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _contents(cell: Any) -> list[Any]:
         return []
 
 
-def _function(code: types.CodeType, num_cells: int) -> types.FunctionType:
+def _make_function(code: types.CodeType, num_cells: int) -> types.FunctionType:
     cells = tuple(types.CellType() for _ in range(num_cells))
     return types.FunctionType(code, namespace(), code.co_name, None, cells)
 
@@ -97,28 +97,28 @@ def _set_function(function: types.FunctionType, state: dict[str, Any]) -> None:
         function.__globals__.setdefault(name, value)
 
 
-_WITHIN = 4 << 10
-"""Memory of fewer bytes travels within the pickle."""
+_MAX_INLINE_BYTES = 4 << 10
+"""Smaller memory travels within the pickle."""
 
 
-class _Content:
-    """The memory of one tensor; tensors that are views of the same elements share it, as tied weights do."""
+class _TensorMemory:
+    """The memory of a tensor; tensors that view the same elements share it, such as tied weights."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
 
 
-class _Packer(cloudpickle.Pickler):
+class _ValuePickler(cloudpickle.Pickler):
     def __init__(self, file: Any, buffer_callback: Any, *, with_names: bool) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self._with_names = with_names
-        self._contents: dict[Any, _Content] = {}
+        self._memory: dict[Any, _TensorMemory] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is made anew; called for all but the plainest types."""
+        """Return how to recreate an object; called for all but the most basic types."""
         kind = type(obj)
-        if kind is _Content:
-            return _same, (pickle.PickleBuffer(obj.data),)
+        if kind is _TensorMemory:
+            return _identity, (pickle.PickleBuffer(obj.data),)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj, with_names=self._with_names)
         torch = sys.modules.get("torch")
@@ -131,16 +131,16 @@ class _Packer(cloudpickle.Pickler):
         if not tensor.detach().permute(order).is_contiguous():
             order = list(range(tensor.ndim))
         key = (str(tensor.device), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape, tensor.is_conj())
-        content = self._contents.get(key) if tensor.numel() else None
-        moved = tensor.detach().resolve_conj().resolve_neg().cpu().permute(order).contiguous()
-        if content is None:
-            flat = moved.reshape(-1)
+        memory = self._memory.get(key) if tensor.numel() else None
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().permute(order).contiguous()
+        if memory is None:
+            flat = dense.reshape(-1)
             data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-            content = self._contents[key] = _Content(data)
-        name = str(tensor.dtype).removeprefix("torch.")
-        parameter = isinstance(tensor, torch.nn.Parameter)
-        wants_gradient = tensor.requires_grad and tensor.is_leaf
-        return _tensor, (content, name, tuple(moved.shape), tuple(order), (parameter, wants_gradient))
+            memory = self._memory[key] = _TensorMemory(data)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        requires_grad = tensor.requires_grad and tensor.is_leaf
+        return _make_tensor, (memory, dtype, tuple(dense.shape), tuple(order), (is_parameter, requires_grad))
 
 
 def _is_dense(torch: Any, tensor: Any) -> bool:
@@ -148,55 +148,57 @@ def _is_dense(torch: Any, tensor: Any) -> bool:
     return plain and tensor.device.type != "meta" and not vars(tensor)
 
 
-def _same(data: Any) -> Any:
+def _identity(data: Any) -> Any:
     return data
 
 
-def _tensor(content: Any, name: str, shape: tuple[int, ...], order: tuple[int, ...], kind: tuple[bool, bool]) -> Any:
-    parameter, wants_gradient = kind
+def _make_tensor(
+    data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...], flags: tuple[bool, bool]
+) -> Any:
+    is_parameter, requires_grad = flags
     inverse = sorted(range(len(order)), key=order.__getitem__)
     try:
         torch = importlib.import_module("torch")
     except ImportError:
-        return _array(content, name, shape).transpose(inverse)
-    flat = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
-    tensor = flat.view(getattr(torch, name)).reshape(shape).permute(inverse)
-    return torch.nn.Parameter(tensor, wants_gradient) if parameter else tensor.requires_grad_(wants_gradient)
+        return _make_array(data, dtype, shape).transpose(inverse)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    tensor = flat.view(getattr(torch, dtype)).reshape(shape).permute(inverse)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _array(content: Any, name: str, shape: tuple[int, ...]) -> Any:
+def _make_array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     import numpy as np
 
-    if name == "bfloat16":  # the upper half of a float32
-        upper = np.frombuffer(content, np.uint16).astype(np.uint32)
+    if dtype == "bfloat16":  # the upper half of a float32
+        upper = np.frombuffer(data, np.uint16).astype(np.uint32)
         return (upper << 16).view(np.float32).reshape(shape)
-    return np.frombuffer(content, np.dtype(name)).reshape(shape)
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
 def pack(value: Any, *, with_names: bool = False) -> list[Any]:
-    """A value as parts: the pickle, then memory that the value still holds; keep it unchanged until they are sent.
+    """Pack a value into parts: the pickle, then memory that the value still owns; do not change it until it is sent.
 
     Args:
-        value: Anything that cloudpickle takes.
-        with_names: Whether functions of cells bring the global names that they use.
+        value: Anything that cloudpickle can pickle.
+        with_names: Whether functions of cells take along the global names that they use.
     """
     stream, memory = io.BytesIO(), []
 
-    def outside(buffer: pickle.PickleBuffer) -> bool:
+    def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _WITHIN:
+        if raw.nbytes < _MAX_INLINE_BYTES:
             return True
         memory.append(raw)
         return False
 
-    _Packer(stream, outside, with_names=with_names).dump(value)
+    _ValuePickler(stream, keep_in_band, with_names=with_names).dump(value)
     return [stream.getbuffer(), *memory]
 
 
 def unpack(parts: Sequence[Any]) -> Any:
-    """The value; its arrays and tensors are views of `parts`, which nobody else may use.
+    """Unpack a value; its arrays and tensors are views of `parts`, which must not be used otherwise.
 
     Raises:
-        Exception: whatever its classes raise, such as ImportError.
+        Exception: anything that its classes raise, such as ImportError.
     """
     return pickle.loads(parts[0], buffers=parts[1:])

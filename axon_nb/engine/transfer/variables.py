@@ -1,8 +1,8 @@
-"""Variables of the rank's namespace: taken from the notebook, and given to it.
+"""Variables of the rank's namespace: received from the notebook, and sent to it.
 
-Where both are on one host they travel in a `host.parcels` parcel of the notebook's, else in messages.
+On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages.
 
-Values made fit to travel: split tensors put together, everything on the CPU, without history of autograd.
+Values are prepared for the transfer: sharded tensors gathered, everything on the CPU, without autograd history.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from axon_nb.engine.transfer.value_pickle import pack, unpack
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import free_memory
 from axon_nb.host.shared_memory import BlockAddress, block_size, join_parts, read_block, split_parts, write_block
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
 __all__ = [
-    "OtherRanks",
-    "as_arrays",
-    "give",
+    "OtherRanksNeededError",
+    "gather_full",
     "last_value",
-    "local_value",
-    "portable",
-    "put",
-    "split_over",
-    "take",
-    "take_offer",
-    "whole_value",
+    "receive_block",
+    "send_value",
+    "set_variables",
+    "sharded_over",
+    "take_pending_value",
+    "to_cpu",
+    "to_local",
+    "to_numpy",
 ]
 
 
 def _convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The value with each tensor changed that is in it, in its dicts, lists and tuples."""
+    """Return the value with `change` applied to each tensor in it, in its dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
         changed = {key: _convert(item, change) for key, item in value.items()}
         if type(value) is dict:
             return changed
-        made = copy.copy(value)  # such as a state_dict, which carries versions besides its entries
-        made.update(changed)
-        return made
+        converted = copy.copy(value)  # such as a state_dict, which carries versions besides its entries
+        converted.update(changed)
+        return converted
     if type(value) in (list, tuple):
         return type(value)(_convert(item, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -66,32 +66,32 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
-def split_over(value: Any) -> set[int]:
-    """The ranks that hold parts of the distributed tensors in a value; empty when each rank has all of it.
+def sharded_over(value: Any) -> set[int]:
+    """Return the ranks that hold shards of the distributed tensors in a value; empty if each rank has all of it.
 
     Raises:
-        UsageError: a module or an optimizer with such tensors inside: it cannot leave its ranks as an object.
+        UsageError: a module or an optimizer with such tensors, which cannot leave its ranks as an object.
     """
-    found: set[int] = set()
-    inside: list[Any] = []
+    ranks: set[int] = set()
+    contents: list[Any] = []
     if isinstance(value, torch.nn.Module):
-        inside = [*value.parameters(), *value.buffers()]
+        contents = [*value.parameters(), *value.buffers()]
     elif isinstance(value, torch.optim.Optimizer):
-        inside = [parameter for group in value.param_groups for parameter in group["params"]]
-    if (is_sharded(value) and not is_dtensor(value)) or any(map(is_dtensor, inside)):
-        raise UsageError("a module or optimizer that is split over ranks stays there: take its state_dict()")
+        contents = [parameter for group in value.param_groups for parameter in group["params"]]
+    if (is_sharded(value) and not is_dtensor(value)) or any(map(is_dtensor, contents)):
+        raise UsageError("a sharded module or optimizer cannot leave its ranks; pull its state_dict()")
     for tensor in _tensors(value):
         if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
-            found.update(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
-    return found
+            ranks.update(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
+    return ranks
 
 
-def whole_value(value: Any, *, keep: bool) -> Any:
-    """The value with its distributed tensors whole, on the CPU; collective over the ranks that hold parts.
+def gather_full(value: Any, *, keep: bool) -> Any:
+    """Return the value with its distributed tensors gathered, on the CPU; collective over the ranks of `sharded_over`.
 
     Args:
-        value: What `split_over` was asked of.
-        keep: Whether this rank needs the result; elsewhere each tensor is let go of before the next is put together.
+        value: A value with distributed tensors.
+        keep: Whether this rank needs the result. If not, each tensor is freed before the next one is gathered.
     """
 
     def change(tensor: Any) -> Any:
@@ -105,51 +105,51 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def local_value(value: Any) -> Any:
-    """The value with this rank's own parts in the place of distributed tensors."""
+def to_local(value: Any) -> Any:
+    """Return the value with this rank's shards in place of distributed tensors."""
     return _convert(value, _local)
 
 
-def portable(value: Any) -> Any:
-    """The value with its tensors on the CPU and without history."""
+def to_cpu(value: Any) -> Any:
+    """Return the value with its tensors on the CPU and without autograd history."""
     return _convert(value, lambda tensor: tensor.detach().cpu())
 
 
-def as_arrays(value: Any) -> Any:
-    """The value with NumPy arrays in the place of tensors; bfloat16 and float8, which NumPy lacks, become float32."""
+def to_numpy(value: Any) -> Any:
+    """Return the value with NumPy arrays in place of tensors; bfloat16 and float8, unknown to NumPy, become float32."""
 
     def change(tensor: torch.Tensor) -> Any:
         dense = tensor.detach().cpu().resolve_conj().resolve_neg()
-        known = dense.dtype.itemsize > 2 or not dense.is_floating_point() or dense.dtype is torch.float16
-        return (dense if known else dense.float()).numpy()
+        has_numpy_dtype = dense.dtype.itemsize > 2 or not dense.is_floating_point() or dense.dtype is torch.float16
+        return (dense if has_numpy_dtype else dense.float()).numpy()
 
     return _convert(value, change)
 
 
-_WITHIN = 64 << 10
-"""A cell's value of fewer bytes travels in the reply itself."""
+_MAX_INLINE_BYTES = 64 << 10
+"""A smaller value of a cell travels in the reply itself."""
 
 
-class OtherRanks(Exception):
-    """The value is split over ranks that were not asked; the message names all that are needed."""
+class OtherRanksNeededError(Exception):
+    """The value is sharded over ranks that do not run this; the message names all ranks that are needed."""
 
 
-def take(addresses: Mapping[int, BlockAddress]) -> None:
-    """Set the variables in the notebook's shared block for this rank."""
-    put(read_block(addresses[current().config.rank]))
+def receive_block(addresses: Mapping[int, BlockAddress]) -> None:
+    """Set the variables that the notebook's shared-memory block holds for this rank."""
+    set_variables(read_block(addresses[current().config.rank]))
 
 
-def put(parts: Any) -> None:
+def set_variables(parts: Any) -> None:
     """Set variables.
 
     Args:
-        parts: A packed dictionary: its parts, or their bytes as `join_parts` makes them.
+        parts: A packed dictionary: its parts, or their bytes from `join_parts`.
     """
     variables = unpack(parts if isinstance(parts, list) else split_parts(bytearray(parts)))
     current().kernel.shell.user_ns.update(variables)
 
 
-def give(
+def send_value(
     expression: str,
     addresses: Mapping[int, BlockAddress | None],
     ranks: Sequence[int],
@@ -157,79 +157,79 @@ def give(
     shards: bool = False,
     arrays: bool = False,
 ) -> None:
-    """Hand the value of a name or expression to the notebook.
+    """Send the value of a name or expression to the notebook.
 
     Args:
-        expression: What is evaluated here.
-        addresses: The ranks that were asked, each with the parcel that it fills; None: it keeps the bytes for
-            `take_offer`.
+        expression: The expression to evaluate here.
+        addresses: The ranks whose value is requested, each with the block that it fills; None: the rank keeps the bytes
+            for `take_pending_value`.
         ranks: The ranks that run this.
-        shards: Whether of a distributed tensor each rank gives its own part; else the first of them gives the whole
-            one, and the others nothing.
-        arrays: Whether tensors become NumPy arrays.
+        shards: Whether each rank sends its own shard of a distributed tensor. If not, the first of `addresses` that
+            holds a shard sends the full tensor, and the others send nothing.
+        arrays: Whether to convert tensors to NumPy arrays.
 
     Raises:
-        OtherRanks: see there.
-        UsageError: it cannot be given; reads after the ranks' names.
+        OtherRanksNeededError: the value is sharded over ranks that do not run this.
+        UsageError: it cannot be sent; the message follows the rank and a colon.
     """
     session = current()
     own = session.config.rank
-    session.extras.pop("offer", None)
+    session.extras.pop("pending_value", None)
     value = eval(expression, session.kernel.shell.user_ns)
     parts: list[Any] = []
-    holders = split_over(value) if not shards else set()
+    holders = sharded_over(value) if not shards else set()
     if holders and not holders & set(addresses):
-        raise UsageError(f"it is split over ranks {format_ranks(holders)}: ask one of those")
+        raise UsageError(f"it is sharded over {name_ranks(holders)}; pull it from one of those")
     if holders - set(ranks):
-        raise OtherRanks(format_ranks(holders | set(ranks)))
+        raise OtherRanksNeededError(format_ranks(holders | set(ranks)))
     if holders:
-        giver = min(holders & set(addresses))
-        value = whole_value(value, keep=own == giver)
-        if own != giver:
+        sender = min(holders & set(addresses))
+        value = gather_full(value, keep=own == sender)
+        if own != sender:
             addresses = {rank: address for rank, address in addresses.items() if rank != own}
     if own not in addresses:
         return
-    value = portable(local_value(value))
-    parts = pack(as_arrays(value) if arrays else value)
+    value = to_cpu(to_local(value))
+    parts = pack(to_numpy(value) if arrays else value)
     address = addresses[own]
     if address is None:
-        session.extras["offer"] = join_parts(parts)
+        session.extras["pending_value"] = join_parts(parts)
         return
     size, free = block_size(parts), free_memory()
     if free is not None and size > free:
-        raise UsageError(f"it takes {format_bytes(size)}, and {format_bytes(free)} of memory are free: take a part")
-    write_block(address, parts, writers=sum(place is not None for place in addresses.values()))
+        raise UsageError(f"it needs {format_bytes(size)} but only {format_bytes(free)} is free; pull part of it")
+    write_block(address, parts, writers=sum(other is not None for other in addresses.values()))
 
 
-def take_offer() -> bytes:
-    """What `give` has kept, once; empty when it was another rank that gave it."""
-    return bytes(current().extras.pop("offer", b""))
+def take_pending_value() -> bytes:
+    """Return the bytes that `send_value` has kept, once; empty if another rank sent the value."""
+    return bytes(current().extras.pop("pending_value", b""))
 
 
 def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
-    """The value of a cell's last expression, and its text for where it cannot be loaded.
+    """Return the value of a cell's last expression, and its text in case it cannot be loaded.
 
     Args:
-        token: The cell's.
-        address: The notebook's parcel for a large value; None: there is none.
+        token: The token of the cell.
+        address: The notebook's shared-memory block for a large value; None if there is none.
 
     Returns:
-        The bytes of its parts; None: they are in the parcel; empty: it does not pickle, and there is the text alone.
+        The bytes of its parts; None: they are in the block; empty: it does not pickle, and there is only the text.
     """
-    value = portable(current().extras["runner"].take_value(token))
+    value = to_cpu(current().extras["runner"].take_value(token))
     try:
         parts = pack(value)
     except Exception:
         return b"", repr(value)
     text = "" if _plain(value) else repr(value)
-    if address is None or block_size(parts) < _WITHIN:
+    if address is None or block_size(parts) < _MAX_INLINE_BYTES:
         return bytes(join_parts(parts)), text
     write_block(address, parts)
     return None, text
 
 
 def _plain(value: Any) -> bool:
-    """Whether any Python with our dependencies loads it: numbers, texts, tensors, arrays, and containers of them."""
+    """Whether any Python with our dependencies can load it: numbers, text, tensors, arrays, and containers of them."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return True
     if type(value) in (list, tuple, set):

@@ -28,10 +28,10 @@ def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
 
 
 def test_a_single_rank_and_a_split_model_read_well() -> None:
-    reports = {rank: [optimizer(7 if rank == 3 else 6, name="", apart="is split over ranks")] for rank in range(4)}
+    reports = {rank: [optimizer(7 if rank == 3 else 6, name="", apart="is sharded over ranks")] for rank in range(4)}
     assert steps_apart(reports) == [
         (
-            "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is split over ranks: "
+            "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is sharded over ranks: "
             "load a checkpoint on all ranks, or build both anew."
         )
     ]
@@ -94,33 +94,38 @@ def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
 
 
 def has(kind: str = "module", **other: Any) -> dict[str, Any]:
-    return {"kind": kind, "digest": "d", "bytes": 8, "why_not": "", "within": "", **other}
+    return {"kind": kind, "digest": "d", "bytes": 8, "obstacle": "", "contained_in": "", **other}
 
 
 def test_sync_copies_what_all_ranks_have_whole() -> None:
     told = {
-        0: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks"), "mine": has()},
-        1: {"ddp": has(), "net": has(within="ddp"), "sharded": has(why_not="is split over ranks")},
+        0: {
+            "ddp": has(),
+            "net": has(contained_in="ddp"),
+            "sharded": has(obstacle="is sharded over ranks"),
+            "mine": has(),
+        },
+        1: {"ddp": has(), "net": has(contained_in="ddp"), "sharded": has(obstacle="is sharded over ranks")},
     }
     chosen, skipped = plan_sync(told, 0, ())
     assert chosen == ["ddp"]
-    assert skipped == {"sharded": "is split over ranks", "mine": "is no variable of rank 1"}
+    assert skipped == {"sharded": "is sharded over ranks", "mine": "is no variable of rank 1"}
 
 
 def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
-    told = {0: {"ddp": has(), "net": has(within="ddp")}, 1: {"ddp": has(), "net": has()}}
+    told = {0: {"ddp": has(), "net": has(contained_in="ddp")}, 1: {"ddp": has(), "net": has()}}
     assert plan_sync(told, 0, ())[0] == ["ddp", "net"]
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("sharded", r"`sharded` is split over ranks: load a checkpoint on all ranks"),
+        ("sharded", r"`sharded` is sharded over ranks: load a checkpoint on all ranks"),
         ("nothing", r"`nothing` is no variable of ranks 0-1"),
         ("odd", r"`odd` has other types or shapes on rank 1"),
     ],
 )
 def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:
-    told = {rank: {"sharded": has(why_not="is split over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
+    told = {rank: {"sharded": has(obstacle="is sharded over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
     with pytest.raises(UsageError, match=says):
         plan_sync(told, 0, [name])
