@@ -27,14 +27,14 @@ from axon_nb.engine.groups import form_default_group, nccl, recovery, wrapper_re
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection import gradients
-from axon_nb.engine.inspection.job import install_rounds
+from axon_nb.engine.inspection.job import count_training_steps
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel import hooks, post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
-from axon_nb.engine.kernel.completion import Assistant
+from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
-from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
 from axon_nb.engine.kernel.streams import OutputBudget
@@ -81,7 +81,7 @@ def run_engine(argv: list[str]) -> None:
     from ipyparallel.engine.app import IPEngine
 
     begin_in_child()
-    streams.keep_crash_reports()
+    streams.enable_crash_reports()
     IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
 
@@ -157,11 +157,13 @@ def _install(session: RankSession) -> None:
     steps.install()
     session.extras["steps"] = steps
     install_frameworks(session)
-    install_rounds()
+    count_training_steps()
     set_cell_source(lambda: session.cell)
-    interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
+    interrupts = InterruptHandler(
+        kernel, lambda frame: gradients.defers_interrupt(frame) or steps.defers_interrupt(frame)
+    )
     interrupts.install()
-    hooks.install(kernel, interrupts.hold_async)
+    hooks.install(kernel, interrupts.track_task)
     log = CellLog()
     hooks.tap_output(kernel, log.tap)
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
@@ -174,6 +176,6 @@ def _install(session: RankSession) -> None:
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
-    hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
+    hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
     session.extras["runner"] = runner

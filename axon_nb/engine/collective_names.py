@@ -14,7 +14,7 @@ import torch.distributed as dist
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS
 
-__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "call_in_words", "find_function", "is_public_call", "public_call"]
+__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "describe_call", "find_implicit_collective", "is_public_call", "public_call"]
 
 _CALL_FILES = tuple(
     os.path.join(*place)
@@ -65,7 +65,7 @@ def is_public_call(code: CodeType) -> bool:
     return code.co_name in PUBLIC_CALLS and code.co_filename.endswith(_CALL_FILES)
 
 
-def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str:
+def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = None) -> str:
     """The outermost function of a library between `frame` and the cell's frame `stop` that is a collective in disguise.
 
     Outermost: a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
@@ -95,9 +95,9 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
     return call, waits
 
 
-def call_in_words(name: str) -> str:
+def describe_call(name: str) -> str:
     """What the calling thread is about to do, for the operation `name` of a group."""
     frame = sys._getframe(1)
     user = user_frame(frame)
-    what = find_function(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
+    what = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
     return f"{what} at line {user.f_lineno}" if user is not None else what

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-__all__ = ["code_by_thread", "collecting_nothing", "main_frame"]
+__all__ = ["code_by_thread", "gc_paused", "main_frame"]
 
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 """Later versions collect between two instructions only."""
@@ -29,7 +29,7 @@ os.register_at_fork(
 
 
 @contextlib.contextmanager
-def collecting_nothing() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection in here; for a few microseconds, on any thread but the main one, which needs it not."""
     if not _COLLECTS_ANYWHERE or threading.current_thread() is threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def collecting_nothing() -> Iterator[None]:
 
 def main_frame() -> FrameType | None:
     """The innermost frame of the main thread, whose `f_back` may be followed to the end at any later time."""
-    with collecting_nothing():
+    with gc_paused():
         innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:  # a frame that has its object keeps it for as long as it runs
             frame = frame.f_back
@@ -56,7 +56,7 @@ def main_frame() -> FrameType | None:
 def code_by_thread() -> dict[int, list[CodeType]]:
     """What each thread runs, by its ident, innermost first."""
     found: dict[int, list[CodeType]] = {}
-    with collecting_nothing():
+    with gc_paused():
         for ident, innermost in sys._current_frames().items():
             frame: FrameType | None = innermost
             found[ident] = []

@@ -1,4 +1,4 @@
-"""The living objects of some classes of torch, known from when they are made.
+"""The live_objects objects of some classes of torch, known from when they are made.
 
 Looking through all objects of a process takes 20 to 100 ms, more than all the rest of a recovery. So each class is
 followed from the first time that somebody asks for its objects: those that are there then are found by one such pass,
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LivingTensors", "living", "missing_search_hooks", "storages_of"]
+__all__ = ["LiveTensors", "live_objects", "missing_search_hooks", "storages_of"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
@@ -40,7 +40,7 @@ def _found(place: tuple[str, str]) -> Any:
     return getattr(sys.modules.get(place[0]), place[1], None)
 
 
-def living(*kinds: tuple[str, str]) -> list[list[Any]]:
+def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
     """The objects of each kind, a list for each.
 
     Args:
@@ -128,7 +128,7 @@ def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
     return found
 
 
-class LivingTensors:
+class LiveTensors:
     """Looks again when enough time has passed for what a look costs."""
 
     def __init__(self) -> None:

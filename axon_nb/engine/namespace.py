@@ -17,9 +17,9 @@ from axon_nb.comm.world import World
 from axon_nb.engine.session import JoinConfig
 from axon_nb.errors import UsageError
 
-__all__ = ["OWN_NAMES", "inject_names", "look_up", "set_environment", "users_variables"]
+__all__ = ["PREDEFINED_NAMES", "inject_names", "resolve_variable", "set_environment", "user_variables"]
 
-OWN_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
+PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
 """Names that every rank has of its own."""
 
 
@@ -37,9 +37,9 @@ def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.de
     )
 
 
-def users_variables(shell: Any) -> dict[str, Any]:
+def user_variables(shell: Any) -> dict[str, Any]:
     """What the user's cells have left in the namespace of an IPython shell; names with an underscore are not told."""
-    hidden = {*shell.user_ns_hidden, *OWN_NAMES}
+    hidden = {*shell.user_ns_hidden, *PREDEFINED_NAMES}
     namespace = list(shell.user_ns.items())  # a thread may ask while a cell runs
     return {name: value for name, value in namespace if name not in hidden and not name.startswith("_")}
 
@@ -65,7 +65,7 @@ def set_environment(config: JoinConfig) -> None:
     )
 
 
-def look_up(name: str, space: dict[str, Any]) -> Any:
+def resolve_variable(name: str, space: dict[str, Any]) -> Any:
     """The value of a name with ``.attributes`` and constant ``[indices]`` behind it.
 
     Args:

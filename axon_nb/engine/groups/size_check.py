@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from axon_nb.engine.collective_names import call_in_words
+from axon_nb.engine.collective_names import describe_call
 from axon_nb.errors import UsageError
 
 __all__ = ["Table", "cell_begins", "open_table"]
@@ -192,7 +192,7 @@ class Table:
                 if not (entry ^ theirs) & _ROOTS:  # the same root: that is not what differs
                     entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
                 raise UsageError(
-                    f"{call_in_words(name)}: rank {members[self._rank]} brings {_entry_in_words(entry, members)}, "
+                    f"{describe_call(name)}: rank {members[self._rank]} brings {_entry_in_words(entry, members)}, "
                     f"rank {members[other]} {_entry_in_words(theirs, members)}; all ranks of a group must bring the "
                     "same."
                 )
@@ -226,7 +226,7 @@ class Table:
             sent, taken = (size, other) if sends else (other, size)
             members = ranks()
             raise UsageError(
-                f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
+                f"{describe_call(name)}: rank {members[source]} sends {sent:,} bytes, and rank {members[target]} "
                 f"receives into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.compat import deepspeed
-from axon_nb.engine.live_objects import living
+from axon_nb.engine.live_objects import live_objects
 from axon_nb.torch_api import torch_api
 
 __all__ = ["follow_engines", "follow_wrappers", "rebuild_reducers", "renew_reducer", "reset_modules", "reset_wrappers"]
@@ -25,12 +25,12 @@ _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 def follow_wrappers() -> None:
     """Before any is made: those made from now on are known, and need not be looked for."""
-    living(_DDP, _FSDP, _SCHEDULES)
+    live_objects(_DDP, _FSDP, _SCHEDULES)
 
 
 def follow_engines() -> None:
     """When DeepSpeed has been imported: its engines are known from when they are made."""
-    living(_DEEPSPEED)
+    live_objects(_DEEPSPEED)
 
 
 def reset_wrappers() -> tuple[int, list[str]]:
@@ -40,7 +40,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         How many there are, and why some could not be reset, a sentence for each kind: the groups are fit for use, but
         such an object must be built again.
     """
-    ddp, fsdp, schedules = living(_DDP, _FSDP, _SCHEDULES)
+    ddp, fsdp, schedules = live_objects(_DDP, _FSDP, _SCHEDULES)
     failed = []
     for kind, modules in {
         "DDP models": (ddp, [], []),
@@ -52,7 +52,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         except Exception as error:  # this torch lacks what the self-test has named
             failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}); build them again.")
     count = len(ddp) + len(fsdp) + len(schedules)
-    return count + deepspeed.reset_engines(*living(_DEEPSPEED)), failed
+    return count + deepspeed.reset_engines(*live_objects(_DEEPSPEED)), failed
 
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ def _reset_schedule(schedule: Any) -> None:
 
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: a replaced rank has none that has seen the buckets of the others."""
-    for module in living(_DDP)[0]:
+    for module in live_objects(_DDP)[0]:
         renew_reducer(module)
 
 

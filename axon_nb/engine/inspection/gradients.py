@@ -21,7 +21,7 @@ import torch
 
 from axon_nb.engine.session import current
 
-__all__ = ["from_gradients", "puts_off"]
+__all__ = ["defers_interrupt", "read_gradients"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _jobs: deque[Callable[[], None]] = deque()
 _gradient = operator.attrgetter("grad")
 
 
-def from_gradients(
+def read_gradients(
     key: Hashable, parameters: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor | None]], T], *, before: T
 ) -> T:
     """What `make` gives for the gradients of these parameters; while a cell runs, what it gave a moment ago.
@@ -85,7 +85,7 @@ def _wake() -> None:
         _jobs.clear()  # its queue is full: the next question comes soon
 
 
-def puts_off(frame: FrameType | None) -> bool:
+def defers_interrupt(frame: FrameType | None) -> bool:
     """From the handler of an interrupt that has landed on `frame`: whether that is within a look at gradients.
 
     What is raised there ends in C, and nobody hears of it. The interrupt comes again as soon as the look is over.

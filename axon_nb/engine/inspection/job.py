@@ -27,7 +27,7 @@ from axon_nb.records.training.job import RateMeter
 from axon_nb.records.training.metrics import Logged, metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["install_rounds", "job_report", "missing_tqdm_hooks", "rounds", "tqdm_bars"]
+__all__ = ["count_training_steps", "job_report", "missing_tqdm_hooks", "tqdm_bars", "training_steps"]
 
 _KEPT = 16
 _closed: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
@@ -91,12 +91,12 @@ def _hook(kind: Any) -> None:
     kind.close = close_and_tell
 
 
-rounds = RateMeter()
+training_steps = RateMeter()
 """How fast they come."""
 _seen: set[int] = set()
 
 
-def install_rounds() -> None:
+def count_training_steps() -> None:
     """Count from now on."""
     register_optimizer_step_post_hook(_after_step)
 
@@ -105,7 +105,7 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     # One round has each optimizer once: ZeroRedundancyOptimizer steps another within its own step.
     if not _seen or id(optimizer) in _seen:
         _seen.clear()
-        rounds.mark(time.monotonic_ns())
+        training_steps.mark(time.monotonic_ns())
     _seen.add(id(optimizer))
 
 
@@ -129,7 +129,7 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
     if pid != os.getpid():
         position = span_position = since_ns = 0
     rows, position, lost = metrics.read(position, _ROWS)
-    pace = metrics.pace if metrics.pace.steps else rounds
+    pace = metrics.pace if metrics.pace.steps else training_steps
     running = state.cell is not None
     rates = pace.rates(state.time_ns, running=running)
     items = (

@@ -16,7 +16,7 @@ from torch import nn
 
 from axon_nb.engine.session import current
 
-__all__ = ["called_with", "look_at_next_call"]
+__all__ = ["record_next_call", "recorded_inputs"]
 
 _seen: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
 _looked: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
@@ -57,7 +57,7 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, _Look] = weakref.WeakKeyDictionar
 """Hooks that have not been called yet."""
 
 
-def look_at_next_call(module: nn.Module) -> None:
+def record_next_call(module: nn.Module) -> None:
     """Take down the model's next call; set once a cell at most."""
     cell = current().cell
     if module in _waiting or _looked.get(module, _NEVER) == cell:
@@ -67,7 +67,7 @@ def look_at_next_call(module: nn.Module) -> None:
     look.handle = module.register_forward_pre_hook(look, with_kwargs=True)
 
 
-def called_with(module: nn.Module) -> list[Any] | None:
+def recorded_inputs(module: nn.Module) -> list[Any] | None:
     """Arguments of the last call that was seen: of a tensor ``{"shape": […], "dtype": …}``, or a plain value.
 
     None: no call was seen, or one that cannot be made again by position and without data.

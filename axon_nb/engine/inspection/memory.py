@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import from_gradients
+from axon_nb.engine.inspection.gradients import read_gradients
 from axon_nb.engine.inspection.sampler import resident_bytes
-from axon_nb.engine.live_objects import LivingTensors, storages_of
-from axon_nb.engine.namespace import look_up, users_variables
+from axon_nb.engine.live_objects import LiveTensors, storages_of
+from axon_nb.engine.namespace import resolve_variable, user_variables
 from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import free_memory
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["capacity", "loaded", "memory_report", "modules_and_optimizers"]
+__all__ = ["capacity", "import_in_background", "memory_report", "modules_and_optimizers"]
 
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
@@ -51,7 +51,7 @@ _wanted: dict[str, threading.Thread] = {}
 _there: dict[str, Any] = {}
 
 
-def loaded(name: str) -> Any:
+def import_in_background(name: str) -> Any:
     """The module; None as long as it is being imported.
 
     Raises:
@@ -74,7 +74,7 @@ def _load(name: str) -> None:
         _there[name] = error
 
 
-_living = LivingTensors()
+_living = LiveTensors()
 
 
 def memory_report(names: Iterable[str]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
 
     Returns:
         ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None where there is no formula; ``notes``:
-        sentences; ``is_pending``: the formula is still being loaded; ``model``: what changes when the one model that
+        sentences; ``is_pending``: the formula is still being import_in_background; ``model``: what changes when the one model that
         was named is another, or is called otherwise.
 
     Raises:
@@ -97,8 +97,8 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
     measured = _measure(modules, optimizers, session)
     predicted, why, estimator, facts = None, "", None, None
     if chosen:  # of all variables together there is no formula: what of them belongs together is not known
-        estimator = loaded("axon_nb.engine.inspection.memory_estimate")
-        facts = loaded("axon_nb.engine.inspection.model_facts")
+        estimator = import_in_background("axon_nb.engine.inspection.memory_estimate")
+        facts = import_in_background("axon_nb.engine.inspection.model_facts")
     if estimator is not None:
         predicted, why = estimator.estimate(modules, optimizers, session)
     return {
@@ -126,11 +126,11 @@ def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list
         UsageError: there is no such variable, or it is neither.
     """
     space = session.kernel.shell.user_ns
-    values = [look_up(name, space) for name in names]
+    values = [resolve_variable(name, space) for name in names]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.nn.Module | Optimizer):
             raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` takes modules and optimizers.")
-    given = values or list(users_variables(session.kernel.shell).values())
+    given = values or list(user_variables(session.kernel.shell).values())
     # type() and not isinstance: lazy proxies answer the latter with side effects.
     modules = [value for value in given if issubclass(type(value), torch.nn.Module)]
     optimizers = [value for value in given if issubclass(type(value), Optimizer)]
@@ -142,7 +142,7 @@ def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list
 def _of_these(modules: list[torch.nn.Module], session: RankSession) -> list[Optimizer]:
     """The optimizers among the variables that step parameters of these modules."""
     own = {id(parameter) for module in modules for parameter in module.parameters()}
-    everything = users_variables(session.kernel.shell).values()
+    everything = user_variables(session.kernel.shell).values()
     found = {id(value): value for value in everything if isinstance(value, Optimizer)}
     return [value for value in found.values() if own & {id(p) for g in value.param_groups for p in g["params"]}]
 
@@ -152,7 +152,7 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
     parameters = [parameter for module in modules for parameter in module.parameters()]
     none: dict[int, int] = {}
     key = ("memory", *map(id, modules))
-    gradients = from_gradients(key, parameters, lambda found: storages_of(found, kind), before=none)
+    gradients = read_gradients(key, parameters, lambda found: storages_of(found, kind), before=none)
     roles = {
         "parameters": storages_of(parameters, kind),
         "gradients": gradients,

@@ -11,20 +11,20 @@ import torch
 
 import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second to import: not on the thread that answers
 from axon_nb import plan
-from axon_nb.engine.inspection.model_facts import ModelFacts, facts_of, model_key
-from axon_nb.engine.inspection.model_skeleton import NoSkeleton, inner_model, skeleton
-from axon_nb.engine.inspection.pipeline_facts import held_stages, stages_sent
+from axon_nb.engine.inspection.model_facts import ModelFacts, describe_model, model_key
+from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, skeleton
+from axon_nb.engine.inspection.pipeline_facts import find_pipeline, stage_skeletons
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.memory import MemorySetup, changed
 
-__all__ = ["tell_plan"]
+__all__ = ["planner_inputs"]
 
 _kept: dict[str, bytes] = {}
 """The last skeleton, by the model's key."""
 
 
-def tell_plan(
+def planner_inputs(
     module: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
     session: RankSession,
@@ -48,14 +48,14 @@ def tell_plan(
         most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
         where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of
         another question. Of a pipeline ``ranks``, by stage, instead of a model and its states; ``first``, the rank to
-        ask, where that is another one; with `stages` the answer of `stages_sent` alone.
+        ask, where that is another one; with `stages` the answer of `stage_skeletons` alone.
     """
-    if (pipeline := held_stages(module)) is not None and (stages or not pipeline.is_first):
+    if (pipeline := find_pipeline(module)) is not None and (stages or not pipeline.is_first):
         try:
-            return {"stages": stages_sent(module)} if stages else {"first": pipeline.stage_ranks()[0]}
-        except NoSkeleton as error:
+            return {"stages": stage_skeletons(module)} if stages else {"first": pipeline.stage_ranks()[0]}
+        except SkeletonError as error:
             return {"refused": f"There is no plan: {error}"}
-    facts = facts_of(module, optimizers, session)
+    facts = describe_model(module, optimizers, session)
     told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
     try:
         setup = facts.setup if asked is None else changed(facts.setup, asked)
@@ -66,7 +66,7 @@ def tell_plan(
         states = _by_formula(factory, setup, facts, session)
         sent = None if known == told["key"] else base64.b64encode(factory).decode()
         return {**told, "model": sent, **states}
-    except NoSkeleton as error:
+    except SkeletonError as error:
         return {"refused": f"There is no plan: {error}"}
     except UsageError as error:
         return {**told, "refused": str(error)}

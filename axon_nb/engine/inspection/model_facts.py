@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.last_call import called_with, look_at_next_call
+from axon_nb.engine.inspection.last_call import record_next_call, recorded_inputs
 from axon_nb.engine.inspection.model_skeleton import inner_model, is_recomputed, plain_class
-from axon_nb.engine.inspection.pipeline_facts import first_stage, held_stages, pipeline_facts
+from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.torch_api import torch_api
 
-__all__ = ["ModelFacts", "facts_of", "model_key"]
+__all__ = ["ModelFacts", "describe_model", "model_key"]
 
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
@@ -45,7 +45,7 @@ class ModelFacts:
     blocks: list[str]
     """Classes that are computed again in backward."""
     inputs: list[Any] | None
-    """As `called_with`."""
+    """As `recorded_inputs`."""
     loss: str
     """``tokens``: the next token's cross-entropy; ``mean``: not known, the mean of the output stands for it."""
     notes: list[str]
@@ -58,12 +58,12 @@ class ModelFacts:
 def model_key(module: nn.Module) -> str:
     """Changes with what the model is and how it is called; cheap, as it is asked often."""
     inner = inner_model(module)
-    look_at_next_call(_called(module))
+    record_next_call(_called(module))
     first = next(inner.parameters(), None)
-    return f"{id(inner)}:{type(inner).__name__}:{None if first is None else first.dtype}:{called_with(_called(module))}"
+    return f"{id(inner)}:{type(inner).__name__}:{None if first is None else first.dtype}:{recorded_inputs(_called(module))}"
 
 
-def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSession) -> ModelFacts:
+def describe_model(module: nn.Module, optimizers: list[Optimizer], session: RankSession) -> ModelFacts:
     """What there is to say of a model.
 
     Args:
@@ -73,11 +73,11 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
     """
     notes: list[str] = []
     name, options = _optimizer(optimizers, notes)
-    if held_stages(module) is not None:
+    if find_pipeline(module) is not None:
         setup, given, layout, more = pipeline_facts(module, name)
         return ModelFacts(setup, True, options, None, [], given, "mean", [*notes, *more], **layout)
     inner = inner_model(module)
-    inputs = called_with(_called(module))
+    inputs = recorded_inputs(_called(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch(inputs)}
     known = fields.pop("known")
     recomputed = sorted({plain_class(own).__name__ for own in inner.modules() if is_recomputed(own)})

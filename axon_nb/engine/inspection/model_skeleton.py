@@ -28,7 +28,7 @@ from axon_nb.engine.sharding.placement import cut_parameters, whole_parameters
 from axon_nb.engine.sharding.sharded import is_stage, loaded, mesh_type
 from axon_nb.errors import UsageError
 
-__all__ = ["NoSkeleton", "inner_model", "is_recomputed", "plain_class", "skeleton"]
+__all__ = ["SkeletonError", "inner_model", "is_recomputed", "plain_class", "skeleton"]
 
 _STATE_KEY = "__composable_api_state_key"
 _KEPT = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -41,7 +41,7 @@ _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _RECOMPUTED = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
 
 
-class NoSkeleton(UsageError):
+class SkeletonError(UsageError):
     """There is none of this model; the message is a sentence that says why."""
 
 
@@ -85,23 +85,25 @@ def skeleton(module: nn.Module) -> bytes:
         module: As `inner_model` gives it.
 
     Raises:
-        NoSkeleton: it is only a part of a model, or holds what cannot be sent to another process.
+        SkeletonError: it is only a part of a model, or holds what cannot be sent to another process.
     """
     modules = list(module.modules())
     if is_stage(module) or any(map(is_stage, modules)):
-        raise NoSkeleton("each rank holds only its stages of a pipeline: name the whole model, or ask axon_nb.plan.")
+        raise SkeletonError("each rank holds only its stages of a pipeline: name the whole model, or ask axon_nb.plan.")
     if any(isinstance(own, loaded(*_FSDP1)) for own in modules):
-        raise NoSkeleton("FSDP1 keeps no shapes of its parameters: `fully_shard` or axon_nb.parallel.FSDP does.")
+        raise SkeletonError("FSDP1 keeps no shapes of its parameters: `fully_shard` or axon_nb.parallel.FSDP does.")
     if cut_parameters(modules):
-        raise NoSkeleton("its layers are cut over ranks by hand: the model as a whole is nowhere; ask axon_nb.plan.")
+        raise SkeletonError("its layers are cut over ranks by hand: the model as a whole is nowhere; ask axon_nb.plan.")
     file = io.BytesIO()
     try:
         _SkeletonPickler(file, whole_parameters(modules)).dump(module)
-    except NoSkeleton:
+    except SkeletonError:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        raise NoSkeleton(f"the model cannot be sent to another process ({type(error).__name__}: {first}).") from error
+        raise SkeletonError(
+            f"the model cannot be sent to another process ({type(error).__name__}: {first})."
+        ) from error
     return pickle.dumps(functools.partial(pickle.loads, file.getvalue()))
 
 
@@ -125,7 +127,7 @@ class _SkeletonPickler(cloudpickle.Pickler):
         if issubclass(kind, nn.Module):
             return _reduce_module(obj)
         if issubclass(kind, dist.ProcessGroup | ProcessGroup | World | mesh_type()):
-            raise NoSkeleton(f"the model holds a {kind.__name__}, which another process does not have.")
+            raise SkeletonError(f"the model holds a {kind.__name__}, which another process does not have.")
         return super().reducer_override(obj)
 
 
@@ -133,7 +135,7 @@ def _reduce_tensor(tensor: Any, kind: type) -> Any:
     try:
         shape, dtype = tuple(int(size) for size in tensor.shape), tensor.dtype
     except (RuntimeError, ValueError) as error:  # a lazy layer that has seen no input
-        raise NoSkeleton("a layer of the model does not know its shape before its first forward.") from error
+        raise SkeletonError("a layer of the model does not know its shape before its first forward.") from error
     return _tensor, (shape, dtype, bool(tensor.requires_grad), issubclass(kind, nn.Parameter))
 
 

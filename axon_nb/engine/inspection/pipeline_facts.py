@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.engine.inspection.last_call import called_with
+from axon_nb.engine.inspection.last_call import recorded_inputs
 from axon_nb.engine.inspection.model_skeleton import skeleton
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded
 from axon_nb.records.memory import MemorySetup
 
-__all__ = ["first_stage", "held_stages", "pipeline_facts", "stages_sent"]
+__all__ = ["find_pipeline", "first_stage", "pipeline_facts", "stage_skeletons"]
 
 _PIPELINE = ("axon_nb.parallel.pipeline.held_stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
@@ -29,7 +29,7 @@ _OTHER_STYLES = "Layers are cut in ways that have no name: what is asked here cu
 _CUT_ANEW = "Stages are cut anew, by the number of parameters."
 
 
-def held_stages(module: Any) -> Any:
+def find_pipeline(module: Any) -> Any:
     """The `Pipeline` that a module is, or has within it; None: it has none."""
     own: Any = module
     if issubclass(type(own), loaded(*_THREE_D)):
@@ -39,7 +39,7 @@ def held_stages(module: Any) -> Any:
 
 def first_stage(module: Any) -> nn.Module | None:
     """What is called with a pipeline's inputs; None: it is on another rank, or this is no pipeline."""
-    pipeline = held_stages(module)
+    pipeline = find_pipeline(module)
     return None if pipeline is None else pipeline._stage_modules.get(0)
 
 
@@ -54,7 +54,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
         The setup; what the whole model is called with, None where no call was seen; ``schedule`` and ``tp_plan`` as
         `plan.memory` takes them; sentences.
     """
-    pipeline, notes = held_stages(module), []
+    pipeline, notes = find_pipeline(module), []
     sizes, options = {"dp": 1, "tp": 1}, dict[str, Any]()
     tp_plan: Any = "auto"
     if module is not pipeline:
@@ -66,7 +66,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
         notes.append(_WRAPPED)
     policy = options.get("mp_policy")
     count = int(pipeline.num_microbatches)
-    inputs = _whole(called_with(pipeline._stage_modules[0]), count)
+    inputs = _whole(recorded_inputs(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
         world=pipeline.group.size() * sizes["dp"] * sizes["tp"],
@@ -99,13 +99,13 @@ def _whole(inputs: list[Any] | None, count: int) -> list[Any] | None:
     return made
 
 
-def stages_sent(module: Any) -> dict[str, str]:
+def stage_skeletons(module: Any) -> dict[str, str]:
     """By the number of each stage of this rank, as text: what `join_stages` takes, in base64.
 
     Raises:
-        NoSkeleton: a stage cannot be sent to another process.
+        SkeletonError: a stage cannot be sent to another process.
     """
-    pipeline = held_stages(module)
+    pipeline = find_pipeline(module)
     found = {}
     for index, stage in pipeline._stage_modules.items():
         own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage

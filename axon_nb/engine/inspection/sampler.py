@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.collective_names import PUBLIC_NAMES, find_function, is_public_call
+from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collective, is_public_call
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import RankSession
@@ -71,7 +71,7 @@ class Sampler:
     def via(self) -> tuple[str, int]:
         """The function that communicates though its name does not say so, and the number of the call waited for."""
         frame, waited = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
-        return find_function(frame, user_frame(frame)), waited.number if waited else 0
+        return find_implicit_collective(frame, user_frame(frame)), waited.number if waited else 0
 
     def _look(self, frame: FrameType | None) -> tuple[int | None, str, int]:
         """(line of the cell, communication call, identity of that call's frame)."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import from_gradients
-from axon_nb.engine.namespace import look_up
+from axon_nb.engine.inspection.gradients import read_gradients
+from axon_nb.engine.namespace import resolve_variable
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.placement import Cut, cut_parameters, place_of, placed_local, whole_parameters
 from axon_nb.engine.sharding.sharded import loaded
@@ -42,7 +42,7 @@ def layout_report(names: Iterable[str], *, gradients: bool = False, known: str =
     space = current().kernel.shell.user_ns
     records: list[Shard] = []
     for name in names:
-        value = look_up(name, space)
+        value = resolve_variable(name, space)
         found = list(_shards(name, value, space, gradients=gradients))
         if not found:
             raise UsageError(f"{name!r} is a {type(value).__name__} that holds no tensor.")
@@ -133,7 +133,7 @@ def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]
 
     tensors = [parameter for _, parameter, _ in parameters]
     none: list[Shard | None] = [None] * len(parameters)
-    return from_gradients(("layouts", *map(id, tensors)), tensors, make, before=none)
+    return read_gradients(("layouts", *map(id, tensors)), tensors, make, before=none)
 
 
 def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, mesh_type, placement_in_words
 
@@ -34,7 +34,7 @@ def variable_facts() -> list[dict[str, Any]]:
         `digest`, equal where values are; empty: it is sharded or cannot be compared.
     """
     records = []
-    for name, value in users_variables(current().kernel.shell).items():
+    for name, value in user_variables(current().kernel.shell).items():
         if isinstance(value, (type, ModuleType)) or (name == "mesh" and value is None):
             continue
         with contextlib.suppress(Exception):  # an odd object of the user is left out
@@ -124,7 +124,7 @@ def variable_parts(name: str) -> dict[str, Any]:
     Returns:
         ``parts``: NumPy arrays by name (of a module its parameters and buffers), or ``text``, or ``refused``: why not.
     """
-    variables = users_variables(current().kernel.shell)
+    variables = user_variables(current().kernel.shell)
     if name not in variables:
         return {"refused": "has no such variable"}
     value = variables[name]

@@ -11,13 +11,13 @@ from axon_nb.engine.groups import activity as membership
 from axon_nb.engine.groups.size_check import cell_begins
 from axon_nb.engine.kernel import post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
-from axon_nb.engine.kernel.interrupts import Interrupts
-from axon_nb.engine.kernel.measure import measured
+from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.measure import run_measured
 from axon_nb.engine.kernel.post_mortem import release_failure
-from axon_nb.engine.kernel.random_state import Draws
-from axon_nb.engine.kernel.shell import tell_exit
+from axon_nb.engine.kernel.random_state import RandomDraws
+from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.streams import OutputBudget
-from axon_nb.engine.kernel.tracebacks import take_place
+from axon_nb.engine.kernel.tracebacks import take_abort_location
 from axon_nb.engine.session import RankSession
 from axon_nb.records.spans import Span, emit
 
@@ -33,7 +33,7 @@ _MAX_VALUES = 16
 class CellRunner:
     """Runs one cell after the other; knows which one runs."""
 
-    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget, log: CellLog) -> None:
+    def __init__(self, session: RankSession, interrupts: InterruptHandler, budget: OutputBudget, log: CellLog) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
@@ -69,10 +69,10 @@ class CellRunner:
         self._budget.begin(facts.get("output_limit"))
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws = activity.started(), Draws(session.device)
+        calls, draws = activity.started(), RandomDraws(session.device)
         self._interrupts.begin_cell()
         try:
-            reply = self._prepare(facts) or await measured(session, facts, execute)
+            reply = self._prepare(facts) or await run_measured(session, facts, execute)
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -89,7 +89,7 @@ class CellRunner:
         has_value = reply["status"] == "ok" and value is not None
         if has_value and facts.get("token") is not None:
             self._keep_value(facts["token"], value)
-        ended_in = take_place()
+        ended_in = take_abort_location()
         told: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
@@ -99,9 +99,9 @@ class CellRunner:
             "draws": draws.report(shell) if activity.started() > calls else None,
             **told,
         }
-        tell_exit(reply, shell)
+        describe_exit(reply, shell)
         if reply["status"] == "error":
-            release_failure(shell, from_outside=bool(ended_in), keep=bool(facts.get("keep_failure")))
+            release_failure(shell, was_aborted=bool(ended_in), keep=bool(facts.get("keep_failure")))
         reply = _bounded(reply)
         self._log.end(message_id, reply)
         return reply

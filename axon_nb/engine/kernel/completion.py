@@ -21,7 +21,7 @@ from IPython.core.completer import IPCompleter
 
 from axon_nb.engine.kernel.hooks import ControlHandler
 
-__all__ = ["Assistant", "names_snapshot"]
+__all__ = ["CompletionService", "names_snapshot"]
 
 _BUDGET_S = 0.04
 """After so long the rest of the names go without their attributes."""
@@ -116,7 +116,7 @@ _POLICY = {
 }
 
 
-class Assistant:
+class CompletionService:
     """Answers for one rank; one question at a time.
 
     Args:

@@ -1,8 +1,8 @@
 """What a rank answers at any time, even while its main thread is stuck: status, interrupt, watch.
 
-What a rank answers to the views of a running job, and what that costs; their code is loaded on first use.
+What a rank answers to the views of a running job, and what that costs; their code is import_in_background on first use.
 
-A question for a plan of memory on its way to the model that it is about; the planner is loaded on first use.
+A question for a plan of memory on its way to the model that it is about; the planner is import_in_background on first use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from axon_nb.engine.groups.recovery import abort, condition, waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandler
-from axon_nb.engine.kernel.interrupts import Interrupts
-from axon_nb.engine.kernel.stacks import cell_stack, users_threads
+from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.stacks import cell_stack, user_threads
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
 
-__all__ = ["control_handlers", "plan_report", "view_handlers"]
+__all__ = ["control_handlers", "report_plan", "view_handlers"]
 
 
 def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, ControlHandler]:
@@ -56,10 +56,10 @@ def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, Con
         except UsageError as error:
             return {"refused": str(error)}
 
-    def tell_plan(content: dict[str, Any]) -> dict[str, Any]:
+    def planner_inputs(content: dict[str, Any]) -> dict[str, Any]:
 
         known, stages = str(content.get("known", "")), bool(content.get("stages"))
-        return plan_report(content["names"], asked=content.get("asked"), known=known, stages=stages)
+        return report_plan(content["names"], asked=content.get("asked"), known=known, stages=stages)
 
     def tell_mesh(content: dict[str, Any]) -> dict[str, Any]:
         from axon_nb.engine.inspection.variables import mesh_fields
@@ -68,7 +68,7 @@ def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, Con
 
     asked_often = {"axon_job": tell_job, "axon_layouts": tell_layouts, "axon_memory": tell_memory}
     priced = {name: _priced(handler) for name, handler in asked_often.items()}
-    return {**priced, "axon_mesh": tell_mesh, "axon_plan": tell_plan}
+    return {**priced, "axon_mesh": tell_mesh, "axon_plan": planner_inputs}
 
 
 def _priced(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> ControlHandler:
@@ -83,7 +83,7 @@ def _priced(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> ControlHandl
 
 
 def control_handlers(
-    sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry, log: CellLog
+    sampler: Sampler, interrupts: InterruptHandler, telemetry: Telemetry, log: CellLog
 ) -> dict[str, ControlHandler]:
     """The requests of the control channel, by message type."""
 
@@ -106,7 +106,7 @@ def control_handlers(
         state = sampler.sample()
         own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
         own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
-        return {**own, **waits(), "threads": users_threads()}
+        return {**own, **waits(), "threads": user_threads()}
 
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
@@ -137,10 +137,10 @@ def control_handlers(
     }
 
 
-def plan_report(
+def report_plan(
     names: Sequence[str], *, asked: Mapping[str, Any] | None, known: str, stages: bool = False
 ) -> dict[str, Any]:
-    """The answer to ``axon_plan``: of `memory_plan.tell_plan`, ``is_pending`` while that is loaded, or ``refused``.
+    """The answer to ``axon_plan``: of `memory_plan.planner_inputs`, ``is_pending`` while that is import_in_background, or ``refused``.
 
     Args:
         names: A model, and its optimizers where they are named.
@@ -148,18 +148,18 @@ def plan_report(
         known: The key of the model that the notebook has already.
         stages: Of a pipeline: this rank's stages alone are wanted.
     """
-    from axon_nb.engine.inspection.memory import loaded, modules_and_optimizers
+    from axon_nb.engine.inspection.memory import import_in_background, modules_and_optimizers
 
     session = current()
     try:
         modules, optimizers = modules_and_optimizers(list(names), session)
         if len(modules) != 1:
             return {"refused": f"A plan is of one model, and {', '.join(names)} has {len(modules)}: `%memory model`."}
-        planner = loaded("axon_nb.engine.inspection.memory_plan")
+        planner = import_in_background("axon_nb.engine.inspection.memory_plan")
         if planner is None:
             return {"is_pending": True}
         options: dict[str, Any] = {"asked": asked, "known": known, "stages": stages}
-        answer: dict[str, Any] = planner.tell_plan(modules[0], optimizers, session, **options)
+        answer: dict[str, Any] = planner.planner_inputs(modules[0], optimizers, session, **options)
     except (UsageError, ImportError) as error:
         return {"refused": str(error)}
     return answer

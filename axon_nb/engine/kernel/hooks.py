@@ -49,12 +49,12 @@ def missing(kernel: Any) -> list[str]:
     return absent
 
 
-def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
     """Make `kernel` a good host for cells.
 
     Args:
         kernel: The engine's kernel.
-        hold_async: Context manager that is entered with the task of an async cell while it runs, so that an interrupt
+        track_task: Context manager that is entered with the task of an async cell while it runs, so that an interrupt
             can cancel it.
     """
     # Without it a top-level await never replies: ipykernel asks a thread that an engine does not have for its parent.
@@ -67,7 +67,7 @@ def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextM
 
         @contextlib.contextmanager
         def cancel_on_sigint(task: Any) -> Iterator[None]:
-            with hold_async(task):
+            with track_task(task):
                 yield
 
         kernel._cancel_on_sigint = cancel_on_sigint

@@ -22,7 +22,7 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["Interrupts", "desist", "insist", "missing_interrupt_hooks"]
+__all__ = ["InterruptHandler", "clear_forced_interrupt", "force_interrupt", "missing_interrupt_hooks"]
 
 _parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
 
@@ -32,7 +32,7 @@ def missing_interrupt_hooks() -> list[str]:
     return [] if _parse is not None else ["dis._parse_exception_table"]
 
 
-def insist(frame: FrameType | None, outermost: FrameType) -> None:
+def force_interrupt(frame: FrameType | None, outermost: FrameType) -> None:
     """Raise KeyboardInterrupt at the first line from here on that no `try` and no `with` guards.
 
     Args:
@@ -55,7 +55,7 @@ def insist(frame: FrameType | None, outermost: FrameType) -> None:
     sys.settrace(trace)
 
 
-def desist() -> None:
+def clear_forced_interrupt() -> None:
     """The cell has ended."""
     sys.settrace(None)
 
@@ -79,25 +79,25 @@ _SWALLOWED = 3
 """After so many interrupts that have not ended the cell, the next is raised where nothing catches it."""
 
 
-class Interrupts:
+class InterruptHandler:
     """The SIGINT handler that stays installed for the life of the rank.
 
     Args:
         kernel: The engine's kernel.
-        holds: Whether an interrupt that lands on this frame is put off; who says so raises it later.
+        defers: Whether an interrupt that lands on this frame is put off; who says so raises it later.
     """
 
-    def __init__(self, kernel: Any, holds: Callable[[FrameType | None], bool]) -> None:
+    def __init__(self, kernel: Any, defers: Callable[[FrameType | None], bool]) -> None:
         self._kernel = kernel
-        self._holds = holds
+        self._defers = defers
         self.task: Any = None
         """The task of the async cell that runs; None while none does."""
         self.raised = 0
-        """Interrupts that were raised in the cell."""
+        """InterruptHandler that were raised in the cell."""
         self.running = False
         """Whether a cell runs; outside of cells an interrupt is dropped."""
         self.unheard = 0
-        """Interrupts that were sent and that the main thread has not noticed: it is in C code."""
+        """InterruptHandler that were sent and that the main thread has not noticed: it is in C code."""
         self.refused: deque[str] = deque(maxlen=64)
         """Cells that were interrupted before they have begun here, by the notebook's name for the run."""
 
@@ -110,7 +110,7 @@ class Interrupts:
         """It has ended."""
         self.running = False
         if self.raised > _SWALLOWED:
-            desist()
+            clear_forced_interrupt()
 
     def install(self) -> None:
         """Take over SIGINT; call it on the main thread."""
@@ -122,17 +122,17 @@ class Interrupts:
             return
         own = user_frame(frame)
         if own is not None:
-            if self._holds(frame):
+            if self._defers(frame):
                 return
             self.raised += 1
             if self.raised > _SWALLOWED:
-                insist(frame, own)
+                force_interrupt(frame, own)
             raise KeyboardInterrupt
         if self.task is not None and not self.task.done():
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self.task.cancel)
 
     @contextlib.contextmanager
-    def hold_async(self, task: Any) -> Iterator[None]:
+    def track_task(self, task: Any) -> Iterator[None]:
         """While an async cell runs: an interrupt cancels its task."""
         self.task = task
         try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from axon_nb.engine.groups import subgroup
 from axon_nb.engine.session import RankSession
 
-__all__ = ["measured"]
+__all__ = ["run_measured"]
 
 _RUNS, _RUN = "__axon_nb_runs__", "__axon_nb_run__"
 """Names that the repeated cell uses, taken away after it."""
@@ -23,7 +23,7 @@ _TOP = 15
 """Operations of a profile that are told."""
 
 
-async def measured(
+async def run_measured(
     session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Run a cell; the reply has ``measured`` besides: ``cpu`` seconds, and, if asked for, ``repetitions``, ``profile``.

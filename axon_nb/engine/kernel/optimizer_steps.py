@@ -53,7 +53,7 @@ class OptimizerSteps:
         """The cell is over: whether it has communicated is known, and forming groups anew does not count."""
         self._communicated = activity.started() > self._calls
 
-    def holds(self, frame: FrameType | None) -> bool:
+    def defers_interrupt(self, frame: FrameType | None) -> bool:
         """From the handler of an interrupt that has landed on `frame`: whether it is held, and raised after the step.
 
         After a step that raises itself that is before the next, if the abort that is sent again does not come earlier.
@@ -77,7 +77,7 @@ class OptimizerSteps:
             self._held_since = None
             raise KeyboardInterrupt
 
-    def end_of_step(self) -> None:
+    def after_foreign_step(self) -> None:
         """A step that is no optimizer's of torch ends: what was held comes now."""
         self._raise_held()
 

@@ -27,7 +27,7 @@ from typing import Any
 from axon_nb.engine.kernel import shell
 from axon_nb.engine.user_frame import RUN_CODE
 
-__all__ = ["command", "describe", "forget", "keep_error", "release_failure", "start"]
+__all__ = ["command", "describe", "forget", "release_failure", "save_error", "start"]
 
 _MAX_TEXT = 200
 _kept: list[tuple[BaseException, str]] = []
@@ -35,7 +35,7 @@ _kept: list[tuple[BaseException, str]] = []
 _debugger: list[Any] = []
 
 
-def keep_error(error: BaseException) -> None:
+def save_error(error: BaseException) -> None:
     """Keep the error of a failed cell."""
     forget()
     try:
@@ -84,7 +84,7 @@ def command(line: str) -> tuple[str, bool]:
         return "", True
     debugger = _debugger[0]
     try:
-        with shell.written_to(debugger.stdout):
+        with shell.redirect_pager(debugger.stdout):
             over = bool(debugger.onecmd(debugger.precmd(line)))
             while debugger.cmdqueue and not over:  # `u;; p x`
                 over = bool(debugger.onecmd(debugger.precmd(debugger.cmdqueue.pop(0))))
@@ -113,7 +113,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 _NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 
 
-def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> None:
+def release_failure(shell: Any, *, was_aborted: bool, keep: bool = False) -> None:
     """Drop what `shell` and `sys` hold of the last error; what the user's own names hold of it stays.
 
     Frames that refer to their own error, as after ``except E as e: errors.append(e)``, go with the next collection of
@@ -122,7 +122,7 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
 
     Args:
         shell: The rank's IPython shell.
-        from_outside: Whether the cell was ended by an interrupt or an abort: its frames are emptied then, in a thread,
+        was_aborted: Whether the cell was ended by an interrupt or an abort: its frames are emptied then, in a thread,
             as a DataLoader waits seconds for busy workers.
         keep: Whether the error is left to the debugger until the next cell; never after memory ran out.
     """
@@ -138,9 +138,9 @@ def release_failure(shell: Any, *, from_outside: bool, keep: bool = False) -> No
     for name in ("InteractiveTB", "SyntaxTB"):
         if getattr(getattr(shell, name, None), "tb", None) is not None:
             getattr(shell, name).tb = None
-    if keep and error is not None and not from_outside and not short:
-        keep_error(error)
-    if from_outside and error is not None:
+    if keep and error is not None and not was_aborted and not short:
+        save_error(error)
+    if was_aborted and error is not None:
         threading.Thread(target=_clear_all, args=(error,), name="axon_nb-release", daemon=True).start()
     if short:
         _clear_all(error)

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded
 
-__all__ = ["Draws", "seed"]
+__all__ = ["RandomDraws", "seed"]
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
 
 
-class Draws:
+class RandomDraws:
     """The random numbers of one cell; made when it begins.
 
     Args:
@@ -52,7 +52,7 @@ class Draws:
         after = self._state()
         if after == self._before:
             return None
-        variables = users_variables(shell)
+        variables = user_variables(shell)
         copies = {name: value for name, value in variables.items() if isinstance(value, nn.Module) and _is_copy(value)}
         if not copies:
             return None

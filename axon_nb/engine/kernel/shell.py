@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 from IPython.display import display
 
-from axon_nb.engine.kernel.interrupts import Interrupts
-from axon_nb.engine.kernel.tracebacks import find_place
+from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.tracebacks import find_location
 
-__all__ = ["install_exits", "install_pager", "install_shell_commands", "tell_exit", "written_to"]
+__all__ = ["describe_exit", "install_exits", "install_pager", "install_shell_commands", "redirect_pager"]
 
 _CELLS_FILE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
 """The line that names the file of a cell: there is none, and its name is another on each rank."""
@@ -28,7 +28,7 @@ _streams: list[TextIO] = []
 
 
 @contextlib.contextmanager
-def written_to(stream: TextIO) -> Iterator[None]:
+def redirect_pager(stream: TextIO) -> Iterator[None]:
     """What is paged meanwhile goes to `stream`."""
     _streams.append(stream)
     try:
@@ -51,13 +51,13 @@ def install_pager(shell: Any) -> None:
     shell.set_hook("show_in_pager", show, 0)
 
 
-def install_shell_commands(shell: Any, interrupts: Interrupts) -> None:
+def install_shell_commands(shell: Any, interrupts: InterruptHandler) -> None:
     """Have `!command` and `lines = !command` raise the interrupts that they were ended by."""
     for name in ("system", "getoutput"):
         setattr(shell, name, _raising(getattr(shell, name), interrupts))
 
 
-def _raising(run: Any, interrupts: Interrupts) -> Any:
+def _raising(run: Any, interrupts: InterruptHandler) -> Any:
     def command(*args: Any, **kwargs: Any) -> Any:
         before = interrupts.raised
         result = run(*args, **kwargs)
@@ -78,12 +78,12 @@ def install_exits(shell: Any) -> None:
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit'", category=UserWarning)
 
 
-def tell_exit(reply: dict[str, Any], shell: Any) -> None:
+def describe_exit(reply: dict[str, Any], shell: Any) -> None:
     """Say in the reply of a cell what `SystemExit` means here, in place of IPython's hint to `%tb`."""
     if reply.get("ename") != "SystemExit":
         return
     error = getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)
-    line, _ = find_place(getattr(error, "__traceback__", None))
+    line, _ = find_location(getattr(error, "__traceback__", None))
     code = getattr(error, "code", None)
     reply["evalue"] = "" if code is None else str(code)
     where = f" at line {line}" if line else ""

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from axon_nb.engine.frames import code_by_thread, collecting_nothing, main_frame
-from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
+from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import RUN_CODE, user_frame
 
-__all__ = ["cell_stack", "library_of", "users_threads"]
+__all__ = ["cell_stack", "library_of", "user_threads"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _FOLDERS = tuple(
@@ -51,7 +51,7 @@ Point = tuple[Any, int]
 """(code object, line)"""
 
 
-def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, str]]:
+def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[dict[str, str]]:
     """Places and source lines, outermost first; those of libraries folded. Empty when no cell runs."""
     if session.cell is None:
         return []
@@ -90,7 +90,7 @@ def _from_task(task: Any) -> Iterator[Point]:
     waiting = task.get_coro() if task is not None and not task.done() else None
     inside = False
     for _ in range(_MAX_WALK):
-        with collecting_nothing():
+        with gc_paused():
             frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
         if frame is None:
             return
@@ -122,7 +122,7 @@ def _own(session: RankSession, code: Any, line: int) -> dict[str, str]:
 _COMMUNICATES = os.path.join("", "torch", "distributed", "")
 
 
-def users_threads() -> list[str]:
+def user_threads() -> list[str]:
     """Names of the threads that run the user's code, communicate or wait to begin (`threading.Timer`) right now.
 
     Those of libraries run code of their own: of data loaders, progress bars, log writers. One of a pool that has

@@ -24,7 +24,7 @@ from typing import Any
 
 from ipykernel.iostream import OutStream
 
-__all__ = ["OutputBudget", "RankStream", "drain", "keep_crash_reports"]
+__all__ = ["OutputBudget", "RankStream", "drain", "enable_crash_reports"]
 
 _PIECE = 1 << 18
 _SKIP_BYTES = 4 << 20
@@ -136,7 +136,7 @@ def drain(*, wait: bool = False) -> bool:
     return any(came)
 
 
-def keep_crash_reports() -> None:
+def enable_crash_reports() -> None:
     """Have Python write its stacks to a file beside the log when C code crashes; does nothing on a rank without one."""
     log = _file_of(2)
     if log is not None:

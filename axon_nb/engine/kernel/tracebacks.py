@@ -25,13 +25,13 @@ from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = [
-    "bounded",
-    "find_place",
+    "bound_traceback",
+    "find_location",
     "install_bounded_traceback",
     "install_short_traceback",
     "missing_traceback_hooks",
-    "shortened",
-    "take_place",
+    "shorten_traceback",
+    "take_abort_location",
 ]
 
 _place: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def install_short_traceback(shell: Any) -> None:
     """Have `shell` show one line when a cell was aborted or interrupted."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
-        line, call = find_place(trace)
+        line, call = find_location(trace)
         _place.update(line=line, call=call)
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
@@ -50,14 +50,14 @@ def install_short_traceback(shell: Any) -> None:
     shell.set_custom_exc((Aborted, KeyboardInterrupt, asyncio.CancelledError), show)
 
 
-def take_place() -> dict[str, Any]:
+def take_abort_location() -> dict[str, Any]:
     """Where the last ended cell was: {"line": …, "call": …}; empty when it was not ended from outside."""
     place = dict(_place)
     _place.clear()
     return place
 
 
-def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
+def find_location(trace: TracebackType | None) -> tuple[int | None, str]:
     """The cell's line, and the function of torch.distributed that it had called, in a traceback."""
     line, call = None, ""
     while trace is not None:
@@ -91,7 +91,7 @@ def install_bounded_traceback(shell: Any) -> None:
     if "_showtraceback" not in absent:
         shell._showtraceback = _keeper(shell)
     if "InteractiveTB.structured_traceback" not in absent:
-        shell.InteractiveTB.structured_traceback = bounded(shell.InteractiveTB.structured_traceback)
+        shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
 
 
 def _keeper(shell: Any) -> Any:
@@ -106,7 +106,7 @@ def _keeper(shell: Any) -> Any:
     return keep
 
 
-def bounded(render: Any) -> Any:
+def bound_traceback(render: Any) -> Any:
     """IPython's `structured_traceback`, of the ends of long tracebacks only."""
 
     def rendered(kind: Any, error: Any, trace: Any = None, tb_offset: int | None = None, context: int = 5) -> list[str]:
@@ -114,7 +114,7 @@ def bounded(render: Any) -> Any:
             kind, error, trace = sys.exc_info()
         with _short_chain(error) as left_out:
             if isinstance(trace, TracebackType):
-                trace, _ = shortened(trace)
+                trace, _ = shorten_traceback(trace)
             lines: list[str] = render(kind, error, trace, tb_offset, context)
         if left_out:
             lines.append(f"({left_out:,} of its calls are not shown.)")
@@ -123,7 +123,7 @@ def bounded(render: Any) -> Any:
     return rendered
 
 
-def shortened(trace: TracebackType) -> tuple[TracebackType, int]:
+def shorten_traceback(trace: TracebackType) -> tuple[TracebackType, int]:
     """A traceback of its outermost and innermost calls, and how many were left out; itself when it is short."""
     calls: list[TracebackType] = []
     inner: TracebackType | None = trace
@@ -163,7 +163,7 @@ def _short_chain(error: BaseException | None) -> Iterator[int]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if (trace := error.__traceback__) is not None:
-            short, count = shortened(trace)
+            short, count = shorten_traceback(trace)
             if count:
                 whole.append((error, trace))
                 error.__traceback__ = short

@@ -54,9 +54,9 @@ def whole_steps(_: Place) -> None:
 
 def interrupts(_: Place) -> None:
     """A loop that catches everything is left at a line that no `try` guards."""
-    from axon_nb.engine.kernel import interrupts as insist
+    from axon_nb.engine.kernel import interrupts
 
-    _raise_if_missing(insist.missing_interrupt_hooks())
+    _raise_if_missing(interrupts.missing_interrupt_hooks())
 
     def stubborn() -> None:
         while True:
@@ -69,7 +69,7 @@ def interrupts(_: Place) -> None:
             outermost = outermost.f_back
         if outermost is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            insist.insist(frame, outermost)
+            interrupts.force_interrupt(frame, outermost)
 
     previous = signal.signal(signal.SIGALRM, press)
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # again, where the first comes before the loop has begun
@@ -78,7 +78,7 @@ def interrupts(_: Place) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        insist.desist()
+        interrupts.clear_forced_interrupt()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.live_objects import living
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 
 __all__ = [
@@ -91,7 +91,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 def apart_in_wrappers() -> dict[int, str]:
     """Why the parameters of FSDP1 modules and of pipeline stages are no copies of other ranks' ones, by their `id`."""
-    modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
+    modules, stages, pipelines = live_objects(_FSDP1, _STAGE, _PIPELINE)
     held = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
     found = {id(parameter): "is a stage of a pipeline" for module in held for parameter in module.parameters()}
     return found | {id(parameter): _SPLIT for module in modules for parameter in module.parameters()}
@@ -124,7 +124,7 @@ def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
     """
     chosen = frozenset(ranks)
     found, within = [], set[int]()
-    for name, value in users_variables(current().kernel.shell).items():
+    for name, value in user_variables(current().kernel.shell).items():
         told = None
         with contextlib.suppress(Exception):  # an odd object of the user must not stand in the way of a repair
             told = _look(value, chosen)
