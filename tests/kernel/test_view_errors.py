@@ -8,12 +8,12 @@ from tests.kernel.driver import Kernel
 
 REFUSED = {
     "%shards": "the following arguments are required: NAME",
-    "%shards t_nothing": "there is no variable 't_nothing'",
+    "%shards t_nothing": "variable 't_nothing' does not exist",
     "%shards t_text": "'t_text' is a str that holds no tensor",
-    "%memory t_nothing": "there is no variable 't_nothing'",
+    "%memory t_nothing": "variable 't_nothing' does not exist",
     "%memory t_text": "'t_text' is a str: `%memory` takes modules and optimizers",
     "%memory t_tensor": "'t_tensor' is a Tensor: `%memory` takes modules and optimizers",
-    "%memory t_text(": "'t_text(' is no name of a variable",
+    "%memory t_text(": "'t_text(' is not the name of a variable",
     "%timeline --ranks 9": "9",
     "%timeline --cell 99999": "ranks have no spans of In [99999]",
     "%timeline --save t.txt": "a timeline is saved as .json, .html or .csv",
@@ -22,7 +22,7 @@ REFUSED = {
     "axon_nb.show.shards(3)": "such as 'model'; got an object of type int",
     "axon_nb.show.shards('t_text')": "'t_text' is a str that holds no tensor",
     "axon_nb.show.memory(axon_nb)": "such as 'model'; got an object of type module",
-    "axon_nb.show.memory('t_nothing')": "there is no variable 't_nothing'",
+    "axon_nb.show.memory('t_nothing')": "variable 't_nothing' does not exist",
     "axon_nb.show.timeline(ranks='9')": "9",
     "axon_nb.show.timeline(cell=99999)": "ranks have no spans of In [99999]",
 }

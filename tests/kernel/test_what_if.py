@@ -117,7 +117,7 @@ def test_states_by_formula_come_at_once(ready: Kernel) -> None:
 def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
         "t_column": "There is no plan: its layers are cut over ranks by hand",
-        "t_nothing": "there is no variable 't_nothing'.",
+        "t_nothing": "variable 't_nothing' does not exist.",
         "t_train": "'t_train' is a function: `%memory` takes modules and optimizers.",
         "t_gpt_steps": "A plan is of one model, and t_gpt_steps has 0: `%memory model`.",
     }.items():
