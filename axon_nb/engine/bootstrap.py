@@ -175,5 +175,5 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
+    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.report_failure})
     session.extras["runner"] = runner

@@ -204,7 +204,7 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
     assert any(bundle["text/plain"].startswith("memory of 4 ranks") for bundle in everything.displays)
     for name, words in {
         "t_nothing": "variable 't_nothing' does not exist",
-        "rank": "'rank' is a int: `%memory` takes modules and optimizers",
+        "rank": "'rank' is a int: `%memory` accepts modules and optimizers",
     }.items():
         refused = ready.run(f"%memory {name}")
         assert refused.ename == "UsageError"

@@ -109,7 +109,7 @@ def test_ranks_answer_while_they_run_a_cell(ready: Kernel) -> None:
 def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
     for name, words in {
         "nothing": "variable 'nothing' does not exist",
-        "rank": "'rank' is a int that holds no tensor",
+        "rank": "'rank' (type int) holds no tensors",
         "sharded.nothing": "has no attribute 'nothing'",
         "f(x)": "must be a variable, optionally with .attributes and [indices]",
     }.items():

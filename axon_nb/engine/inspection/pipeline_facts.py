@@ -25,9 +25,7 @@ _SECTION = ("axon_nb.parallel.pipeline.stages", "Section")
 _STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 """Names that `axon_nb.parallel.parallelize` uses for torch's styles."""
 _HAND_WRAPPED = "The stages are wrapped by hand; the prediction assumes unsharded stages."
-_UNKNOWN_STYLES = (
-    "Some layers use unknown sharding styles; the prediction uses the default styles of `parallelize`."
-)
+_UNKNOWN_STYLES = "Some layers use unknown sharding styles; the prediction uses the default styles of `parallelize`."
 _REPARTITIONED = "The prediction splits the model into stages by their numbers of parameters."
 
 

@@ -45,7 +45,7 @@ def layout_report(names: Iterable[str], *, gradients: bool = False, known: str =
         value = resolve_variable(name, space)
         found = list(_shards(name, value, space, gradients=gradients))
         if not found:
-            raise UsageError(f"{name!r} is a {type(value).__name__} that holds no tensors.")
+            raise UsageError(f"{name!r} (type {type(value).__name__}) holds no tensors.")
         records += found
     key = f"{os.getpid()}:{hash(tuple(records))}"
     if key == known:

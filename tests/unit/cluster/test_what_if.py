@@ -62,7 +62,7 @@ def asked_of(model: GPT, session: RankSession, asked: list[Any]) -> Any:
 
     def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
         asked.append((setup, known))
-        return planner_inputs(model, [optimizer], session, asked=setup, known=known)
+        return planner_inputs(model, [optimizer], session, what_if=setup, known_key=known)
 
     return ask
 

@@ -84,7 +84,7 @@ def test_compiled_models_are_those_within() -> None:
 
 def test_what_cannot_be_sent_is_told_in_a_sentence() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(SkeletonError, match="does not know its shape before its first forward"):
+    with pytest.raises(SkeletonError, match="a lazy layer has no shape before its first forward"):
         skeleton(lazy)
     model: Any = nn.Linear(2, 2)
     model.lines = (line for line in ())
