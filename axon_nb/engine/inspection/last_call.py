@@ -16,7 +16,7 @@ from torch import nn
 
 from axon_nb.engine.session import current
 
-__all__ = ["record_next_call", "recorded_inputs"]
+__all__ = ["UncopiedHook", "record_next_call", "recorded_inputs"]
 
 _recorded: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
 _cell_of_hook: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
@@ -25,8 +25,23 @@ _NEVER = -1
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _InputRecorder:
-    """The hook; it is not copied with its module."""
+class UncopiedHook:
+    """A module hook that is not copied with its module: the copy gets a hook that does nothing."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_noop, ()
+
+
+def _make_noop() -> Callable[..., None]:
+    return _noop
+
+
+def _noop(*_: Any) -> None:
+    pass
+
+
+class _InputRecorder(UncopiedHook):
+    """Records the inputs of one call, then removes itself."""
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -40,17 +55,6 @@ class _InputRecorder:
             _recorded[module] = _describe(module, args, kwargs)
         except Exception:  # recording must never break the user's call
             _recorded[module] = None
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _make_noop, ()
-
-
-def _make_noop() -> Callable[..., None]:
-    return _noop
-
-
-def _noop(*_: Any) -> None:
-    pass
 
 
 _pending: weakref.WeakKeyDictionary[nn.Module, _InputRecorder] = weakref.WeakKeyDictionary()

@@ -132,10 +132,10 @@ def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.nn.Module | Optimizer):
             raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` accepts modules and optimizers.")
-    given = values or list(user_variables(session.kernel.shell).values())
+    candidates = values or list(user_variables(session.kernel.shell).values())
     # type() instead of isinstance: lazy proxies answer the latter with side effects.
-    modules = [value for value in given if issubclass(type(value), torch.nn.Module)]
-    optimizers = [value for value in given if issubclass(type(value), Optimizer)]
+    modules = [value for value in candidates if issubclass(type(value), torch.nn.Module)]
+    optimizers = [value for value in candidates if issubclass(type(value), Optimizer)]
     if values and not optimizers:
         optimizers = _optimizers_of(modules, session)
     return modules, optimizers
@@ -150,28 +150,28 @@ def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list
 
 
 def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
-    kind = session.device.type
+    device_type = session.device.type
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    none: dict[int, int] = {}
+    empty: dict[int, int] = {}
     key = ("memory", *map(id, modules))
-    gradients = read_gradients(key, parameters, lambda found: storages_of(found, kind), default=none)
+    gradients = read_gradients(key, parameters, lambda found: storages_of(found, device_type), default=empty)
     roles = {
-        "parameters": storages_of(parameters, kind),
+        "parameters": storages_of(parameters, device_type),
         "gradients": gradients,
-        "optimizer": storages_of(_states(optimizers), kind),
-        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], kind),
+        "optimizer": storages_of(_state_tensors(optimizers), device_type),
+        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
         # While no cell runs, a scan delays nothing.
-        "other": _live_tensors.storages(kind, now=session.cell is None),
+        "other": _live_tensors.storages(device_type, now=session.cell is None),
     }
     sizes, seen = {}, set[int]()
     for role, found in roles.items():  # a storage counts for its first role
         sizes[role] = sum(size for place, size in found.items() if place not in seen)
         seen |= found.keys()
     resident = resident_bytes()
-    highest = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    limit, occupied = capacity(session.device, resident)
+    resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    total, occupied = capacity(session.device, resident)
     peak, source = None, "storages"
-    if kind == "cuda" and torch.cuda.is_initialized():
+    if device_type == "cuda" and torch.cuda.is_initialized():
         source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
         # Only C++ knows what autograd saves for backward.
         sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
@@ -182,13 +182,13 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
         by_role=sizes,
         peak=peak,
         resident=resident,
-        capacity=limit,
-        resident_peak=highest,
+        capacity=total,
+        resident_peak=resident_peak,
         occupied=occupied,
     )
 
 
-def _states(optimizers: list[Optimizer]) -> list[torch.Tensor]:
+def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:
     # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition.
     states = [state for own in optimizers for state in list(getattr(own, "optim", own).state.values())]
     values = [value for state in states if isinstance(state, dict) for value in list(state.values())]

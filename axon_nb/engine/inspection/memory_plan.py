@@ -52,9 +52,9 @@ def planner_inputs(
     """
     if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):
         try:
-            return (
-                {"stages_only": stage_skeletons(module)} if stages_only else {"first_rank": pipeline.stage_ranks()[0]}
-            )
+            if stages_only:
+                return {"stages": stage_skeletons(module)}
+            return {"first_rank": pipeline.stage_ranks()[0]}
         except SkeletonError as error:
             return {"refused": f"There is no plan: {error}"}
     facts = describe_model(module, optimizers, session)
@@ -64,7 +64,7 @@ def planner_inputs(
         reply |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
         if pipeline is not None:
             return {**reply, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
-        factory = _cached(module, reply["key"])
+        factory = _skeleton_of(module, reply["key"])
         states = _estimate_states(factory, setup, facts, session)
         encoded = None if known_key == reply["key"] else base64.b64encode(factory).decode()
         return {**reply, "model": encoded, **states}
@@ -74,11 +74,11 @@ def planner_inputs(
         return {**reply, "refused": str(error)}
 
 
-def _cached(module: torch.nn.Module, key: str) -> bytes:
+def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
     if key not in _cached_skeleton:
-        estimate = skeleton(inner_model(module))
+        pickled = skeleton(inner_model(module))
         _cached_skeleton.clear()
-        _cached_skeleton[key] = estimate
+        _cached_skeleton[key] = pickled
     return _cached_skeleton[key]
 
 

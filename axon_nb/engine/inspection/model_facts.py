@@ -75,8 +75,8 @@ def describe_model(module: nn.Module, optimizers: list[Optimizer], session: Rank
     notes: list[str] = []
     name, options = _optimizer(optimizers, notes)
     if find_pipeline(module) is not None:
-        setup, given, layout, more_notes = pipeline_facts(module, name)
-        return ModelFacts(setup, True, options, None, [], given, "mean", [*notes, *more_notes], **layout)
+        setup, inputs, layout, more_notes = pipeline_facts(module, name)
+        return ModelFacts(setup, True, options, None, [], inputs, "mean", [*notes, *more_notes], **layout)
     inner = inner_model(module)
     inputs = recorded_inputs(_forward_module(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch_size(inputs)}
@@ -99,8 +99,8 @@ def _forward_module(module: nn.Module) -> nn.Module:
     """The module whose inputs are recorded: the model itself, which names its arguments, or its compiled form."""
     if (stage := first_stage(module)) is not None:
         return stage
-    while not isinstance(module, loaded(*_COMPILED)) and module is not (inner_module := _unwrap(module)):
-        module = inner_module
+    while not isinstance(module, loaded(*_COMPILED)) and module is not (inner := _unwrap(module)):
+        module = inner
     return module
 
 
@@ -118,14 +118,14 @@ def _optimizer(optimizers: list[Optimizer], notes: list[str]) -> tuple[str, dict
     if not optimizers:
         notes.append("No optimizer for this model found among the variables; assuming Adam.")
         return "adam", {}
-    own = getattr(optimizers[0], "optim", optimizers[0])
-    kind = type(own)
+    optimizer = getattr(optimizers[0], "optim", optimizers[0])
+    kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind:
         notes.append(f"{kind.__name__} is not one of torch's optimizers; assuming Adam.")
         return "adam", {}
     if len(optimizers) > 1:
         notes.append(f"Found {len(optimizers)} optimizers; assuming the first, {kind.__name__}, for all parameters.")
-    options = {key: own.defaults[key] for key in _OPTIONS if own.defaults.get(key)}
+    options = {key: optimizer.defaults[key] for key in _OPTIONS if optimizer.defaults.get(key)}
     name = kind.__name__.lower()
     return WITH_MOMENTUM if name == "sgd" and "momentum" in options else name, options
 
@@ -152,9 +152,7 @@ def _strategy(
     sizes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
     by_fsdp = _units(inner) is not None
     if "tp" in sizes or len(meshes) > 1 or not by_fsdp:
-        notes.append(
-            "The model also uses tensor parallelism; the prediction is for data parallelism with whole layers."
-        )
+        notes.append("Layers are sharded, too; the prediction is for data parallelism with unsharded layers.")
         rest = math.prod(size for name, size in sizes.items() if name != "tp") if by_fsdp else world
         return {"strategy": "full_shard", "world": rest, "shard": rest, "known": False}
     keeps_unsharded = _keeps_unsharded(inner)

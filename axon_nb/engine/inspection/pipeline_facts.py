@@ -82,10 +82,9 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
 
 
 def _is_wrapped(pipeline: Any) -> bool:
-    inner = pipeline._stage_modules.values()
-    return any(isinstance(stage, DistributedDataParallel) for stage in inner) or any(
-        map(is_dtensor, pipeline.parameters())
-    )
+    stages = pipeline._stage_modules.values()
+    is_ddp = any(isinstance(stage, DistributedDataParallel) for stage in stages)
+    return is_ddp or any(map(is_dtensor, pipeline.parameters()))
 
 
 def _full_batch(inputs: list[Any] | None, count: int) -> list[Any] | None:
@@ -106,10 +105,10 @@ def stage_skeletons(module: Any) -> dict[str, str]:
         SkeletonError: a stage cannot be sent to another process.
     """
     pipeline = find_pipeline(module)
-    found = {}
+    skeletons = {}
     for index, stage in pipeline._stage_modules.items():
         inner: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(inner), loaded(*_SECTION))
         children = inner.named_children() if is_section else [(str(index), inner)]
-        found[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
-    return found
+        skeletons[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
+    return skeletons

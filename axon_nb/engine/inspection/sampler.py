@@ -41,12 +41,12 @@ class Sampler:
         session, now = self._session, time.monotonic_ns()
         cell = session.cell
         frame = main_frame() if cell is not None else None
-        line, call, serial = self._locate(frame) if cell is not None else (None, "", 0)
+        line, call, call_id = self._locate(frame) if cell is not None else (None, "", 0)
         wait = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
         if wait is not None and not call:
             # DTensor and functional collectives wait without a torch.distributed function on the stack.
             call = PUBLIC_NAMES.get(wait.name, wait.name)
-        key = (cell, call, wait.number if wait else serial)
+        key = (cell, call, wait.number if wait else call_id)
         if key != self._key:
             self._key, self._since_ns = key, wait.started_ns if wait else now
         if cell is None:
@@ -75,17 +75,17 @@ class Sampler:
     def _locate(self, frame: FrameType | None) -> tuple[int | None, str, int]:
         """(cell line, communication call, identity of that call's frame)."""
         user = user_frame(frame)
-        call, serial = "", 0
+        call, call_id = "", 0
         pending = activity.pending()
         while frame is not None and frame is not user:
             code = frame.f_code
             if is_public_call(code):
-                call, serial = code.co_name, id(frame)  # the outermost counts: the user called it
+                call, call_id = code.co_name, id(frame)  # the outermost counts: the user called it
             elif pending and not call and code.co_name == "_engine_run_backward" and _is_sleeping():
                 # DDP waits for its reductions in C++, at the end of backward.
-                call, serial = f"{pending[0].name} (backward)", pending[0].number
+                call, call_id = f"{pending[0].name} (backward)", pending[0].number
             frame = frame.f_back
-        return (user.f_lineno if user else None), call, serial
+        return (user.f_lineno if user else None), call, call_id
 
 
 def _is_sleeping() -> bool:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
+from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession, current
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
@@ -46,25 +47,14 @@ def missing_span_hooks() -> list[str]:
     return [] if looks_it_up else ["torch.autograd.backward in Tensor.backward"]
 
 
-class _ForwardHook:
-    """A forward hook that is not copied with its module."""
+class _ForwardHook(UncopiedHook):
+    """Calls a function with the module after its forward."""
 
     def __init__(self, call: Callable[[torch.nn.Module], None]) -> None:
         self._call = call
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._call(module)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _make_noop, ()
-
-
-def _make_noop() -> Callable[..., None]:
-    return _noop
-
-
-def _noop(*_: Any) -> None:
-    pass
 
 
 class StepSpans:

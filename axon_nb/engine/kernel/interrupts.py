@@ -71,11 +71,8 @@ def _is_guarded(frame: FrameType | None, outermost: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
-    return (
-        tuple((entry.start, entry.end) for entry in _parse_exception_table(code))
-        if _parse_exception_table is not None
-        else ()
-    )
+    entries = _parse_exception_table(code) if _parse_exception_table is not None else ()
+    return tuple((entry.start, entry.end) for entry in entries)
 
 
 _MAX_SWALLOWED = 3

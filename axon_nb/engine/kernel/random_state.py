@@ -54,9 +54,8 @@ class RandomDraws:
         if after == self._before:
             return None
         variables = user_variables(shell)
-        replicas = {
-            name: value for name, value in variables.items() if isinstance(value, nn.Module) and _is_replicated(value)
-        }
+        models = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
+        replicas = {name: model for name, model in models.items() if _is_replicated(model)}
         if not replicas:
             return None
         dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
