@@ -27,6 +27,8 @@ CHECKED = (
     "axon_nb/comm",
     "axon_nb/compat",
     "axon_nb/doctor",
+    "axon_nb/engine/inspection",
+    "axon_nb/engine/kernel",
     "axon_nb/export",
     "axon_nb/host",
     "axon_nb/parallel",

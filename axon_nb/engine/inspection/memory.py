@@ -143,10 +143,12 @@ def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list
 
 def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list[Optimizer]:
     """The optimizers among the variables that step parameters of these modules."""
-    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    parameter_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     everything = user_variables(session.kernel.shell).values()
     found = {id(value): value for value in everything if isinstance(value, Optimizer)}
-    return [value for value in found.values() if own & {id(p) for g in value.param_groups for p in g["params"]}]
+    return [
+        value for value in found.values() if parameter_ids & {id(p) for g in value.param_groups for p in g["params"]}
+    ]
 
 
 def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
@@ -190,6 +192,8 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
 
 def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:
     # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition.
-    states = [state for own in optimizers for state in list(getattr(own, "optim", own).state.values())]
+    states = [
+        state for optimizer in optimizers for state in list(getattr(optimizer, "optim", optimizer).state.values())
+    ]
     values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
     return [value for value in values if isinstance(value, torch.Tensor)]

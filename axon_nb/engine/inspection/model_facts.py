@@ -81,7 +81,7 @@ def describe_model(module: nn.Module, optimizers: list[Optimizer], session: Rank
     inputs = recorded_inputs(_forward_module(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch_size(inputs)}
     known = fields.pop("known")
-    recomputed = sorted({plain_class(own).__name__ for own in inner.modules() if is_recomputed(own)})
+    recomputed = sorted({plain_class(child).__name__ for child in inner.modules() if is_recomputed(child)})
     units = _units(inner)
     return ModelFacts(
         MemorySetup(**fields, checkpointing=bool(recomputed)),
@@ -134,12 +134,12 @@ def _strategy(
     module: nn.Module, inner: nn.Module, optimizers: list[Optimizer], session: RankSession, notes: list[str]
 ) -> dict[str, Any]:
     world = session.config.world_size
-    zero1 = any(type(own).__name__ == "ZeroRedundancyOptimizer" for own in optimizers)
+    zero1 = any(type(optimizer).__name__ == "ZeroRedundancyOptimizer" for optimizer in optimizers)
     if isinstance(module, loaded(*_SHARDED)):
-        own: Any = module
-        mesh = own.mesh
-        found = {"strategy": own.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-        return {**found, "offload": own.cpu_offload.value, "mixed_precision": _compute_dtype(inner), "known": True}
+        sharded: Any = module
+        mesh = sharded.mesh
+        found = {"strategy": sharded.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+        return {**found, "offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner), "known": True}
     if isinstance(module, DistributedDataParallel):
         size = torch.distributed.get_world_size(module.process_group)
         return {"strategy": "optimizer_state" if zero1 else "ddp", "world": size, "shard": size, "known": True}
@@ -148,7 +148,7 @@ def _strategy(
     if not meshes:
         notes.append(f"The model is not wrapped; the first prediction is for full_shard on all {world} ranks.")
         return {"strategy": "full_shard", "world": world, "shard": world, "known": False}
-    mesh = max(meshes, key=lambda own: own.size())
+    mesh = max(meshes, key=lambda candidate: candidate.size())
     sizes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
     by_fsdp = _units(inner) is not None
     if "tp" in sizes or len(meshes) > 1 or not by_fsdp:
@@ -162,13 +162,13 @@ def _strategy(
 
 
 def _fsdp_states(inner: nn.Module) -> list[tuple[nn.Module, Any]]:
-    modules: list[Any] = [own for own in inner.modules() if hasattr(own, "_get_fsdp_state")]
-    return [(own, own._get_fsdp_state()) for own in modules]
+    modules: list[Any] = [child for child in inner.modules() if hasattr(child, "_get_fsdp_state")]
+    return [(child, child._get_fsdp_state()) for child in modules]
 
 
 def _units(inner: nn.Module) -> set[str] | None:
     states = _fsdp_states(inner)
-    return {plain_class(own).__name__ for own, _ in states if own is not inner} if states else None
+    return {plain_class(child).__name__ for child, _ in states if child is not inner} if states else None
 
 
 def _compute_dtype(inner: nn.Module) -> str:
@@ -179,6 +179,6 @@ def _compute_dtype(inner: nn.Module) -> str:
 
 def _keeps_unsharded(inner: nn.Module) -> bool:
     """Whether units stay unsharded from forward to backward; the root always does by default, so it does not count."""
-    states = [state for own, state in _fsdp_states(inner) if own is not inner]
+    states = [state for child, state in _fsdp_states(inner) if child is not inner]
     groups = [group for state in states for group in torch_api().fsdp_parameter_groups(state)]
     return bool(groups) and all(getattr(group, "post_forward_mesh_info", True) is None for group in groups)

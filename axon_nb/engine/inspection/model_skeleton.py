@@ -90,7 +90,7 @@ def skeleton(module: nn.Module) -> bytes:
     modules = list(module.modules())
     if is_stage(module) or any(map(is_stage, modules)):
         raise SkeletonError("each rank holds only its own pipeline stages. Name the whole model, or use axon_nb.plan.")
-    if any(isinstance(own, loaded(*_FSDP1)) for own in modules):
+    if any(isinstance(child, loaded(*_FSDP1)) for child in modules):
         raise SkeletonError(
             "FSDP1 does not keep the shapes of its parameters. Use `fully_shard` or axon_nb.parallel.FSDP."
         )
@@ -149,11 +149,11 @@ def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: boo
 def _reduce_module(module: Any) -> Any:
     if issubclass(type(module), loaded(*_RECOMPUTED)):
         return _identity, (module._checkpoint_wrapped_module,)
-    own = set(vars(nn.Module()))
+    module_attributes = set(vars(nn.Module()))
     state = {
         name: value
         for name, value in vars(module).items()
-        if (name in _MODEL_ATTRIBUTES or name not in own)
+        if (name in _MODEL_ATTRIBUTES or name not in module_attributes)
         and not name.startswith(_STATE_KEY)
         and name not in _DROPPED
         and not (name == "forward" and is_recomputed(module))
@@ -176,4 +176,4 @@ def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
     if isinstance(module, nn.RNNBase):  # RNNs hold their weights a second time, and refer to them weakly
         weights: list[Any] = [getattr(module, name, None) for name in module._flat_weights_names]
         vars(module)["_flat_weights"] = weights
-        vars(module)["_flat_weight_refs"] = [own if own is None else weakref.ref(own) for own in weights]
+        vars(module)["_flat_weight_refs"] = [weight if weight is None else weakref.ref(weight) for weight in weights]

@@ -106,7 +106,7 @@ def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, An
         return {}
     for value in list(space.values()):
         # type() and not isinstance: lazy proxies answer the latter with side effects.
-        if issubclass(type(value), torch.nn.Module) and any(tensor is own for own in value.parameters()):
+        if issubclass(type(value), torch.nn.Module) and any(tensor is parameter for parameter in value.parameters()):
             return _TensorInfo.by(value).of(tensor)
     return {}
 
@@ -141,26 +141,26 @@ def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     """The process group over which DDP replicates a tensor, by the tensor's `id`."""
     found: dict[int, Any] = {}
     for module in modules:
-        own: Any = module
-        if issubclass(type(own), loaded("axon_nb.parallel.data.zero", "ZeRO1")):
-            own = own.ddp  # modules() does not list it
-        if isinstance(own, torch.nn.parallel.DistributedDataParallel):
-            group: Any = own.process_group
-            found |= {id(tensor): group for tensor in [*own.parameters(), *own.buffers()]}
+        wrapper: Any = module
+        if issubclass(type(wrapper), loaded("axon_nb.parallel.data.zero", "ZeRO1")):
+            wrapper = wrapper.ddp  # modules() does not list it
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            group: Any = wrapper.process_group
+            found |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
     return found
 
 
 def _of_optimizer(optimizer: Optimizer, space: dict[str, Any]) -> Iterator[Shard]:
     # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition: no other rank has it.
-    own: Optimizer = getattr(optimizer, "optim", optimizer)
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
     names, info = _names_of_parameters(optimizer, space)
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"group {group_number}, parameter {number}")
-            for key, value in own.state.get(parameter, {}).items():
+            for key, value in inner.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     known = info.of(parameter, shape_of=value)
-                    known |= {} if own is optimizer else {"group": None}
+                    known |= {} if inner is optimizer else {"group": None}
                     yield _shard(f"{name}: {key}", "optimizer", value, known)
 
 

@@ -102,9 +102,9 @@ def control_handlers(
 
     def report_waits(content: dict[str, Any]) -> dict[str, Any]:
         state = sampler.sample()
-        own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
-        own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
-        return {**own, **waits(), "threads": user_threads()}
+        report = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
+        report["via"], report["waited"] = sampler.via() if state.call else ("", 0)
+        return {**report, **waits(), "threads": user_threads()}
 
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}

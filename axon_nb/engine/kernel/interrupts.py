@@ -120,13 +120,13 @@ class InterruptHandler:
         self.pending = 0
         if not self.running:
             return
-        own = user_frame(frame)
-        if own is not None:
+        cell_frame = user_frame(frame)
+        if cell_frame is not None:
             if self._defers(frame):
                 return
             self.raised += 1
             if self.raised > _MAX_SWALLOWED:
-                force_interrupt(frame, own)
+                force_interrupt(frame, cell_frame)
             raise KeyboardInterrupt
         if self.task is not None and not self.task.done():
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self.task.cancel)

@@ -152,8 +152,8 @@ def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iter
 
 
 def _self_us(entry: Any, on_device: bool) -> float:
-    own = float(entry.self_cpu_time_total)
-    return own + float(entry.self_device_time_total) if on_device else own
+    cpu_us = float(entry.self_cpu_time_total)
+    return cpu_us + float(entry.self_device_time_total) if on_device else cpu_us
 
 
 def _row(entry: Any, on_device: bool) -> dict[str, Any]:

@@ -98,8 +98,8 @@ _NUMPY_SEEDS = 1 << 32
 
 def seed(value: int, *, per_rank: bool = False) -> int:
     """Seed this rank with `value`, plus its rank if `per_rank`; return the seed."""
-    own = value + current().config.rank if per_rank else value
-    random.seed(own)
-    np.random.seed(own % _NUMPY_SEEDS)
-    torch.manual_seed(own)  # seeds all devices, too
-    return own
+    rank_seed = value + current().config.rank if per_rank else value
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % _NUMPY_SEEDS)
+    torch.manual_seed(rank_seed)  # seeds all devices, too
+    return rank_seed
