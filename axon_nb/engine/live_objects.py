@@ -33,10 +33,10 @@ def missing_search_hooks() -> list[str]:
     """Names of the hooks that this torch lacks; without them, every request scans all objects."""
     import torch.distributed._composable_state  # noqa: F401  # otherwise imported only by `fully_shard`
 
-    return [] if _found(_STATES) is not None else [".".join(_STATES)]
+    return [] if _lookup(_STATES) is not None else [".".join(_STATES)]
 
 
-def _found(place: tuple[str, str]) -> Any:
+def _lookup(place: tuple[str, str]) -> Any:
     return getattr(sys.modules.get(place[0]), place[1], None)
 
 
@@ -46,8 +46,8 @@ def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
     Args:
         *kinds: (module, class); empty if the module has not been imported.
     """
-    classes = {kind: _found(kind) for kind in kinds}
-    states = _found(_STATES)
+    classes = {kind: _lookup(kind) for kind in kinds}
+    states = _lookup(_STATES)
     if states is not None and classes.get(_FSDP) is not None:
         modules = [module for module in list(states) if isinstance(module, classes[_FSDP])]
     else:
@@ -96,17 +96,17 @@ def _scan(classes: Sequence[type]) -> list[list[Any]]:
     """The objects of each class among all that were created since the rank joined."""
     objects = gc.get_objects()
     found: list[list[Any]] = [[] for _ in classes]
-    # Types first: existing are few. type() instead of isinstance: lazy proxies answer the latter with side effects.
-    places = {
-        kind: place
+    # Types first: there are few. type() instead of isinstance: lazy proxies answer the latter with side effects.
+    found_by_type = {
+        kind: matching
         for kind in set(map(type, objects))
-        for place, cls in zip(found, classes, strict=True)
+        for matching, cls in zip(found, classes, strict=True)
         if issubclass(kind, cls)
     }
-    if places:
+    if found_by_type:
         for item in objects:
-            if (place := places.get(type(item))) is not None:
-                place.append(item)
+            if (matching := found_by_type.get(type(item))) is not None:
+                matching.append(item)
     return found
 
 
@@ -132,7 +132,7 @@ class LiveTensors:
     """Storages of all live tensors; rescans only when the cost of the last scan has been amortised."""
 
     def __init__(self) -> None:
-        self._found: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
         self._due = 0.0
 
     def storages(self, device_type: str, *, now: bool = False) -> dict[int, int]:
@@ -142,8 +142,8 @@ class LiveTensors:
             objects = gc.get_objects()
             # type() instead of isinstance: lazy proxies answer the latter with side effects.
             kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-            self._found = storages_of((item for item in objects if type(item) in kinds), device_type)
+            self._storages = storages_of((item for item in objects if type(item) in kinds), device_type)
             del objects
             end = time.monotonic()
             self._due = end + (end - start) / _MAX_SCAN_SHARE
-        return self._found
+        return self._storages

@@ -130,12 +130,10 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
     if pid != os.getpid():
         position = span_position = since_ns = 0
     rows, position, lost = metrics.read(position, _MAX_ROWS)
-    pace = metrics.pace if metrics.pace.steps else training_steps
+    meter = metrics.pace if metrics.pace.steps else training_steps
     running = state.cell is not None
-    rates = pace.rates(state.time_ns, running=running)
-    items = (
-        rates.items_per_s if pace is metrics.pace else metrics.pace.rates(state.time_ns, running=running).items_per_s
-    )
+    rates = meter.rates(state.time_ns, running=running)
+    logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
     share, span_position = _communication_share(state.time_ns, span_position, since_ns)
     return {
         "pid": os.getpid(),
@@ -144,9 +142,9 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
         "position": position,
         "lost": lost,
         "is_last": len(rows) < _MAX_ROWS,
-        "steps": pace.steps,
+        "steps": meter.steps,
         "steps_per_s": rates.steps_per_s,
-        "items_per_s": items,
+        "items_per_s": logged.items_per_s,
         "span_position": span_position,
         "communication": share,
         "bars": [dataclasses.asdict(bar) for bar in (*bars(), *tqdm_bars())],
@@ -164,6 +162,6 @@ def _communication_share(now: int, span_position: int, since_ns: int) -> tuple[f
     known = current().config.backend != "nccl"  # NCCL groups record no spans
     if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
         return None, span_position
-    stretches = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
-    stretches += [(call.started_ns, now) for call in activity.pending()]
-    return covered_ns(stretches, since_ns, now) / (now - since_ns), span_position
+    intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
+    intervals += [(call.started_ns, now) for call in activity.pending()]
+    return covered_ns(intervals, since_ns, now) / (now - since_ns), span_position

@@ -146,9 +146,7 @@ def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list
     parameter_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     everything = user_variables(session.kernel.shell).values()
     found = {id(value): value for value in everything if isinstance(value, Optimizer)}
-    return [
-        value for value in found.values() if parameter_ids & {id(p) for g in value.param_groups for p in g["params"]}
-    ]
+    return [item for item in found.values() if parameter_ids & {id(p) for g in item.param_groups for p in g["params"]}]
 
 
 def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
@@ -192,8 +190,7 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
 
 def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:
     # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition.
-    states = [
-        state for optimizer in optimizers for state in list(getattr(optimizer, "optim", optimizer).state.values())
-    ]
+    inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizers]
+    states = [state for optimizer in inner for state in list(optimizer.state.values())]
     values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
     return [value for value in values if isinstance(value, torch.Tensor)]

@@ -39,9 +39,7 @@ def estimate(
     """
     kind = None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
     try:
-        zero1 = next(
-            (optimizer for optimizer in optimizers if type(optimizer).__name__ == "ZeroRedundancyOptimizer"), None
-        )
+        zero1 = next((item for item in optimizers if type(item).__name__ == "ZeroRedundancyOptimizer"), None)
         parts = [_of_module(module, kind, zero1) for module in modules]
     except Exception as error:  # such as a custom optimizer that cannot be instantiated
         return None, f"No estimate: {type(error).__name__}: {error}"

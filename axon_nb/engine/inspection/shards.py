@@ -105,7 +105,7 @@ def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, An
     if not isinstance(tensor, torch.nn.Parameter):
         return {}
     for value in list(space.values()):
-        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        # type() instead of isinstance: lazy proxies answer the latter with side effects.
         if issubclass(type(value), torch.nn.Module) and any(tensor is parameter for parameter in value.parameters()):
             return _TensorInfo.by(value).of(tensor)
     return {}
@@ -170,7 +170,7 @@ def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[d
     best: dict[int, str] = {}
     known = _TensorInfo()
     for variable, value in list(space.items()):
-        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        # type() instead of isinstance: lazy proxies answer the latter with side effects.
         if variable.startswith("_") or not issubclass(type(value), torch.nn.Module):
             continue
         info = _TensorInfo.by(value)

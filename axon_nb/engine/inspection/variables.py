@@ -169,9 +169,7 @@ def mesh_fields() -> dict[str, Any] | None:
     }
     if not found:
         return None
-    name = max(
-        found, key=lambda candidate: (candidate == "mesh", found[candidate].mesh.numel(), found[candidate].mesh.ndim)
-    )
+    name = max(found, key=lambda key: (key == "mesh", found[key].mesh.numel(), found[key].mesh.ndim))
     mesh = found[name]
     axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
     return {

@@ -26,7 +26,7 @@ _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
 _NOT_STARTED = {"axon_nb": {"seconds": 0.0, "calls": 0, "aborted_at": {}, "has_value": False}}
 _MAX_VALUES = 16
-"""Values that have not been fetched are kept for this many cells."""
+"""Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 
 
 class CellRunner:

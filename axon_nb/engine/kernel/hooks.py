@@ -42,7 +42,7 @@ _NEEDED = (
 
 
 def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this ipykernel does not have."""
+    """Names of the hooks that this ipykernel lacks."""
     absent = [name for name in _NEEDED if not hasattr(kernel, name)]
     if not hasattr(IOPubThread, "send_multipart"):
         absent.append("IOPubThread.send_multipart")

@@ -124,7 +124,7 @@ def recover(epoch: int) -> dict[str, Any]:
 
 
 def _optimizers_by_id() -> dict[int, tuple[Optimizer, str]]:
-    # type() instead of isinstance: the latter may run code of lazy proxies.
+    # type() instead of isinstance: the latter runs user code on lazy proxies.
     values = list(current().kernel.shell.user_ns.items())
     return {id(v): (v, name) for name, v in values if name[:1] != "_" and issubclass(type(v), Optimizer)}
 
