@@ -28,9 +28,7 @@ os.register_at_fork(before=_pause_lock.acquire, after_in_parent=_pause_lock.rele
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection for a few microseconds; not needed, and skipped, on the main thread and since Python
-    3.12.
-    """
+    """Pause garbage collection for a few microseconds; a no-op on the main thread and since Python 3.12."""
     if not _COLLECTS_ON_ALLOCATION or threading.current_thread() is threading.main_thread():
         yield
         return
