@@ -23,20 +23,9 @@ CHECKED = (
     "SECURITY.md",
     "docs",
     "examples",
+    "magics",
     "scripts",
-    "axon_nb/comm",
-    "axon_nb/compat",
-    "axon_nb/doctor",
-    "axon_nb/engine/groups",
-    "axon_nb/engine/self_test",
-    "axon_nb/engine/sharding",
-    "axon_nb/engine/transfer",
-    "axon_nb/export",
-    "axon_nb/host",
-    "axon_nb/parallel",
-    "axon_nb/plan",
-    "axon_nb/records",
-    "axon_nb/torch_api",
+    "axon_nb",
 )
 SKIPPED = ("docs/parity.md", "docs/parity/", "scripts/prose.py")
 SUFFIXES = {".py", ".md", ".js", ".mjs", ".css"}

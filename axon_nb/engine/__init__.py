@@ -1,3 +1,3 @@
-"""What runs on a rank: it joins the group, fills the namespace, and answers the notebook. Imports torch."""
+"""Everything that runs on a rank: joining the group, cells, requests from the notebook. Imports torch."""
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How a process becomes a rank: run the engine, then join the world when the notebook says so.
+"""Startup of a rank: runs the engine, then joins the world when the notebook asks for it.
 
-A rank on another host than the notebook: the files that a launcher copied there go when the rank does.
-
-They hold the cluster's key. On the notebook's own host the agent removes its folder.
+A launcher may have copied the connection file to the host of this rank. The rank removes that copy when it exits,
+because it holds the cluster's key. On the notebook's own host the agent removes its folder.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_re
 from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection import gradients
-from axon_nb.engine.inspection.job import install_rounds
+from axon_nb.engine.inspection.job import count_training_steps
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel import hooks, post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
-from axon_nb.engine.kernel.completion import Assistant
+from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
-from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
 from axon_nb.engine.kernel.streams import OutputBudget
@@ -45,48 +44,48 @@ from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.telemetry import set_cell_source
 
-__all__ = ["clean", "describe", "install_cleanup", "join", "run_engine"]
+__all__ = ["describe", "install_cleanup", "join", "remove_copied_files", "run_engine"]
 
-_folders: list[Path] = []
+_copied_folders: list[Path] = []
 
 
 def install_cleanup() -> None:
-    """At the end of this process remove the folder of its connection file, if it is one of ours."""
+    """Register removal of the connection file's folder at exit, if axon_nb copied it here."""
     from ipyparallel.engine.app import IPEngine
 
     profile = Path(IPEngine.instance().profile_dir.location)
-    # <base>/axon_nb-<uid>/<random>/profile, as it was copied: nothing else is ever removed, and on a disk that the
-    # hosts share the folder is the host agent's, which has its own file in it.
+    # Only <base>/axon_nb-<uid>/<random>/profile is removed. On a disk that the hosts share, the folder holds the
+    # agent's own file and belongs to the agent.
     copied = not (profile.parent / "agent.json").exists()
     if copied and profile.name == "profile" and profile.parent.parent.name.startswith("axon_nb-"):
-        _folders.append(profile.parent)
-        atexit.register(clean)
+        _copied_folders.append(profile.parent)
+        atexit.register(remove_copied_files)
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def clean() -> None:
-    """Remove what was copied here."""
-    for folder in _folders:
+def remove_copied_files() -> None:
+    """Remove the copied connection files."""
+    for folder in _copied_folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _on_sigterm(number: int, frame: Any) -> None:
-    clean()
+    remove_copied_files()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 
 
 def run_engine(argv: list[str]) -> None:
-    """Run an ipyparallel engine in this process until it ends; the entry of a forked rank."""
+    """Run an ipyparallel engine in this process until it exits; the entry point of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
     start_in_child()
-    streams.keep_crash_reports()
+    streams.enable_crash_reports()
     IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
 
 def describe() -> dict[str, Any]:
-    """What this process is before it joins: host and pid, usable cores and GPUs, and the self-test's verdict."""
+    """Describe this process before it joins: host, pid, usable cores and GPUs, and the self-test's verdict."""
     return {
         "self_test": startup_verdict().without_passed().to_json(),
         "host": socket.gethostname(),
@@ -97,12 +96,12 @@ def describe() -> dict[str, Any]:
 
 
 def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
-    """Join the world; collective over all ranks, returns when all are there.
+    """Join the world; a collective call that returns when all ranks have joined.
 
     Args:
-        epoch: How often the groups have been formed anew; above 0 this rank replaces one that died.
-        groups: The groups besides the default one that the rank it replaces was in.
-        **settings: The fields of `JoinConfig`.
+        epoch: How often the groups have been rebuilt; above 0, this rank replaces one that died.
+        groups: Groups besides the default one that the replaced rank was in.
+        **settings: Fields of `JoinConfig`.
     """
     config = JoinConfig(**settings)
     kernel = _shell().kernel
@@ -117,7 +116,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     set_current(session)
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
-    # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
+    # torch holds only the C++ half; without the Python half every call on it fails as "not implemented".
     session.extras["store"] = store
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
@@ -137,7 +136,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
-    # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
+    # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     wrapper_reset.track_wrappers()
     return {
@@ -157,11 +156,12 @@ def _install(session: RankSession) -> None:
     steps.install()
     session.extras["steps"] = steps
     install_frameworks(session)
-    install_rounds()
+    count_training_steps()
     set_cell_source(lambda: session.cell)
-    interrupts = Interrupts(kernel, lambda frame: gradients.puts_off(frame) or steps.holds(frame))
+    deferring = (gradients.defers_interrupt, steps.defers_interrupt)
+    interrupts = InterruptHandler(kernel, lambda frame: any(defers(frame) for defers in deferring))
     interrupts.install()
-    hooks.install(kernel, interrupts.hold_async)
+    hooks.install(kernel, interrupts.track_task)
     log = CellLog()
     hooks.tap_output(kernel, log.tap)
     runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
@@ -174,6 +174,6 @@ def _install(session: RankSession) -> None:
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
-    hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
+    hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
+    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.report_failure})
     session.extras["runner"] = runner

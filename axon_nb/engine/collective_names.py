@@ -1,6 +1,6 @@
-"""By what names users know communication: torch's public functions, and those that communicate in disguise.
+"""Names of communication calls as users know them: ``all_reduce at line 2``, ``full_tensor at line 4``.
 
-A communication call as the user knows it: ``all_reduce at line 2``, ``full_tensor at line 4``.
+Covers torch's public functions, and library functions that communicate implicitly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS
 
-__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "call_in_words", "find_function", "is_public_call", "public_call"]
+__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "describe_call", "find_implicit_collective", "is_public_call", "public_call"]
 
 _CALL_FILES = tuple(
     os.path.join(*place)
@@ -25,7 +25,7 @@ _CALL_FILES = tuple(
     )
 )
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
-"""The functions of torch.distributed by which users know what a rank waits in."""
+"""Functions of torch.distributed that users recognise as the call a rank waits in."""
 _HOROVOD = os.path.join("axon_nb", "compat", "horovod", "")
 _HOROVOD_CALLS = frozenset(
     [*(f"{name}{form}" for name in ("allreduce", "broadcast", "grouped_allreduce") for form in ("_", "_async_"))]
@@ -35,7 +35,7 @@ _HOROVOD_CALLS = frozenset(
     + ["broadcast_parameters", "init", "join", "poll", "reducescatter", "reducescatter_async", "remove_process_set"]
     + ["step", "synchronize"]
 )
-"""Those of `axon_nb.compat.horovod`, and the methods of its optimizer."""
+"""Functions of `axon_nb.compat.horovod` and methods of its optimizer."""
 
 PUBLIC_NAMES = {
     "_allgather_base": "all_gather_single",
@@ -48,7 +48,7 @@ PUBLIC_NAMES = {
     "alltoall_base": "all_to_all_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
 }
-"""What users call an operation of a process group."""
+"""Public names of process-group operations."""
 
 _LIBRARIES = tuple(
     f"{os.sep}{package}{os.sep}{folder}{os.sep}"
@@ -59,16 +59,16 @@ _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_
 
 
 def is_public_call(code: CodeType) -> bool:
-    """Whether it is the code of a function by which users know communication."""
+    """Whether `code` is a communication function that users know by name."""
     if code.co_name in _HOROVOD_CALLS and _HOROVOD in code.co_filename:
         return True
     return code.co_name in PUBLIC_CALLS and code.co_filename.endswith(_CALL_FILES)
 
 
-def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str:
-    """The outermost function of a library between `frame` and the cell's frame `stop` that is a collective in disguise.
+def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = None) -> str:
+    """Name the outermost library function below the cell's frame `stop` that communicates implicitly; empty if none.
 
-    Outermost: a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
+    Outermost, because a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
     """
     found = ""
     while frame is not None and frame is not stop:
@@ -79,25 +79,25 @@ def find_function(frame: FrameType | None, stop: FrameType | None = None) -> str
     return found
 
 
-_BEGUN_ONLY = frozenset({"batch_isend_irecv", "irecv", "isend", "poll"})
+_NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend", "poll"})
 
 
 def public_call(frame: FrameType | None) -> tuple[str, bool]:
-    """The outermost function of torch.distributed on the stack, and whether it waits for what it begins."""
-    call, waits = "", False
+    """Find the outermost function of torch.distributed on the stack; return its name and whether it blocks."""
+    call, blocks = "", False
     while frame is not None:
         code = frame.f_code
         if is_public_call(code):
             call = code.co_name
-            begun_only = call in _BEGUN_ONLY or call.endswith(("_async", "_async_"))  # the latter are Horovod's
-            waits = not begun_only and not frame.f_locals.get("async_op", False)
+            is_async = call in _NON_BLOCKING or call.endswith(("_async", "_async_"))  # the suffixes are Horovod's
+            blocks = not is_async and not frame.f_locals.get("async_op", False)
         frame = frame.f_back
-    return call, waits
+    return call, blocks
 
 
-def call_in_words(name: str) -> str:
-    """What the calling thread is about to do, for the operation `name` of a group."""
+def describe_call(name: str) -> str:
+    """Describe the call that the current thread is making, for the group operation `name`."""
     frame = sys._getframe(1)
     user = user_frame(frame)
-    what = find_function(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
-    return f"{what} at line {user.f_lineno}" if user is not None else what
+    call = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
+    return f"{call} at line {user.f_lineno}" if user is not None else call

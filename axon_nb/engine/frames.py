@@ -1,10 +1,10 @@
-"""Frames of the main thread and of others, as one thread of the rank sees them, without taking the process down.
+"""Reads frames of the main thread and of others from another thread without crashing the process.
 
-CPython makes the object of a frame when somebody asks for it, in memory that before 3.12 may set off a garbage
-collection. What is collected runs Python, and so may let the main thread go on; the frame that was asked for is gone
-when its object is ready, and the next access ends the process (SIGSEGV, seen with 3.11.7 within a second;
-https://github.com/python/cpython/issues/111363). Or the collection waits for ever for a lock that `_current_frames`
-itself holds (https://github.com/python/cpython/issues/106883). So nothing is collected meanwhile.
+CPython creates a frame's object on demand. Before 3.12, that allocation may trigger a garbage collection, which runs
+Python and so may let the main thread go on. The requested frame may be gone when its object is ready, and the next
+access crashes the process (SIGSEGV, seen with 3.11.7 within a second; https://github.com/python/cpython/issues/111363).
+Or the collection waits forever for a lock that `_current_frames` itself holds
+(https://github.com/python/cpython/issues/106883). So garbage collection is paused meanwhile.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-__all__ = ["code_by_thread", "collecting_nothing", "main_frame"]
+__all__ = ["code_by_thread", "gc_paused", "main_frame"]
 
-_COLLECTS_ANYWHERE = sys.version_info < (3, 12)
-"""Later versions collect between two instructions only."""
-_one_at_a_time = threading.RLock()
-# A process that is forked meanwhile would never collect again.
-os.register_at_fork(
-    before=_one_at_a_time.acquire, after_in_parent=_one_at_a_time.release, after_in_child=_one_at_a_time.release
-)
+_COLLECTS_ON_ALLOCATION = sys.version_info < (3, 12)
+"""Later versions collect only between two instructions."""
+_pause_lock = threading.RLock()
+# A process forked during a pause would never collect again.
+os.register_at_fork(before=_pause_lock.acquire, after_in_parent=_pause_lock.release, after_in_child=_pause_lock.release)
 
 
 @contextlib.contextmanager
-def collecting_nothing() -> Iterator[None]:
-    """No garbage collection in here; for a few microseconds, on any thread but the main one, which needs it not."""
-    if not _COLLECTS_ANYWHERE or threading.current_thread() is threading.main_thread():
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection for a few microseconds; a no-op on the main thread and since Python 3.12."""
+    if not _COLLECTS_ON_ALLOCATION or threading.current_thread() is threading.main_thread():
         yield
         return
-    with _one_at_a_time:  # else the first to leave would turn it on for the second
+    with _pause_lock:  # otherwise the first thread to leave would re-enable it for the second
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -45,18 +43,18 @@ def collecting_nothing() -> Iterator[None]:
 
 
 def main_frame() -> FrameType | None:
-    """The innermost frame of the main thread, whose `f_back` may be followed to the end at any later time."""
-    with collecting_nothing():
+    """The innermost frame of the main thread; its `f_back` chain can be followed safely at any later time."""
+    with gc_paused():
         innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None:  # a frame that has its object keeps it for as long as it runs
+        while frame is not None:  # a frame keeps its object for as long as it runs
             frame = frame.f_back
     return innermost
 
 
 def code_by_thread() -> dict[int, list[CodeType]]:
-    """What each thread runs, by its ident, innermost first."""
+    """The code that each thread runs, by thread ident, innermost first."""
     found: dict[int, list[CodeType]] = {}
-    with collecting_nothing():
+    with gc_paused():
         for ident, innermost in sys._current_frames().items():
             frame: FrameType | None = innermost
             found[ident] = []

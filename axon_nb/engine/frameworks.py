@@ -1,8 +1,7 @@
-"""Other frameworks in cells: what they need on a rank is set when it joins, or when a cell imports them.
+"""Prepares other frameworks for cells, when the rank joins or when a cell imports them.
 
-Scripts run as cells: the calls by which a script owns its processes meet a group that is already there.
-
-Changed by name in torch.distributed and torch.multiprocessing, in rank processes only.
+Scripts also run as cells: the functions with which a script creates its processes find an existing group. They are
+replaced by name in torch.distributed and torch.multiprocessing, in rank processes only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["install_dist_hooks", "install_frameworks"]
 
 
 def install_frameworks(session: RankSession) -> None:
-    """Have Accelerate, transformers and DeepSpeed find the ranks as they are; call it when the rank joins."""
+    """Make Accelerate, transformers and DeepSpeed use the existing ranks; call it when the rank joins."""
     config = session.config
     environment.set_environment(config.device, local_rank=config.local_rank)
     if config.device == "cpu":
@@ -38,7 +37,7 @@ def install_frameworks(session: RankSession) -> None:
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
-        abort.register_step_code(deepspeed.wrap_step(module, session.extras["steps"].end_of_step))
+        abort.register_step_code(deepspeed.wrap_step(module, session.extras["steps"].after_foreign_step))
         wrapper_reset.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
@@ -48,10 +47,10 @@ _NAME = "axon_nb"
 
 
 def install_dist_hooks() -> None:
-    """Replace `init_process_group`, `destroy_process_group` and `mp.spawn`; call it after the default group is up."""
+    """Replace `init_process_group`, `destroy_process_group` and `mp.spawn`; call it once the default group exists."""
     c10d = dist.distributed_c10d
     init = _attach_or_init(c10d.init_process_group)
-    destroy = _keep_default(c10d.destroy_process_group)
+    destroy = _refuse_default_destroy(c10d.destroy_process_group)
     for module in (dist, c10d):
         vars(module).update(init_process_group=init, destroy_process_group=destroy)
     vars(mp).update(spawn=_refuse_spawn)
@@ -66,31 +65,31 @@ def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
         wanted_rank, wanted_size = kwargs.get("rank", -1), kwargs.get("world_size", -1)
         if wanted_size not in (-1, None, size) or wanted_rank not in (-1, None, rank):
             raise UsageError(
-                f"init_process_group(rank={wanted_rank}, world_size={wanted_size}) on rank {rank} of {size}: every "
-                "rank already is in a group of all ranks; leave both out, or use dist.new_group for fewer ranks."
+                f"init_process_group(rank={wanted_rank}, world_size={wanted_size}) on rank {rank} of {size}: a group "
+                "of all ranks already exists. Omit both arguments, or use dist.new_group for fewer ranks."
             )
-        there = dist.get_backend()
-        asked = str(backend).lower() if backend else there
-        if there not in asked:
-            print(f"{_NAME}: the ranks are on {there}; init_process_group({asked!r}) attached to that group.")
+        actual = dist.get_backend()
+        requested = str(backend).lower() if backend else actual
+        if actual not in requested:
+            print(f"{_NAME}: the ranks use {actual}; init_process_group({requested!r}) attached to that group.")
         return None
 
     return init_process_group
 
 
-def _keep_default(original: Callable[..., None]) -> Callable[..., None]:
+def _refuse_default_destroy(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         if group is not None and group is not dist.group.WORLD:
             return original(group)
-        print(f"{_NAME}: destroy_process_group() keeps the default group, which the next cells need.")
+        print(f"{_NAME}: destroy_process_group() keeps the default group because the next cells need it.")
         return None
 
     return destroy_process_group
 
 
 def _refuse_spawn(*args: Any, **kwargs: Any) -> None:
-    """mp.spawn has no place here."""
+    """Reject `mp.spawn`."""
     raise UsageError(
-        "mp.spawn(fn, nprocs=n) starts ranks, and this cell already runs on every rank: call fn(rank, ...) itself."
+        "mp.spawn(fn, nprocs=n) starts ranks, but this cell already runs on every rank. Call fn(rank, ...) instead."
     )

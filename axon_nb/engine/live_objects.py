@@ -1,10 +1,10 @@
-"""The living objects of some classes of torch, known from when they are made.
+"""Finds the live objects of some torch classes, and the storages of all live tensors.
 
-Looking through all objects of a process takes 20 to 100 ms, more than all the rest of a recovery. So each class is
-followed from the first time that somebody asks for its objects: those that are there then are found by one such pass,
-and later ones are noted when they are made. Modules that `fully_shard` has changed are in a table of torch's own.
+A scan of all objects of a process takes 20 to 100 ms, more than the rest of a recovery. So each class is scanned for
+once, when its objects are first requested, and tracked from then on: its constructor registers new objects. Modules
+changed by `fully_shard` are in a table of torch's own.
 
-The storages of all tensors of this process that Python knows: found seldom, as it means a look at every object.
+Storages of tensors need a scan of every object, so they are searched for rarely.
 """
 
 from __future__ import annotations
@@ -20,102 +20,102 @@ from typing import Any
 
 import torch
 
-__all__ = ["LivingTensors", "living", "missing_search_hooks", "storages_of"]
+__all__ = ["LiveTensors", "live_objects", "missing_search_hooks", "storages_of"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
-_MAKERS = ("__init__", "__setstate__")
+_CONSTRUCTORS = ("__init__", "__setstate__")
 
-_followed: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
+_tracked: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
 
 
 def missing_search_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have; each time all objects are looked through then."""
-    import torch.distributed._composable_state  # noqa: F401  # loaded by `fully_shard`, of which there may be none
+    """Names of the hooks that this torch lacks; without them, every request scans all objects."""
+    import torch.distributed._composable_state  # noqa: F401  # otherwise imported only by `fully_shard`
 
-    return [] if _found(_STATES) is not None else [".".join(_STATES)]
+    return [] if _lookup(_STATES) is not None else [".".join(_STATES)]
 
 
-def _found(place: tuple[str, str]) -> Any:
+def _lookup(place: tuple[str, str]) -> Any:
     return getattr(sys.modules.get(place[0]), place[1], None)
 
 
-def living(*kinds: tuple[str, str]) -> list[list[Any]]:
-    """The objects of each kind, a list for each.
+def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
+    """The live objects of each kind, one list per kind.
 
     Args:
-        *kinds: (module, class): looked up where the module has been imported, else there is none.
+        *kinds: (module, class); empty if the module has not been imported.
     """
-    classes = {kind: _found(kind) for kind in kinds}
-    states = _found(_STATES)
+    classes = {kind: _lookup(kind) for kind in kinds}
+    states = _lookup(_STATES)
     if states is not None and classes.get(_FSDP) is not None:
         modules = [module for module in list(states) if isinstance(module, classes[_FSDP])]
     else:
         modules = None
     unknown = [
-        wanted
-        for kind, wanted in classes.items()
-        if wanted is not None and wanted not in _followed and (kind != _FSDP or modules is None)
+        cls
+        for kind, cls in classes.items()
+        if cls is not None and cls not in _tracked and (kind != _FSDP or modules is None)
     ]
-    passed = dict(zip(unknown, _look_through_all(unknown), strict=True)) if unknown else {}
-    for kind, wanted in classes.items():
-        if wanted in passed and kind != _FSDP:  # whose objects are not made, but changed into it
-            _follow(wanted, passed[wanted])
+    scanned = dict(zip(unknown, _scan(unknown), strict=True)) if unknown else {}
+    for kind, cls in classes.items():
+        if cls in scanned and kind != _FSDP:  # `fully_shard` changes the class of existing modules
+            _track(cls, scanned[cls])
     found = []
-    for kind, wanted in classes.items():
+    for kind, cls in classes.items():
         if kind == _FSDP and modules is not None:
             found.append(modules)
-        elif wanted in _followed:
-            references = _followed[wanted].valuerefs()  # a copy: other threads may make objects
+        elif cls in _tracked:
+            references = _tracked[cls].valuerefs()  # a copy: other threads may make objects
             found.append([item for item in (reference() for reference in references) if item is not None])
         else:
-            found.append(passed.get(wanted, []))
+            found.append(scanned.get(cls, []))
     return found
 
 
-def _follow(wanted: type, there: Iterable[Any]) -> None:
-    """Note the objects of a class, and of those that are derived from it, from now on."""
-    noted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary((id(item), item) for item in there)
-    _followed[wanted] = noted
+def _track(cls: type, existing: Iterable[Any]) -> None:
+    """Track the objects of a class and its subclasses from now on."""
+    registry: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary((id(item), item) for item in existing)
+    _tracked[cls] = registry
 
-    def noting(maker: Any) -> Any:
-        @functools.wraps(maker)
+    def registering(original: Any) -> Any:
+        @functools.wraps(original)
         def make(self: Any, *args: Any, **kwargs: Any) -> None:
-            maker(self, *args, **kwargs)
-            with contextlib.suppress(TypeError):  # a derived class with slots
-                noted[id(self)] = self
+            original(self, *args, **kwargs)
+            with contextlib.suppress(TypeError):  # a subclass with slots
+                registry[id(self)] = self
 
         return make
 
-    for name in _MAKERS:
-        if name in vars(wanted):
-            setattr(wanted, name, noting(vars(wanted)[name]))
+    for name in _CONSTRUCTORS:
+        if name in vars(cls):
+            setattr(cls, name, registering(vars(cls)[name]))
 
 
-def _look_through_all(classes: Sequence[type]) -> list[list[Any]]:
-    """The objects of each class, among all that came since the rank joined."""
+def _scan(classes: Sequence[type]) -> list[list[Any]]:
+    """The objects of each class among all that were created since the rank joined."""
     objects = gc.get_objects()
     found: list[list[Any]] = [[] for _ in classes]
-    # Types first, of which there are few. type() and not isinstance: lazy proxies answer the latter with side effects.
-    places = {
-        kind: place
+    # Types first: there are few. type() instead of isinstance: lazy proxies answer the latter with side effects.
+    found_by_type = {
+        kind: matching
         for kind in set(map(type, objects))
-        for place, wanted in zip(found, classes, strict=True)
-        if issubclass(kind, wanted)
+        for matching, cls in zip(found, classes, strict=True)
+        if issubclass(kind, cls)
     }
-    if places:
+    if found_by_type:
         for item in objects:
-            if (place := places.get(type(item))) is not None:
-                place.append(item)
+            if (matching := found_by_type.get(type(item))) is not None:
+                matching.append(item)
     return found
 
 
-_SHARE = 0.001
-"""At most this part of the time goes into looking."""
+_MAX_SCAN_SHARE = 0.001
+"""Largest share of the time spent on scans."""
 
 
 def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
-    """Bytes of the storages of these tensors on a kind of device, each once, by where it is in memory."""
+    """Bytes of each distinct storage of these tensors on a device type, by address."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -123,27 +123,27 @@ def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
             storage = local.untyped_storage()
             if storage.device.type == device_type and storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # sparse, fake, wrapped: it has none
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # sparse, fake, wrapped: no storage
             continue
     return found
 
 
-class LivingTensors:
-    """Looks again when enough time has passed for what a look costs."""
+class LiveTensors:
+    """Storages of all live tensors; rescans only when the cost of the last scan has been amortised."""
 
     def __init__(self) -> None:
-        self._found: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
         self._due = 0.0
 
     def storages(self, device_type: str, *, now: bool = False) -> dict[int, int]:
-        """As `storages_of` of all tensors; those of the last look when it is too early for another, unless `now`."""
-        began = time.monotonic()
-        if now or began >= self._due:
+        """As `storages_of`, for all live tensors; returns the last result if a rescan is not due, unless `now`."""
+        start = time.monotonic()
+        if now or start >= self._due:
             objects = gc.get_objects()
-            # type() and not isinstance: lazy proxies answer the latter with side effects.
+            # type() instead of isinstance: lazy proxies answer the latter with side effects.
             kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-            self._found = storages_of((item for item in objects if type(item) in kinds), device_type)
+            self._storages = storages_of((item for item in objects if type(item) in kinds), device_type)
             del objects
             end = time.monotonic()
-            self._due = end + (end - began) / _SHARE
-        return self._found
+            self._due = end + (end - start) / _MAX_SCAN_SHARE
+        return self._storages

@@ -1,6 +1,6 @@
-"""The names that every cell finds, and torchrun's environment variables.
+"""The names predefined in every cell, torchrun's environment variables, and lookup of variables by name.
 
-Variables of this rank by name, with what is reached from them by attributes and indices; nothing is called.
+A lookup follows attributes and indices; it calls nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from axon_nb.comm.world import World
 from axon_nb.engine.session import JoinConfig
 from axon_nb.errors import UsageError
 
-__all__ = ["OWN_NAMES", "inject_names", "look_up", "set_environment", "users_variables"]
+__all__ = ["PREDEFINED_NAMES", "inject_names", "resolve_variable", "set_environment", "user_variables"]
 
-OWN_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
-"""Names that every rank has of its own."""
+PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
+"""Names that axon_nb defines on every rank."""
 
 
 def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.device) -> None:
@@ -37,16 +37,16 @@ def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.de
     )
 
 
-def users_variables(shell: Any) -> dict[str, Any]:
-    """What the user's cells have left in the namespace of an IPython shell; names with an underscore are not told."""
-    hidden = {*shell.user_ns_hidden, *OWN_NAMES}
-    namespace = list(shell.user_ns.items())  # a thread may ask while a cell runs
+def user_variables(shell: Any) -> dict[str, Any]:
+    """Variables that the user's cells defined in an IPython shell; names that start with an underscore are left out."""
+    hidden = {*shell.user_ns_hidden, *PREDEFINED_NAMES}
+    namespace = list(shell.user_ns.items())  # a copy: another thread may read while a cell runs
     return {name: value for name, value in namespace if name not in hidden and not name.startswith("_")}
 
 
 def set_environment(config: JoinConfig) -> None:
-    """Set what torchrun sets, so that unmodified scripts run in a cell."""
-    sys.argv = [""]  # as at a prompt: a script's argparse is not to see the arguments of this process
+    """Set the variables that torchrun sets, so that unmodified scripts run in a cell."""
+    sys.argv = [""]  # as at a prompt: a script's argparse must not see the arguments of this process
     os.environ.update(
         RANK=str(config.rank),
         LOCAL_RANK=str(config.local_rank),
@@ -65,20 +65,20 @@ def set_environment(config: JoinConfig) -> None:
     )
 
 
-def look_up(name: str, space: dict[str, Any]) -> Any:
-    """The value of a name with ``.attributes`` and constant ``[indices]`` behind it.
+def resolve_variable(name: str, space: dict[str, Any]) -> Any:
+    """Look up a variable, optionally followed by ``.attributes`` and constant ``[indices]``.
 
     Args:
-        name: Such as ``model.layers[0]``.
-        space: The variables.
+        name: An expression such as ``model.layers[0]``.
+        space: Variables by name.
 
     Raises:
-        UsageError: there is no such variable, or it is more than a name.
+        UsageError: the variable does not exist, or `name` is another kind of expression.
     """
     try:
         node = ast.parse(name, mode="eval").body
     except SyntaxError:
-        raise UsageError(f"{name!r} is no name of a variable.") from None
+        raise UsageError(f"{name!r} is not the name of a variable.") from None
     steps: list[tuple[bool, Any]] = []
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute):
@@ -86,10 +86,10 @@ def look_up(name: str, space: dict[str, Any]) -> Any:
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             steps.append((False, node.slice.value))
         else:
-            raise UsageError(f"{name!r}: a variable, with .attributes and [indices] behind it, can be shown.")
+            raise UsageError(f"{name!r} must be a variable, optionally with .attributes and [indices].")
         node = node.value
     if node.id not in space:
-        raise UsageError(f"there is no variable {node.id!r}.")
+        raise UsageError(f"variable {node.id!r} does not exist.")
     value = space[node.id]
     for is_attribute, key in reversed(steps):
         try:

@@ -1,4 +1,4 @@
-"""What this rank is, for all modules of the engine: set when it joins, read everywhere."""
+"""Identity and configuration of this rank: set when it joins, read by all modules of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["JoinConfig", "RankSession", "current"]
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """How a rank joins its world; made in the notebook."""
+    """How a rank joins its world; created in the notebook."""
 
     rank: int
     world_size: int
@@ -29,28 +29,28 @@ class JoinConfig:
     device: str
     """``cpu`` or ``cuda:<index>``."""
     threads: int
-    """Number of intra-op threads torch gets."""
+    """Number of torch's intra-op threads."""
     timeout_s: float
-    """Limit of every collective, in seconds."""
+    """Timeout of every collective, in seconds."""
     recoverable: bool
-    """Whether groups can be rebuilt after a failure, as the self-test found."""
+    """Whether groups can be rebuilt after a failure, according to the self-test."""
     output_limit: int
-    """Bytes of text that one cell may print on this rank before lines are dropped and counted; a cell may set it."""
+    """Bytes of text that a cell may print on this rank; excess lines are dropped and counted. Cells can override it."""
     master_addr: str = "127.0.0.1"
-    """What scripts read from MASTER_ADDR; nothing listens there."""
+    """The MASTER_ADDR that scripts see; nothing listens there."""
     master_port: int = 29500
-    """What scripts read from MASTER_PORT; nothing listens there."""
+    """The MASTER_PORT that scripts see; nothing listens there."""
 
 
 @dataclass
 class RankSession:
-    """The one rank of this process."""
+    """The rank of this process."""
 
     config: JoinConfig
     kernel: Any
     device: torch.device
     cell: int | None = None
-    """Number of the notebook cell that runs; None when idle."""
+    """Number of the running notebook cell; None while idle."""
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ def current() -> RankSession:
         RuntimeError: the process has not joined a world.
     """
     if not _session:
-        raise RuntimeError("this process is no rank of an axon_nb cluster")
+        raise RuntimeError("this process is not a rank of an axon_nb cluster")
     return _session[0]
 
 

@@ -1,4 +1,4 @@
-"""Where the cell's own code begins on a stack. The notebook's side uses it too: nothing here imports torch."""
+"""Finds the frame of the cell itself on a stack. The notebook uses it too, so nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the cell itself on this stack: the one that IPython's `run_code` called; None outside a cell."""
+    """The cell's own frame on this stack, called by IPython's `run_code`; None outside a cell."""
     while frame is not None:
         caller = frame.f_back
         if caller is not None and caller.f_code is RUN_CODE and _IPYTHON not in frame.f_code.co_filename:

@@ -11,17 +11,17 @@ from pathlib import Path
 import zmq
 from torch.utils.data import DataLoader
 
-from axon_nb.engine.kernel.stacks import library_of, users_threads
+from axon_nb.engine.kernel.stacks import library_of, user_threads
 
 
 def test_a_thread_of_the_users_counts_until_it_is_over() -> None:
     go_on = threading.Event()
     thread = threading.Thread(target=lambda: go_on.wait(60), name="the user's")
     thread.start()
-    assert "the user's" in users_threads()
+    assert "the user's" in user_threads()
     go_on.set()
     thread.join()
-    assert "the user's" not in users_threads()
+    assert "the user's" not in user_threads()
 
 
 def test_one_of_a_pool_counts_while_it_runs_the_users_code() -> None:
@@ -34,10 +34,10 @@ def test_one_of_a_pool_counts_while_it_runs_the_users_code() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
         pool.submit(os.getpid).result()
         assert "pool_0" in [thread.name for thread in threading.enumerate()]
-        assert "pool_0" not in users_threads()
+        assert "pool_0" not in user_threads()
         job = pool.submit(work)
         begun.wait(60)
-        assert "pool_0" in users_threads()
+        assert "pool_0" in user_threads()
         go_on.set()
         job.result()
 
@@ -46,7 +46,7 @@ def test_a_timer_counts_before_it_has_begun() -> None:
     timer = threading.Timer(600, os.getpid)
     timer.name = "timer"
     timer.start()
-    assert "timer" in users_threads()
+    assert "timer" in user_threads()
     timer.cancel()
     timer.join()
 
@@ -54,11 +54,11 @@ def test_a_timer_counts_before_it_has_begun() -> None:
 def test_threads_of_a_data_loader_and_of_other_libraries_do_not_count() -> None:
     thread = threading.Thread(target=queue.Queue[int]().get, name="waits in a library", daemon=True)
     thread.start()
-    before = set(users_threads())
+    before = set(user_threads())
     loader = iter(DataLoader(range(8), num_workers=1))
     next(loader)
     assert {thread.name for thread in threading.enumerate()} >= {"QueueFeederThread", "waits in a library"}
-    assert set(users_threads()) == before
+    assert set(user_threads()) == before
     assert "waits in a library" not in before
 
 
@@ -70,7 +70,7 @@ def test_that_of_zmq_does_not_count_which_every_rank_has_after_a_large_message()
         receiver.recv()
         found = [thread.name for thread in threading.enumerate() if type(thread).__module__ == "zmq.utils.garbage"]
         assert found
-        assert not set(found) & set(users_threads())
+        assert not set(found) & set(user_threads())
 
 
 def test_whose_code_a_file_is(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_whose_code_a_file_is(tmp_path: Path) -> None:
 
     assert library_of(torch.__file__) == "torch"
     assert library_of(threading.__file__) == "Python"
-    assert library_of(users_threads.__code__.co_filename) == "axon_nb"
+    assert library_of(user_threads.__code__.co_filename) == "axon_nb"
     assert library_of(str(tmp_path / "train.py")) == ""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from axon_nb.engine.frames import collecting_nothing, main_frame
+from axon_nb.engine.frames import gc_paused, main_frame
 
 LOOKS = 2000
 # Before Python 3.12 this ends at once where garbage may be collected while frames are looked at.
@@ -76,7 +76,7 @@ def test_collection_is_on_again_or_stays_off() -> None:
     seen: list[bool] = []
 
     def look() -> None:
-        with collecting_nothing(), collecting_nothing():
+        with gc_paused(), gc_paused():
             seen.append(gc.isenabled())
         seen.append(gc.isenabled())
 
@@ -91,10 +91,10 @@ def test_collection_is_on_again_or_stays_off() -> None:
 
 FORKED = """
 import gc, os, threading
-from axon_nb.engine.frames import collecting_nothing
+from axon_nb.engine.frames import gc_paused
 
 def look():
-    with collecting_nothing():
+    with gc_paused():
         inside.set()
         forked.wait(0.3)
 

@@ -24,7 +24,7 @@ def count(found):
 
 def look():
     while not over.wait(0.0005):
-        seen.add(gradients.from_gradients("all", parameters, count, before=-1))
+        seen.add(gradients.read_gradients("all", parameters, count, default=-1))
         looks[0] += 1
 
 def wait_for_a_look():
@@ -33,7 +33,7 @@ def wait_for_a_look():
         time.sleep(0.001)
 
 gradients._jobs.append(lambda: None)  # which the main thread never comes to
-first = threading.Thread(target=lambda: seen.add(gradients.from_gradients("all", parameters, count, before=-1)))
+first = threading.Thread(target=lambda: seen.add(gradients.read_gradients("all", parameters, count, default=-1)))
 first.start()
 first.join()
 assert seen == {-1}
@@ -72,7 +72,7 @@ gradients.current = lambda: state
 main, landed, heard = threading.main_thread(), [], 0
 
 def on_interrupt(number, frame):
-    if gradients.puts_off(frame):
+    if gradients.defers_interrupt(frame):
         landed.append(frame)
     else:
         raise KeyboardInterrupt
@@ -86,7 +86,7 @@ signal.signal(signal.SIGINT, on_interrupt)
 def ask(number):
     while len(begun) <= number:
         pass
-    gradients.from_gradients(number, [], make, before=None)
+    gradients.read_gradients(number, [], make, default=None)
 
 begun = []
 for number in range(30):

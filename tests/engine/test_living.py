@@ -18,11 +18,11 @@ from axon_nb.engine.groups import wrapper_reset as wrappers
 
 kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}
 passes = []
-look = searched._look_through_all
-searched._look_through_all = lambda classes: passes.append(len(classes)) or look(classes)
+look = searched._scan
+searched._scan = lambda classes: passes.append(len(classes)) or look(classes)
 
 def found():
-    return dict(zip(kinds, searched.living(*kinds.values())))
+    return dict(zip(kinds, searched.live_objects(*kinds.values())))
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 early = DistributedDataParallel(nn.Linear(2, 2))

@@ -123,10 +123,10 @@ def test_its_hooks_are_there(prepared: Kernel) -> None:
         """%%distributed
 import importlib
 from axon_nb.compat import deepspeed as deepspeed_reset; from axon_nb.compat import deepspeed as deepspeed_setup
-from axon_nb.engine.live_objects import living
+from axon_nb.engine.live_objects import live_objects
 backend = importlib.import_module("deepspeed.comm.torch")
 assert deepspeed_setup.missing_setup_hooks(backend, deepspeed.runtime.engine) == []
-engines = living(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
+engines = live_objects(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
 engines = [*engines, engine_of(2)]
 stages = {engine.zero_optimization_stage(): deepspeed_reset.missing_reset_hooks(engine) for engine in engines}
 assert not any(stages.values()) and 2 in stages, stages

@@ -109,12 +109,12 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
 
 def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
     reply = ready.ok(
-        "%%rank 1\nfrom axon_nb.engine.inspection.job import rounds\n"
+        "%%rank 1\nfrom axon_nb.engine.inspection.job import training_steps\n"
         "t_w = torch.nn.Parameter(torch.ones(3))\nt_w.grad = torch.ones(3)\n"
         "t_two = [torch.optim.SGD([t_w], lr=0.1), torch.optim.Adam([t_w])]\n"
         # The first round may be taken for a part of the last one of another test.
-        "for t_one in t_two: t_one.step()\nt_before = rounds.steps\n"
-        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(rounds.steps - t_before)"
+        "for t_one in t_two: t_one.step()\nt_before = training_steps.steps\n"
+        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(training_steps.steps - t_before)"
     )
     assert reply.lines() == ["[rank 1] 5"]
 
@@ -203,8 +203,8 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
     everything = ready.ok("%memory")
     assert any(bundle["text/plain"].startswith("memory of 4 ranks") for bundle in everything.displays)
     for name, words in {
-        "t_nothing": "there is no variable 't_nothing'",
-        "rank": "'rank' is a int: `%memory` takes modules and optimizers",
+        "t_nothing": "variable 't_nothing' does not exist",
+        "rank": "'rank' is a int: `%memory` accepts modules and optimizers",
     }.items():
         refused = ready.run(f"%memory {name}")
         assert refused.ename == "UsageError"

@@ -16,26 +16,26 @@ def test_init_process_group_attaches(kernel: Kernel) -> None:
 def test_asking_for_another_backend_gets_a_note(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\ndist.init_process_group('nccl')")
     assert reply.lines() == [
-        "[ranks 0-3] axon_nb: the ranks are on gloo; init_process_group('nccl') attached to that group."
+        "[ranks 0-3] axon_nb: the ranks use gloo; init_process_group('nccl') attached to that group."
     ]
 
 
 def test_another_world_is_refused(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ndist.init_process_group('gloo', rank=0, world_size=1)")
-    assert "already is in a group of all ranks" in reply.traceback
+    assert "a group of all ranks already exists" in reply.traceback
 
 
 def test_destroy_keeps_the_default_group(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\ndist.destroy_process_group()\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
     assert reply.lines() == [
-        "[ranks 0-3] axon_nb: destroy_process_group() keeps the default group, which the next cells need.",
+        "[ranks 0-3] axon_nb: destroy_process_group() keeps the default group because the next cells need it.",
         "[ranks 0-3] 4.0",
     ]
 
 
 def test_mp_spawn_is_refused_with_the_fix(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nimport torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
-    assert "this cell already runs on every rank: call fn(rank, ...) itself" in reply.traceback
+    assert "this cell already runs on every rank. Call fn(rank, ...) instead" in reply.traceback
 
 
 def test_a_whole_training_script_runs_as_it_is(kernel: Kernel) -> None:

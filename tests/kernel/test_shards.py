@@ -108,10 +108,10 @@ def test_ranks_answer_while_they_run_a_cell(ready: Kernel) -> None:
 
 def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
     for name, words in {
-        "nothing": "there is no variable 'nothing'",
-        "rank": "'rank' is a int that holds no tensor",
+        "nothing": "variable 'nothing' does not exist",
+        "rank": "'rank' (type int) holds no tensors",
         "sharded.nothing": "has no attribute 'nothing'",
-        "f(x)": "a variable, with .attributes and [indices] behind it, can be shown",
+        "f(x)": "must be a variable, optionally with .attributes and [indices]",
     }.items():
         reply = ready.run(f"%shards {name}")
         assert reply.ename == "UsageError"
@@ -120,7 +120,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
     reply = ready.ok(ASK.format(names=["mine"], gradients=False))
     shards, notes = json.loads(reply.stdout)
     assert [shard["rank"] for shard in shards] == [2]
-    assert notes == ["Rank 0-1,3: there is no variable 'mine'."]
+    assert notes == ["Rank 0-1,3: variable 'mine' does not exist."]
 
 
 def test_hooks_are_there(ready: Kernel) -> None:

@@ -74,7 +74,7 @@ def test_a_profile_that_cannot_be_written_fails_the_cell(kernel: Kernel, tmp_pat
     kernel.ok(f"import os\nt_folder = os.getcwd()\nos.chdir({str(tmp_path)!r})")
     reply = kernel.run("%%distributed --profile 2\nt_done = 1")
     kernel.ok("os.chdir(t_folder)")
-    assert "the cell has run, and measuring it failed" in reply.traceback
+    assert "the cell ran, but measuring it failed" in reply.traceback
     assert kernel.ok("%%distributed\nt_done").lines() == ["[ranks 0-3] 1"]
 
 

@@ -138,5 +138,5 @@ def test_diff_of_shapes_texts_and_what_cannot_be_compared(shared_kernel: Kernel,
     assert "'hello from 0' / 'hello from 1'" in shared_kernel.ok("%distributed diff text").result
     assert "has no such variable" in shared_kernel.ok("%distributed diff few").result
     assert shared_kernel.ok("%distributed diff same").lines() == ["'same' is the same on all ranks."]
-    assert "is split over ranks" in shared_kernel.run("%distributed diff split").traceback
+    assert "is sharded" in shared_kernel.run("%distributed diff split").traceback
     assert "has no such variable" in shared_kernel.run("%distributed diff nothing").traceback

@@ -101,8 +101,8 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
     again = told(ready, "t_plan('t_again')")["facts"]
     assert (again["setup"]["checkpointing"], again["blocks"], again["is_trained_so"]) == (True, ["Block"], False)
     assert again["notes"] == [
-        "There is no optimizer of this model among the variables: Adam is taken.",
-        "Nothing wraps the model: what is asked for first is full_shard on all 4 ranks.",
+        "No optimizer for this model found among the variables; assuming Adam.",
+        "The model is not wrapped; the first prediction is for full_shard on all 4 ranks.",
     ]
 
 
@@ -116,10 +116,10 @@ def test_states_by_formula_come_at_once(ready: Kernel) -> None:
 
 def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
-        "t_column": "There is no plan: its layers are cut over ranks by hand",
-        "t_nothing": "there is no variable 't_nothing'.",
-        "t_train": "'t_train' is a function: `%memory` takes modules and optimizers.",
-        "t_gpt_steps": "A plan is of one model, and t_gpt_steps has 0: `%memory model`.",
+        "t_column": "There is no plan: its layers were sharded by hand",
+        "t_nothing": "variable 't_nothing' does not exist.",
+        "t_train": "'t_train' is a function: `%memory` accepts modules and optimizers.",
+        "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",
     }.items():
         assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
     refused = told(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]

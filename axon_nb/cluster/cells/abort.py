@@ -126,7 +126,7 @@ class Ending:
         answer = before.result()["content"]
         line = answer.get("line")
         self._deaf.pop(rank, None)
-        if answer.get("unheard"):
+        if answer.get("pending"):
             self._deaf[rank] = f" at line {line}" if line else ""
 
     def deaf(self, rank: int) -> bool:

@@ -151,7 +151,7 @@ class CellRun:
             ename = content.get("ename", "")
             evalue = content.get("evalue", content["status"])
             ended = was_ended(ename, evalue, begun=self._ending.begun)
-            evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
+            evalue = where_ended(ours.get("aborted_at", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
 

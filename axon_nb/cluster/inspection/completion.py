@@ -137,7 +137,7 @@ class Assistance:
             answer: dict[str, Any] = future.result()["content"]
         except Exception:  # the rank has died meanwhile
             return None
-        return None if {"error", "late", "refused"} & set(answer) else answer
+        return None if {"error", "refused", "timed_out"} & set(answer) else answer
 
     def _send(self, rank: int, what: str, **content: Any) -> Any:
         """The future of the answer; None when the rank is gone, or owes one to the question before."""

@@ -36,7 +36,7 @@ class PostMortem:
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
         answers = ask(state.client, state.living, "axon_failure", limit_s=_LIMIT_S)
-        kept = {rank: str(answer["kept"]) for rank, answer in answers.items() if answer.get("kept")}
+        kept = {rank: str(answer["failure"]) for rank, answer in answers.items() if answer.get("failure")}
         self.rank = chosen[0] if chosen else min(kept, default=0)
         if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead, and nothing is left of it to look at.")
@@ -76,7 +76,8 @@ class PostMortem:
 
     def _call(self, call: str) -> tuple[object, str]:
         code = f"__import__({_RANK_SIDE!r}, fromlist=['command']).{call}"
-        result = self._cells.run(code, ranks=[self.rank], quiet=True, facts={"debugs": True, "keep_failure": False})
+        facts = {"is_debugger": True, "keep_failure": False}
+        result = self._cells.run(code, ranks=[self.rank], quiet=True, facts=facts)
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 

@@ -100,10 +100,10 @@ def ask_plan(
     living = state.living[:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")
-    content = {"names": list(names), "asked": None if asked is None else dict(asked), "known": known}
+    content = {"names": list(names), "what_if": None if asked is None else dict(asked), "known": known}
     told = _planned(state, living, **content)[living[0]]
-    if "first" in told:  # of a pipeline, whose inputs another rank knows
-        living = [int(told["first"])]
+    if "first_rank" in told:  # of a pipeline, whose inputs another rank knows
+        living = [int(told["first_rank"])]
         told = _planned(state, living, **content)[living[0]]
     if "ranks" not in told:
         return told

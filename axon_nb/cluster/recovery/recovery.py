@@ -57,7 +57,7 @@ def _tell(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
     where = (
         f"{_who(ahead).capitalize()} {verb} at step {steps[ahead[0]]} of {name}, {_who(behind)} at {steps[behind[0]]}"
     )
-    reasons = {str(one["apart"]) for one in optimizers.values() if one["apart"]}
+    reasons = {str(one["not_replicated"]) for one in optimizers.values() if one["not_replicated"]}
     if reasons:
         return f"{where}. Its model {reasons.pop()}: load a checkpoint on all ranks, or build both anew."
     return f"{where}: `%distributed sync` copies models and optimizers of rank 0 to all."

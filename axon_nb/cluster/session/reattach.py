@@ -79,7 +79,7 @@ class Follower:
     def feed(self, rank: int, report: Mapping[str, Any]) -> None:
         """Hand on one rank's report."""
         run = self._run
-        if note := _cut_note(report["cut"], first=rank not in self._last):
+        if note := _cut_note(report["omitted"], first=rank not in self._last):
             run.on_output(rank, "stream", {"name": "stderr", "text": note}, {})
         self._last[rank] = report["last"]
         for kind, content in report["messages"]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from axon_nb.engine.collective_names import call_in_words, public_call
+from axon_nb.engine.collective_names import describe_call, public_call
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 
@@ -163,7 +163,7 @@ def refusal_reason(group: dist.ProcessGroup, name: str, peer: int) -> str:
         needed = set(members)
     if not (outside := needed - cell):
         return ""
-    text = _sentence(call_in_words(name), members, cell, outside, one_to_one=name in ("recv", "send"))
+    text = _sentence(describe_call(name), members, cell, outside, one_to_one=name in ("recv", "send"))
     if public_call(sys._getframe(1))[1]:
         raise UsageError(text)
     return text

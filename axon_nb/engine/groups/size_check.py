@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from axon_nb.engine.collective_names import call_in_words
+from axon_nb.engine.collective_names import describe_call
 from axon_nb.errors import UsageError
 
 __all__ = ["SizeTable", "open_size_table", "start_cell"]
@@ -196,7 +196,7 @@ class SizeTable:
                 if not (entry ^ theirs) & _ROOTS:  # the roots are equal, so they are not the difference
                     entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
                 raise UsageError(
-                    f"{call_in_words(name)}: rank {members[self._rank]} passed {_describe(entry, members)}, "
+                    f"{describe_call(name)}: rank {members[self._rank]} passed {_describe(entry, members)}, "
                     f"rank {members[other]} passed {_describe(theirs, members)}; all ranks of a group must pass the "
                     "same."
                 )
@@ -230,7 +230,7 @@ class SizeTable:
             sent, received = (size, other) if sends else (other, size)
             members = ranks()
             raise UsageError(
-                f"{call_in_words(name)}: rank {members[source]} sends {sent:,} bytes, but rank {members[target]} "
+                f"{describe_call(name)}: rank {members[source]} sends {sent:,} bytes, but rank {members[target]} "
                 f"receives into {received:,} bytes; the receiver's tensor must be as large as the sender's."
             )
 

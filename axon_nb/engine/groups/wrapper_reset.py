@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.compat import deepspeed
-from axon_nb.engine.live_objects import living
+from axon_nb.engine.live_objects import live_objects
 from axon_nb.torch_api import torch_api
 
 __all__ = ["rebuild_reducer", "rebuild_reducers", "reset_modules", "reset_wrappers", "track_engines", "track_wrappers"]
@@ -25,12 +25,12 @@ _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 
 def track_wrappers() -> None:
     """Track wrappers from now on, so that no search is needed later; call it before any is created."""
-    living(_DDP, _FSDP, _SCHEDULES)
+    live_objects(_DDP, _FSDP, _SCHEDULES)
 
 
 def track_engines() -> None:
     """Track DeepSpeed's engines from now on; call it when DeepSpeed has been imported."""
-    living(_DEEPSPEED)
+    live_objects(_DEEPSPEED)
 
 
 def reset_wrappers() -> tuple[int, list[str]]:
@@ -40,7 +40,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         Their number, and for each kind that could not be reset a sentence: the groups are usable, but such objects must
         be created again.
     """
-    ddp, fsdp, schedules = living(_DDP, _FSDP, _SCHEDULES)
+    ddp, fsdp, schedules = live_objects(_DDP, _FSDP, _SCHEDULES)
     failed = []
     for kind, modules in {
         "DDP models": (ddp, [], []),
@@ -52,7 +52,7 @@ def reset_wrappers() -> tuple[int, list[str]]:
         except Exception as error:  # this torch lacks a hook; the self-test has reported it
             failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}). Create them again.")
     count = len(ddp) + len(fsdp) + len(schedules)
-    return count + deepspeed.reset_engines(*living(_DEEPSPEED)), failed
+    return count + deepspeed.reset_engines(*live_objects(_DEEPSPEED)), failed
 
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ def _reset_schedule(schedule: Any) -> None:
 
 def rebuild_reducers() -> None:
     """Give every DDP module a fresh reducer: that of a replaced rank has not seen the buckets of the others."""
-    for module in living(_DDP)[0]:
+    for module in live_objects(_DDP)[0]:
         rebuild_reducer(module)
 
 

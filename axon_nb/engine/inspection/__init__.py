@@ -1,1 +1,1 @@
-"""Answers to what `axon_nb.cluster.inspection` asks of a rank."""
+"""Rank side of `axon_nb.cluster.inspection`: answers its requests."""

@@ -1,8 +1,8 @@
-"""Gradients for threads that look at a rank from outside its main thread.
+"""Reads gradients safely from threads other than the main thread.
 
-While a backward runs, C++ sets `.grad` without Python's lock, and a thread that reads it then can take the process down
-(SIGSEGV, seen with torch 2.13 within seconds). So gradients are read while no cell runs, or by the main thread itself
-between two of its instructions, where none of its own backwards is under way.
+During a backward pass C++ sets `.grad` without holding the GIL, so a thread that reads it may crash the process
+(SIGSEGV, seen with torch 2.13 within seconds). Gradients are therefore read while no cell runs, or by the main thread
+itself between two instructions, when none of its backward passes is running.
 """
 
 from __future__ import annotations
@@ -21,77 +21,77 @@ import torch
 
 from axon_nb.engine.session import current
 
-__all__ = ["from_gradients", "puts_off"]
+__all__ = ["defers_interrupt", "read_gradients"]
 
 T = TypeVar("T")
 
-_MOST_KEPT = 64
-_kept: dict[Hashable, Any] = {}
-"""What the main thread made last, by key; the oldest go first."""
+_MAX_CACHED = 64
+_cache: dict[Hashable, Any] = {}
+"""Results that the main thread computed last, by key; the oldest are evicted first."""
 _jobs: deque[Callable[[], None]] = deque()
 _gradient = operator.attrgetter("grad")
 
 
-def from_gradients(
-    key: Hashable, parameters: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor | None]], T], *, before: T
+def read_gradients(
+    key: Hashable, parameters: Sequence[torch.Tensor], compute: Callable[[list[torch.Tensor | None]], T], *, default: T
 ) -> T:
-    """What `make` gives for the gradients of these parameters; while a cell runs, what it gave a moment ago.
+    """Compute a result from the gradients of these parameters; while a cell runs, return the previous result.
 
     Args:
-        key: What is asked for: the same for the same question.
+        key: Identifies the request, so that repeated requests share a cached result.
         parameters: Any tensors.
-        make: From their gradients, None where there is none, to what is told of them; it must not keep them.
-        before: The answer as long as the main thread has not come to it.
+        compute: Called with their gradients (None if there is none); must not keep references to them.
+        default: Returned until the main thread has computed a result.
     """
     if threading.current_thread() is threading.main_thread():
-        return make([parameter.grad for parameter in parameters])
+        return compute([parameter.grad for parameter in parameters])
     session, gradients = current(), map(_gradient, parameters)
-    # No instruction between the question and the call can give Python's lock away, and the call is C throughout: no
-    # cell begins meanwhile.
+    # No instruction between the check and the call can release the GIL, and the call runs entirely in C, so no cell
+    # starts in between.
     if session.cell is None:
-        return make(list(gradients))
+        return compute(list(gradients))
     if not _jobs:
-        _jobs.append(lambda: _keep(key, make([parameter.grad for parameter in parameters])))
-        _wake()
-    answer: T = _kept.get(key, before)
-    return answer
+        _jobs.append(lambda: _store(key, compute([parameter.grad for parameter in parameters])))
+        _schedule()
+    result: T = _cache.get(key, default)
+    return result
 
 
-def _keep(key: Hashable, made: Any) -> None:
-    _kept.pop(key, None)
-    _kept[key] = made
-    while len(_kept) > _MOST_KEPT:
-        del _kept[next(iter(_kept))]
+def _store(key: Hashable, result: Any) -> None:
+    _cache.pop(key, None)
+    _cache[key] = result
+    while len(_cache) > _MAX_CACHED:
+        del _cache[next(iter(_cache))]
 
 
-def _run(_: Any) -> int:
-    # One of them: who asks all the time is not to hold the user's code up.
-    with contextlib.suppress(Exception):  # it would be raised in the middle of the user's code
+def _run_pending_job(_: Any) -> int:
+    # Run only one job, so that frequent requests do not delay the user's code.
+    with contextlib.suppress(Exception):  # an exception would surface in the user's code
         _jobs[0]()
     _jobs.clear()
     return 0
 
 
-# Part of Python's stable C interface: the main thread calls these between two instructions, as it does signal handlers.
-_add_call = ctypes.pythonapi.Py_AddPendingCall
-_add_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-_run_for_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run)
-_RUN = ctypes.cast(_run_for_c, ctypes.c_void_p)
+# Part of Python's stable ABI: the main thread runs these calls between two instructions, as it does signal handlers.
+_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
+_add_pending_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+_c_callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_pending_job)
+_CALLBACK = ctypes.cast(_c_callback, ctypes.c_void_p)
 _INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
 
 
-def _wake() -> None:
-    if _add_call(_RUN, None) != 0:
-        _jobs.clear()  # its queue is full: the next question comes soon
+def _schedule() -> None:
+    if _add_pending_call(_CALLBACK, None) != 0:
+        _jobs.clear()  # the queue is full; the next request comes soon
 
 
-def puts_off(frame: FrameType | None) -> bool:
-    """From the handler of an interrupt that has landed on `frame`: whether that is within a look at gradients.
+def defers_interrupt(frame: FrameType | None) -> bool:
+    """Whether an interrupt landed on `frame` while gradients were being read; if so, it is raised again afterwards.
 
-    What is raised there ends in C, and nobody hears of it. The interrupt comes again as soon as the look is over.
+    An exception raised there would be swallowed by the C caller.
     """
     while frame is not None:
-        if frame.f_code is _run.__code__:
-            return bool(_add_call(_INTERRUPT, signal.SIGINT) == 0)
+        if frame.f_code is _run_pending_job.__code__:
+            return bool(_add_pending_call(_INTERRUPT, signal.SIGINT) == 0)
         frame = frame.f_back
     return False

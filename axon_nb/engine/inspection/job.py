@@ -1,10 +1,11 @@
-"""What this rank tells of the job that it runs, to whoever watches; answered while the main thread is busy or stuck.
+"""Training progress of this rank: logged metrics, progress bars, step rates and time spent communicating.
 
-Bars of plain tqdm on this rank, read when somebody looks. Private hooks: tqdm's set of open bars and its `close`.
+Answers while the main thread is busy or stuck.
 
-Where they are missing such bars are drawn in the cell's output as ever, and not in `%watch`.
+Progress bars of plain tqdm are read when a view asks. Private hooks: tqdm's set of open bars and its `close`. If they
+are missing, `%watch` does not show these bars; the cell's output still does.
 
-Rounds of optimizer steps on this rank: a training step, however many optimizers it has.
+A training step steps each optimizer once, however many there are.
 """
 
 from __future__ import annotations
@@ -27,125 +28,123 @@ from axon_nb.records.training.job import RateMeter
 from axon_nb.records.training.metrics import Logged, metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["install_rounds", "job_report", "missing_tqdm_hooks", "rounds", "tqdm_bars"]
+__all__ = ["count_training_steps", "job_report", "missing_tqdm_hooks", "tqdm_bars", "training_steps"]
 
-_KEPT = 16
-_closed: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
+_MAX_CLOSED = 16
+_closed: deque[tuple[int, Bar]] = deque(maxlen=_MAX_CLOSED)
 _hooked: list[type] = []
 
 
 def missing_tqdm_hooks() -> list[str]:
-    """Names of the hooks that this tqdm does not have; empty when it is not loaded."""
-    kind = _kind()
-    return [name for name in ("_instances", "close") if kind is not None and not hasattr(kind, name)]
+    """Names of the hooks that this tqdm lacks; empty if it is not loaded."""
+    tqdm_class = _tqdm_class()
+    return [name for name in ("_instances", "close") if tqdm_class is not None and not hasattr(tqdm_class, name)]
 
 
-def _kind() -> Any:
+def _tqdm_class() -> Any:
     return getattr(sys.modules.get("tqdm.std"), "tqdm", None)
 
 
 def tqdm_bars() -> list[Bar]:
-    """The open bars, and those that were closed in this cell since somebody looked first."""
-    kind = _kind()
-    if kind is None or missing_tqdm_hooks():
+    """The open tqdm bars, and those closed during this cell since the first call."""
+    tqdm_class = _tqdm_class()
+    if tqdm_class is None or missing_tqdm_hooks():
         return []
-    if kind not in _hooked:
-        _hook(kind)
+    if tqdm_class not in _hooked:
+        _install_close_hook(tqdm_class)
     cell = running_cell()
     closed = list(_closed)
     last = cell or (closed[-1][0] if closed else 0)
     found = {(bar.depth, bar.desc): bar for number, bar in closed if number == last}
-    for bar in sorted(_living(kind), key=lambda bar: getattr(bar, "start_t", 0.0)):
-        look = _look(bar, is_over=False)
-        found[look.depth, look.desc] = look
+    for bar in sorted(_open_bars(tqdm_class), key=lambda bar: getattr(bar, "start_t", 0.0)):
+        state = _bar_state(bar, is_over=False)
+        found[state.depth, state.desc] = state
     return [found[key] for key in sorted(found)]
 
 
-def _living(kind: Any) -> list[Any]:
+def _open_bars(tqdm_class: Any) -> list[Any]:
     for _ in range(3):
         try:
-            return [bar for bar in kind._instances if not bar.disable and hasattr(bar, "start_t")]
-        except RuntimeError:  # the main thread has begun or ended a bar meanwhile
+            return [bar for bar in tqdm_class._instances if not bar.disable and hasattr(bar, "start_t")]
+        except RuntimeError:  # the main thread opened or closed a bar meanwhile
             continue
     return []
 
 
-def _look(bar: Any, *, is_over: bool) -> Bar:
+def _bar_state(bar: Any, *, is_over: bool) -> Bar:
     total = None if bar.total is None else int(bar.total)
     seconds = max(0.0, time.time() - bar.start_t)
     depth = abs(int(getattr(bar, "pos", 0) or 0))
     return Bar((bar.desc or "").rstrip(": "), depth, int(bar.n), total, seconds, is_over, str(bar.unit))
 
 
-def _hook(kind: Any) -> None:
-    """Have bars tell how far they came when they are closed."""
-    _hooked.append(kind)
-    close = kind.close
+def _install_close_hook(tqdm_class: Any) -> None:
+    """Record the final state of bars when they are closed."""
+    _hooked.append(tqdm_class)
+    close = tqdm_class.close
 
-    def close_and_tell(self: Any) -> Any:
+    def close_and_record(self: Any) -> Any:
         if not self.disable and hasattr(self, "start_t"):
-            _closed.append((running_cell(), _look(self, is_over=True)))
+            _closed.append((running_cell(), _bar_state(self, is_over=True)))
         return close(self)
 
-    close_and_tell.__doc__ = close.__doc__
-    kind.close = close_and_tell
+    close_and_record.__doc__ = close.__doc__
+    tqdm_class.close = close_and_record
 
 
-rounds = RateMeter()
-"""How fast they come."""
+training_steps = RateMeter()
+"""Rate of training steps, counted from the steps of all optimizers."""
 _seen: set[int] = set()
 
 
-def install_rounds() -> None:
-    """Count from now on."""
+def count_training_steps() -> None:
+    """Start counting training steps."""
     register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    # One round has each optimizer once: ZeroRedundancyOptimizer steps another within its own step.
+    # A training step steps each optimizer once: ZeroRedundancyOptimizer steps another within its own step.
     if not _seen or id(optimizer) in _seen:
         _seen.clear()
-        rounds.mark(time.monotonic_ns())
+        training_steps.mark(time.monotonic_ns())
     _seen.add(id(optimizer))
 
 
-_ROWS = 2000
-_SPANS = 16384
+_MAX_ROWS = 2000
+_MAX_SPANS = 16384
 _MIN_WINDOW_NS = 50_000_000
 _COMMUNICATION = ("collective", "p2p")
 
 
 def job_report(state: RankState, *, pid: int, position: int, span_position: int, since_ns: int) -> dict[str, Any]:
-    """The fields of `JobReport`, as JSON has them.
+    """The fields of `JobReport`, in JSON's types.
 
     Args:
-        state: A sample of now.
-        pid: The process that the other numbers are from; of another one, such as a rank that was replaced, reading
-            begins at the start.
-        position: Where to go on reading what was logged.
-        span_position: Where to go on reading spans.
-        since_ns: When this watcher asked last, on this rank's clock; 0: it has not.
+        state: A current sample.
+        pid: The process that the positions and `since_ns` refer to; if it is another one (the rank was replaced),
+            reading restarts at the beginning.
+        position: Where to continue reading logged metrics.
+        span_position: Where to continue reading spans.
+        since_ns: Time of this watcher's last request, on this rank's clock; 0 if this is the first.
     """
     if pid != os.getpid():
         position = span_position = since_ns = 0
-    rows, position, lost = metrics.read(position, _ROWS)
-    pace = metrics.pace if metrics.pace.steps else rounds
+    rows, position, lost = metrics.read(position, _MAX_ROWS)
+    meter = metrics.pace if metrics.pace.steps else training_steps
     running = state.cell is not None
-    rates = pace.rates(state.time_ns, running=running)
-    items = (
-        rates.items_per_s if pace is metrics.pace else metrics.pace.rates(state.time_ns, running=running).items_per_s
-    )
-    share, span_position = _communication(state.time_ns, span_position, since_ns)
+    rates = meter.rates(state.time_ns, running=running)
+    logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
+    share, span_position = _communication_share(state.time_ns, span_position, since_ns)
     return {
         "pid": os.getpid(),
         "state": dataclasses.asdict(state),
         "rows": [_row(row) for row in rows],
         "position": position,
         "lost": lost,
-        "is_last": len(rows) < _ROWS,
-        "steps": pace.steps,
+        "is_last": len(rows) < _MAX_ROWS,
+        "steps": meter.steps,
         "steps_per_s": rates.steps_per_s,
-        "items_per_s": items,
+        "items_per_s": logged.items_per_s,
         "span_position": span_position,
         "communication": share,
         "bars": [dataclasses.asdict(bar) for bar in (*bars(), *tqdm_bars())],
@@ -153,16 +152,16 @@ def job_report(state: RankState, *, pid: int, position: int, span_position: int,
 
 
 def _row(row: Logged) -> list[Any]:
-    # JSON has no numbers that are not finite.
+    # JSON has no infinities or NaN.
     values = {name: value if math.isfinite(value) else str(value) for name, value in row.values.items()}
     return [row.step, *row.run, row.is_first, values]
 
 
-def _communication(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
-    spans, span_position, lost = ring.since(span_position, _SPANS)
-    known = current().config.backend != "nccl"  # whose own groups record no spans
+def _communication_share(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
+    spans, span_position, lost = ring.since(span_position, _MAX_SPANS)
+    known = current().config.backend != "nccl"  # NCCL groups record no spans
     if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
         return None, span_position
-    stretches = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
-    stretches += [(call.started_ns, now) for call in activity.pending_calls()]
-    return covered_ns(stretches, since_ns, now) / (now - since_ns), span_position
+    intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
+    intervals += [(call.started_ns, now) for call in activity.pending_calls()]
+    return covered_ns(intervals, since_ns, now) / (now - since_ns), span_position

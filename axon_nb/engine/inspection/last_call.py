@@ -1,7 +1,7 @@
-"""With what a model was called last: shapes and dtypes, taken down by a hook that is there for one call.
+"""Records the inputs of a model's last call: shapes and dtypes, captured by a hook that lasts for one call.
 
-Planners need them to run the model without data. The hook is torch's public one and is taken out again by the call
-that it has seen; a copy of the model, made meanwhile, has none that does anything.
+Planners need them to run the model without data. The hook uses torch's public API and removes itself after the call. A
+copy of the model made meanwhile gets a hook that does nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,32 @@ from torch import nn
 
 from axon_nb.engine.session import current
 
-__all__ = ["called_with", "look_at_next_call"]
+__all__ = ["UncopiedHook", "record_next_call", "recorded_inputs"]
 
-_seen: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
-_looked: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
-"""In which cell a model's hook was set last."""
+_recorded: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
+_cell_of_hook: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+"""The cell in which a model's hook was last installed."""
 _NEVER = -1
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Look:
-    """The hook; not copied along with its module."""
+class UncopiedHook:
+    """A module hook that is not copied with its module: the copy gets a hook that does nothing."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_noop, ()
+
+
+def _make_noop() -> Callable[..., None]:
+    return _noop
+
+
+def _noop(*_: Any) -> None:
+    pass
+
+
+class _InputRecorder(UncopiedHook):
+    """Records the inputs of one call, then removes itself."""
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -35,47 +50,36 @@ class _Look:
         if torch.compiler.is_compiling():
             return
         self.handle.remove()
-        _waiting.pop(module, None)
+        _pending.pop(module, None)
         try:
-            _seen[module] = _described(module, args, kwargs)
-        except Exception:  # whatever it was called with, the call goes on
-            _seen[module] = None
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_look, ()
+            _recorded[module] = _describe(module, args, kwargs)
+        except Exception:  # recording must never break the user's call
+            _recorded[module] = None
 
 
-def _no_look() -> Callable[..., None]:
-    return _nothing
+_pending: weakref.WeakKeyDictionary[nn.Module, _InputRecorder] = weakref.WeakKeyDictionary()
+"""Hooks that have not fired yet."""
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
-_waiting: weakref.WeakKeyDictionary[nn.Module, _Look] = weakref.WeakKeyDictionary()
-"""Hooks that have not been called yet."""
-
-
-def look_at_next_call(module: nn.Module) -> None:
-    """Take down the model's next call; set once a cell at most."""
+def record_next_call(module: nn.Module) -> None:
+    """Record the inputs of the model's next call; installs at most one hook per cell."""
     cell = current().cell
-    if module in _waiting or _looked.get(module, _NEVER) == cell:
+    if module in _pending or _cell_of_hook.get(module, _NEVER) == cell:
         return
-    _looked[module] = cell
-    _waiting[module] = look = _Look()
-    look.handle = module.register_forward_pre_hook(look, with_kwargs=True)
+    _cell_of_hook[module] = cell
+    _pending[module] = recorder = _InputRecorder()
+    recorder.handle = module.register_forward_pre_hook(recorder, with_kwargs=True)
 
 
-def called_with(module: nn.Module) -> list[Any] | None:
-    """Arguments of the last call that was seen: of a tensor ``{"shape": […], "dtype": …}``, or a plain value.
+def recorded_inputs(module: nn.Module) -> list[Any] | None:
+    """Arguments of the last recorded call: ``{"shape": […], "dtype": …}`` for a tensor, or a plain value.
 
-    None: no call was seen, or one that cannot be made again by position and without data.
+    None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
     """
-    return _seen.get(module)
+    return _recorded.get(module)
 
 
-def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):

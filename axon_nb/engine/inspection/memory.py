@@ -1,8 +1,8 @@
-"""What this rank's memory holds: the storages of its tensors by role, and what the allocator says; and the estimate.
+"""Measures what this rank's memory holds: tensor storages by role, the allocator's numbers, and an estimate by formula.
 
-How much memory a rank could have: of its GPU, or of its host, where a cgroup may allow less than there is.
+The capacity of a rank is that of its GPU or its host, unless a cgroup allows less.
 
-Modules that take seconds to import, for threads that answer at once: imported beside, there the next time.
+Modules that take seconds to import are imported in the background, because requests must be answered at once.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import from_gradients
+from axon_nb.engine.inspection.gradients import read_gradients
 from axon_nb.engine.inspection.sampler import resident_bytes
-from axon_nb.engine.live_objects import LivingTensors, storages_of
-from axon_nb.engine.namespace import look_up, users_variables
+from axon_nb.engine.live_objects import LiveTensors, storages_of
+from axon_nb.engine.namespace import resolve_variable, user_variables
 from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import free_memory
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["capacity", "loaded", "memory_report", "modules_and_optimizers"]
+__all__ = ["capacity", "import_in_background", "memory_report", "modules_and_optimizers"]
 
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
-    """(what there is for this rank, what of it is taken), in bytes; None: not known.
+    """(capacity for this rank, used part of it), in bytes; None if unknown.
 
     Args:
-        device: What the rank computes on. Of a CUDA device: all its memory, and what all processes have of it.
-        resident: Resident memory of the process. On a CPU: that and what is free on the host.
+        device: The device that the rank computes on. For a CUDA device: its total memory, and what all processes use.
+        resident: Resident memory of the process. On a CPU the capacity is this plus what is free on the host.
     """
     if device.type == "cuda":
-        if not torch.cuda.is_initialized():  # asking would initialise it
+        if not torch.cuda.is_initialized():  # the query would initialise CUDA
             return None, None
         free, total = torch.cuda.mem_get_info(device)
         return total, total - free
@@ -47,131 +47,133 @@ def capacity(device: torch.device, resident: int) -> tuple[int | None, int | Non
 
 
 _lock = threading.Lock()
-_wanted: dict[str, threading.Thread] = {}
-_there: dict[str, Any] = {}
+_threads: dict[str, threading.Thread] = {}
+_imported: dict[str, Any] = {}
 
 
-def loaded(name: str) -> Any:
-    """The module; None as long as it is being imported.
+def import_in_background(name: str) -> Any:
+    """The module of this name, imported in a background thread; None until it is ready.
 
     Raises:
-        ImportError: it could not be imported.
+        ImportError: the import failed.
     """
     with _lock:
-        if name not in _wanted:
-            _wanted[name] = threading.Thread(target=_load, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
-            _wanted[name].start()
-    found = _there.get(name)
+        if name not in _threads:
+            _threads[name] = threading.Thread(target=_import, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
+            _threads[name].start()
+    found = _imported.get(name)
     if isinstance(found, Exception):
         raise ImportError(f"{name} cannot be imported: {found}") from found
     return found
 
 
-def _load(name: str) -> None:
+def _import(name: str) -> None:
     try:
-        _there[name] = importlib.import_module(name)
+        _imported[name] = importlib.import_module(name)
     except Exception as error:
-        _there[name] = error
+        _imported[name] = error
 
 
-_living = LivingTensors()
+_live_tensors = LiveTensors()
 
 
 def memory_report(names: Iterable[str]) -> dict[str, Any]:
-    """What is there now.
+    """Report current memory use.
 
     Args:
-        names: Modules and optimizers; empty: all variables are looked at.
+        names: Modules and optimizers; empty for all variables.
 
     Returns:
-        ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None where there is no formula; ``notes``:
-        sentences; ``is_pending``: the formula is still being loaded; ``model``: what changes when the one model that
-        was named is another, or is called otherwise.
+        ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None if there is no formula; ``notes``:
+        sentences; ``is_pending``: whether the formula is still being imported; ``model``: a key that changes if the
+        single named model is replaced or called with other inputs.
 
     Raises:
-        UsageError: there is no such variable, or it is neither.
+        UsageError: a variable does not exist, or is neither a module nor an optimizer.
     """
     session = current()
-    chosen = list(names)
-    modules, optimizers = modules_and_optimizers(chosen, session)
+    names = list(names)
+    modules, optimizers = modules_and_optimizers(names, session)
     measured = _measure(modules, optimizers, session)
-    predicted, why, estimator, facts = None, "", None, None
-    if chosen:  # of all variables together there is no formula: what of them belongs together is not known
-        estimator = loaded("axon_nb.engine.inspection.memory_estimate")
-        facts = loaded("axon_nb.engine.inspection.model_facts")
+    estimated, note, estimator, facts = None, "", None, None
+    if names:  # no formula for all variables together: which of them belong together is unknown
+        estimator = import_in_background("axon_nb.engine.inspection.memory_estimate")
+        facts = import_in_background("axon_nb.engine.inspection.model_facts")
     if estimator is not None:
-        predicted, why = estimator.estimate(modules, optimizers, session)
+        estimated, note = estimator.estimate(modules, optimizers, session)
     return {
         "measured": dataclasses.asdict(measured),
-        "estimated": None if predicted is None else dataclasses.asdict(predicted),
-        "notes": [why] if why else [],
-        "is_pending": bool(chosen) and None in (estimator, facts),
-        "model": _key(facts, modules),
+        "estimated": None if estimated is None else dataclasses.asdict(estimated),
+        "notes": [note] if note else [],
+        "is_pending": bool(names) and None in (estimator, facts),
+        "model": _model_key(facts, modules),
     }
 
 
-def _key(facts: Any, modules: list[torch.nn.Module]) -> str:
+def _model_key(facts: Any, modules: list[torch.nn.Module]) -> str:
     if facts is None or len(modules) != 1:
         return ""
     try:
         return str(facts.model_key(modules[0]))
-    except Exception:  # an odd model of the user's is measured all the same
+    except Exception:  # an unusual model is measured anyway
         return ""
 
 
 def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
-    """Those of these names, with the optimizers that step the modules where none is named; all when no name is given.
+    """Resolve names to modules and optimizers; without names, return all variables of these types.
+
+    If only modules are named, the optimizers that step their parameters are added.
 
     Raises:
-        UsageError: there is no such variable, or it is neither.
+        UsageError: a variable does not exist, or is neither a module nor an optimizer.
     """
     space = session.kernel.shell.user_ns
-    values = [look_up(name, space) for name in names]
+    values = [resolve_variable(name, space) for name in names]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.nn.Module | Optimizer):
-            raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` takes modules and optimizers.")
-    given = values or list(users_variables(session.kernel.shell).values())
-    # type() and not isinstance: lazy proxies answer the latter with side effects.
-    modules = [value for value in given if issubclass(type(value), torch.nn.Module)]
-    optimizers = [value for value in given if issubclass(type(value), Optimizer)]
+            raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` accepts modules and optimizers.")
+    candidates = values or list(user_variables(session.kernel.shell).values())
+    # type() instead of isinstance: lazy proxies answer the latter with side effects.
+    modules = [value for value in candidates if issubclass(type(value), torch.nn.Module)]
+    optimizers = [value for value in candidates if issubclass(type(value), Optimizer)]
     if values and not optimizers:
-        optimizers = _of_these(modules, session)
+        optimizers = _optimizers_of(modules, session)
     return modules, optimizers
 
 
-def _of_these(modules: list[torch.nn.Module], session: RankSession) -> list[Optimizer]:
+def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list[Optimizer]:
     """The optimizers among the variables that step parameters of these modules."""
-    own = {id(parameter) for module in modules for parameter in module.parameters()}
-    everything = users_variables(session.kernel.shell).values()
+    parameter_ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    everything = user_variables(session.kernel.shell).values()
     found = {id(value): value for value in everything if isinstance(value, Optimizer)}
-    return [value for value in found.values() if own & {id(p) for g in value.param_groups for p in g["params"]}]
+    return [item for item in found.values() if parameter_ids & {id(p) for g in item.param_groups for p in g["params"]}]
 
 
 def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
-    kind = session.device.type
+    device_type = session.device.type
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    none: dict[int, int] = {}
+    empty: dict[int, int] = {}
     key = ("memory", *map(id, modules))
-    gradients = from_gradients(key, parameters, lambda found: storages_of(found, kind), before=none)
+    gradients = read_gradients(key, parameters, lambda found: storages_of(found, device_type), default=empty)
     roles = {
-        "parameters": storages_of(parameters, kind),
+        "parameters": storages_of(parameters, device_type),
         "gradients": gradients,
-        "optimizer": storages_of(_states(optimizers), kind),
-        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], kind),
-        # While nothing runs nobody is held up.
-        "other": _living.storages(kind, now=session.cell is None),
+        "optimizer": storages_of(_state_tensors(optimizers), device_type),
+        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
+        # While no cell runs, a scan delays nothing.
+        "other": _live_tensors.storages(device_type, now=session.cell is None),
     }
     sizes, seen = {}, set[int]()
-    for role, found in roles.items():  # a storage counts for the first role that it has
+    for role, found in roles.items():  # a storage counts for its first role
         sizes[role] = sum(size for place, size in found.items() if place not in seen)
         seen |= found.keys()
     resident = resident_bytes()
-    highest = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    limit, occupied = capacity(session.device, resident)
+    resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    total, occupied = capacity(session.device, resident)
     peak, source = None, "storages"
-    if kind == "cuda" and torch.cuda.is_initialized():
+    if device_type == "cuda" and torch.cuda.is_initialized():
         source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
-        # What autograd keeps for backward is known to C++ alone.
+        # Only C++ knows what autograd saves for backward.
         sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
     return MemoryUse(
         rank=session.config.rank,
@@ -180,14 +182,15 @@ def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], sessio
         by_role=sizes,
         peak=peak,
         resident=resident,
-        capacity=limit,
-        resident_peak=highest,
+        capacity=total,
+        resident_peak=resident_peak,
         occupied=occupied,
     )
 
 
-def _states(optimizers: list[Optimizer]) -> list[torch.Tensor]:
-    # ZeroRedundancyOptimizer holds them in the optimizer of its own part.
-    states = [state for own in optimizers for state in list(getattr(own, "optim", own).state.values())]
+def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:
+    # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition.
+    inner = [getattr(optimizer, "optim", optimizer) for optimizer in optimizers]
+    states = [state for optimizer in inner for state in list(optimizer.state.values())]
     values = [value for state in states if isinstance(state, dict) for value in list(state.values())]
     return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What model states take on this rank by formula, for the bars beside the measured ones."""
+"""Estimates model states on this rank by formula, for the bars beside the measured ones."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from axon_nb.records.memory import MemoryUse
 
 __all__ = ["estimate"]
 
-_NO_FORMULA = "No estimate: there is a formula for whole models, DDP, FSDP2 and ZeRO-1."
+_NO_FORMULA = "No estimate: formulas exist only for unsharded models, DDP, FSDP2 and ZeRO-1."
 
 
 def estimate(
     modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession
 ) -> tuple[MemoryUse | None, str]:
-    """Parameters, gradients and optimizer state between steps, and why there is no number of them, or no better one.
+    """Estimate parameters, gradients and optimizer state between steps.
 
-    This is the one place that decides where estimates come from.
+    This is the only place that decides where estimates come from.
 
     Args:
-        modules: What is trained.
-        optimizers: What trains it; empty: Adam is taken.
+        modules: The trained modules.
+        optimizers: Their optimizers; empty: Adam is assumed.
         session: The rank.
+
+    Returns:
+        The estimate, None if there is no formula; and a sentence about what limits it, empty if nothing does.
     """
-    kind = None if not optimizers else OptimizerKind(type(_own(optimizers[0])), _options(optimizers[0]))
+    kind = None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
     try:
-        zero1 = next((own for own in optimizers if type(own).__name__ == "ZeroRedundancyOptimizer"), None)
+        zero1 = next((item for item in optimizers if type(item).__name__ == "ZeroRedundancyOptimizer"), None)
         parts = [_of_module(module, kind, zero1) for module in modules]
-    except Exception as error:  # an optimizer of the user's own, say, that cannot be tried
+    except Exception as error:  # such as a custom optimizer that cannot be instantiated
         return None, f"No estimate: {type(error).__name__}: {error}"
     if not parts or None in parts:
         return None, _NO_FORMULA
@@ -48,22 +51,22 @@ def estimate(
         "gradients": sum(part.grad_memory_bytes for part in found),
         "optimizer": sum(part.optim_memory_bytes for part in found),
     }
-    why = "" if optimizers else "The estimate is for Adam: there is no optimizer of this model among the variables."
-    return MemoryUse(session.config.rank, time.monotonic_ns(), "estimate", sizes), why
+    note = "" if optimizers else "No optimizer for this model found among the variables; the estimate assumes Adam."
+    return MemoryUse(session.config.rank, time.monotonic_ns(), "estimate", sizes), note
 
 
-def _own(optimizer: Optimizer) -> Optimizer:
-    own: Optimizer = getattr(optimizer, "optim", optimizer)
-    return own
+def _inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
 
 
 def _options(optimizer: Optimizer) -> dict[str, object]:
-    defaults = _own(optimizer).defaults
+    defaults = _inner_optimizer(optimizer).defaults
     return {name: defaults[name] for name in ("amsgrad", "momentum", "centered") if name in defaults}
 
 
 def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) -> FSDPMemoryStats | None:
-    if isinstance(module, ShardedModel):  # it knows its shapes from before it was sharded
+    if isinstance(module, ShardedModel):  # it knows its unsharded shapes
         return module.memory_estimate(optimizer=kind)
     parameters: list[Any] = list(module.parameters())
     shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in parameters]
@@ -89,7 +92,7 @@ def _of_module(module: torch.nn.Module, kind: OptimizerKind | None, zero1: Any) 
 
 
 def _is_fsdp(parameter: Any) -> bool:
-    """Whether a parameter is split along its first dim over the last axis of its mesh alone, as FSDP2 does."""
+    """Whether a parameter is sharded along its first dim over only the last axis of its mesh, as FSDP2 does."""
     if not is_dtensor(parameter):
         return False
     *copies, shard = parameter.placements

@@ -1,4 +1,4 @@
-"""What a planner of memory asks this rank: the model without its data, how it is trained, and its states by formula."""
+"""Collects what the memory planner needs from this rank: a model skeleton, its training setup, its states."""
 
 from __future__ import annotations
 
@@ -9,86 +9,88 @@ from typing import Any
 
 import torch
 
-import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second to import: not on the thread that answers
+import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second: not in the answering thread
 from axon_nb import plan
-from axon_nb.engine.inspection.model_facts import ModelFacts, facts_of, model_key
-from axon_nb.engine.inspection.model_skeleton import NoSkeleton, inner_model, skeleton
-from axon_nb.engine.inspection.pipeline_facts import held_stages, stages_sent
+from axon_nb.engine.inspection.model_facts import ModelFacts, describe_model, model_key
+from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, skeleton
+from axon_nb.engine.inspection.pipeline_facts import find_pipeline, stage_skeletons
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.memory import MemorySetup, changed
 
-__all__ = ["tell_plan"]
+__all__ = ["planner_inputs"]
 
-_kept: dict[str, bytes] = {}
-"""The last skeleton, by the model's key."""
+_cached_skeleton: dict[str, bytes] = {}
+"""The last skeleton, by model key."""
 
 
-def tell_plan(
+def planner_inputs(
     module: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
     session: RankSession,
     *,
-    asked: Mapping[str, Any] | None,
-    known: str,
-    stages: bool = False,
+    what_if: Mapping[str, Any] | None,
+    known_key: str,
+    stages_only: bool = False,
 ) -> dict[str, Any]:
-    """The answer to one question.
+    """Answer one plan request.
 
     Args:
-        module: The model, as the user has it.
+        module: The model as the user holds it.
         optimizers: Those that step its parameters.
         session: This rank.
-        asked: Fields of `MemorySetup`; None: as it is.
-        known: The key of the model that the notebook has already.
-        stages: Of a pipeline: this rank's stages alone are wanted.
+        what_if: Fields of `MemorySetup` to change; None: the current setup.
+        known_key: Key of the model that the notebook already has.
+        stages_only: For a pipeline: return only this rank's stages.
 
     Returns:
-        ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes of the rank that has
-        most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
-        where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of
-        another question. Of a pipeline ``ranks``, by stage, instead of a model and its states; ``first``, the rank to
-        ask, where that is another one; with `stages` the answer of `stages_sent` alone.
+        ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes by role, by formula, of
+        the rank that holds most; ``host``: those in host memory; ``model``: the skeleton in base64, None if the
+        notebook has it. If there is no plan, ``refused`` says why, beside ``facts`` if another what-if scenario may
+        have one. For a pipeline, ``ranks`` by stage replaces model and states; ``first_rank`` names the rank to ask
+        instead; with `stages_only` only ``stages``, the result of `stage_skeletons`.
     """
-    if (pipeline := held_stages(module)) is not None and (stages or not pipeline.is_first):
+    if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):
         try:
-            return {"stages": stages_sent(module)} if stages else {"first": pipeline.stage_ranks()[0]}
-        except NoSkeleton as error:
+            if stages_only:
+                return {"stages": stage_skeletons(module)}
+            return {"first_rank": pipeline.stage_ranks()[0]}
+        except SkeletonError as error:
             return {"refused": f"There is no plan: {error}"}
-    facts = facts_of(module, optimizers, session)
-    told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
+    facts = describe_model(module, optimizers, session)
+    reply: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
     try:
-        setup = facts.setup if asked is None else changed(facts.setup, asked)
-        told |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
+        setup = facts.setup if what_if is None else changed(facts.setup, what_if)
+        reply |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
         if pipeline is not None:
-            return {**told, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
-        factory = _skeleton(module, told["key"])
-        states = _by_formula(factory, setup, facts, session)
-        sent = None if known == told["key"] else base64.b64encode(factory).decode()
-        return {**told, "model": sent, **states}
-    except NoSkeleton as error:
+            return {**reply, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
+        factory = _skeleton_of(module, reply["key"])
+        states = _estimate_states(factory, setup, facts, session)
+        encoded = None if known_key == reply["key"] else base64.b64encode(factory).decode()
+        return {**reply, "model": encoded, **states}
+    except SkeletonError as error:
         return {"refused": f"There is no plan: {error}"}
     except UsageError as error:
-        return {**told, "refused": str(error)}
+        return {**reply, "refused": str(error)}
 
 
-def _skeleton(module: torch.nn.Module, key: str) -> bytes:
-    if key not in _kept:
-        made = skeleton(inner_model(module))
-        _kept.clear()
-        _kept[key] = made
-    return _kept[key]
+def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
+    if key not in _cached_skeleton:
+        pickled = skeleton(inner_model(module))
+        _cached_skeleton.clear()
+        _cached_skeleton[key] = pickled
+    return _cached_skeleton[key]
 
 
-def _by_formula(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession) -> dict[str, Any]:
+def _estimate_states(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession) -> dict[str, Any]:
     optimizer, options = setup.optimizer_arguments
     if setup.optimizer == facts.setup.optimizer:
         options = facts.optimizer_options
-    made = plan.memory(
+    estimate = plan.memory(
         plan.CapturedModel("model", factory),
         mesh=setup.mesh,
         strategy=setup.strategy,
-        inputs=plan.TensorSpec((1,)),  # nothing is run
+        inputs=plan.TensorSpec((1,)),  # nothing runs
         optimizer=optimizer,
         optimizer_options=options,
         dtype=setup.dtype or None,
@@ -99,7 +101,7 @@ def _by_formula(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: 
         fragmentation=0.0,
         method="closed_form",
     )
-    worst = made.worst
+    worst = estimate.worst
     return {
         "states": {name: size for name, size in worst.persistent.as_dict().items() if size},
         "host": worst.host_bytes,

@@ -1,7 +1,7 @@
-"""How a model of this rank is trained now, as far as it shows: strategy, ranks, dtypes, optimizer, batch.
+"""Infers how a model of this rank is trained: strategy, ranks, dtypes, optimizer, batch.
 
-Private hooks: the states of FSDP2's modules, read for their units, their dtype and whether they stay whole. A torch
-that has them no more is taken for one with the defaults.
+Private hooks: the states of FSDP2's modules, read for units, dtype and whether parameters stay unsharded. On a torch
+that lacks them, the defaults are assumed.
 """
 
 from __future__ import annotations
@@ -15,72 +15,73 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.last_call import called_with, look_at_next_call
+from axon_nb.engine.inspection.last_call import record_next_call, recorded_inputs
 from axon_nb.engine.inspection.model_skeleton import inner_model, is_recomputed, plain_class
-from axon_nb.engine.inspection.pipeline_facts import first_stage, held_stages, pipeline_facts
+from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.torch_api import torch_api
 
-__all__ = ["ModelFacts", "facts_of", "model_key"]
+__all__ = ["ModelFacts", "describe_model", "model_key"]
 
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _GPT = ("axon_nb.parallel.models.gpt", "GPT")
 _OPTIONS = ("amsgrad", "momentum", "centered", "foreach", "fused")
-"""Of an optimizer: those that decide over what it holds."""
+"""Optimizer options that determine its memory."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a planner is told of one model."""
+    """What the planner needs to know about one model."""
 
     setup: MemorySetup
     is_trained_so: bool
-    """Whether `setup` is how it is trained; False: nothing tells that, and it is a proposal."""
+    """Whether `setup` is how the model is trained; False: it cannot be inferred, and `setup` is a proposal."""
     optimizer_options: dict[str, Any]
     units: list[str] | None
-    """Classes that FSDP gathers as units, the model aside; None: it has no units."""
+    """Classes that FSDP gathers as units, except the model's own; None without units."""
     blocks: list[str]
-    """Classes that are computed again in backward."""
+    """Classes that use activation checkpointing."""
     inputs: list[Any] | None
-    """As `called_with`."""
+    """As returned by `recorded_inputs`."""
     loss: str
-    """``tokens``: the next token's cross-entropy; ``mean``: not known, the mean of the output stands for it."""
+    """``tokens``: next-token cross-entropy; ``mean``: unknown, the mean of the output stands for it."""
     notes: list[str]
     schedule: str = "1F1B"
-    """Of a pipeline: its name."""
+    """Name of a pipeline's schedule."""
     tp_plan: Any = "auto"
-    """How layers are cut, where they are: styles by patterns of names."""
+    """How layers are sharded, if they are: styles by name pattern."""
 
 
 def model_key(module: nn.Module) -> str:
-    """Changes with what the model is and how it is called; cheap, as it is asked often."""
-    inner = inner_model(module)
-    look_at_next_call(_called(module))
+    """A key that changes with the model and its inputs; cheap, because it is requested often."""
+    inner, called = inner_model(module), _forward_module(module)
+    record_next_call(called)
     first = next(inner.parameters(), None)
-    return f"{id(inner)}:{type(inner).__name__}:{None if first is None else first.dtype}:{called_with(_called(module))}"
+    dtype = None if first is None else first.dtype
+    return f"{id(inner)}:{type(inner).__name__}:{dtype}:{recorded_inputs(called)}"
 
 
-def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSession) -> ModelFacts:
-    """What there is to say of a model.
+def describe_model(module: nn.Module, optimizers: list[Optimizer], session: RankSession) -> ModelFacts:
+    """Describe a model for the planner.
 
     Args:
-        module: As the user has it, wrappers and all.
+        module: The model as the user holds it, with its wrappers.
         optimizers: Those that step its parameters.
         session: This rank.
     """
     notes: list[str] = []
     name, options = _optimizer(optimizers, notes)
-    if held_stages(module) is not None:
-        setup, given, layout, more = pipeline_facts(module, name)
-        return ModelFacts(setup, True, options, None, [], given, "mean", [*notes, *more], **layout)
+    if find_pipeline(module) is not None:
+        setup, inputs, layout, more_notes = pipeline_facts(module, name)
+        return ModelFacts(setup, True, options, None, [], inputs, "mean", [*notes, *more_notes], **layout)
     inner = inner_model(module)
-    inputs = called_with(_called(module))
-    fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch(inputs)}
+    inputs = recorded_inputs(_forward_module(module))
+    fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch_size(inputs)}
     known = fields.pop("known")
-    recomputed = sorted({plain_class(own).__name__ for own in inner.modules() if is_recomputed(own)})
+    recomputed = sorted({plain_class(child).__name__ for child in inner.modules() if is_recomputed(child)})
     units = _units(inner)
     return ModelFacts(
         MemorySetup(**fields, checkpointing=bool(recomputed)),
@@ -94,37 +95,37 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
     )
 
 
-def _called(module: nn.Module) -> nn.Module:
-    """Whose forward is looked at: the model's, which has the names of its arguments, or that of what is compiled."""
+def _forward_module(module: nn.Module) -> nn.Module:
+    """The module whose inputs are recorded: the model itself, which names its arguments, or its compiled form."""
     if (stage := first_stage(module)) is not None:
         return stage
-    while not isinstance(module, loaded_class(*_COMPILED)) and module is not (inside := _inside(module)):
-        module = inside
+    while not isinstance(module, loaded_class(*_COMPILED)) and module is not (inner := _unwrap(module)):
+        module = inner
     return module
 
 
-def _inside(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     wraps = isinstance(module, (DistributedDataParallel, loaded_class(*_SHARDED)))
     return module.module if wraps else module  # type: ignore[return-value]
 
 
-def _batch(inputs: list[Any] | None) -> int:
+def _batch_size(inputs: list[Any] | None) -> int:
     sizes = [value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]]
     return max(1, sizes[0]) if sizes else 1
 
 
 def _optimizer(optimizers: list[Optimizer], notes: list[str]) -> tuple[str, dict[str, Any]]:
     if not optimizers:
-        notes.append("There is no optimizer of this model among the variables: Adam is taken.")
+        notes.append("No optimizer for this model found among the variables; assuming Adam.")
         return "adam", {}
-    own = getattr(optimizers[0], "optim", optimizers[0])
-    kind = type(own)
+    optimizer = getattr(optimizers[0], "optim", optimizers[0])
+    kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind:
-        notes.append(f"{kind.__name__} is no optimizer of torch's: Adam is taken.")
+        notes.append(f"{kind.__name__} is not one of torch's optimizers; assuming Adam.")
         return "adam", {}
     if len(optimizers) > 1:
-        notes.append(f"Of {len(optimizers)} optimizers the first is taken for all parameters: {kind.__name__}.")
-    options = {key: own.defaults[key] for key in _OPTIONS if own.defaults.get(key)}
+        notes.append(f"Found {len(optimizers)} optimizers; assuming the first, {kind.__name__}, for all parameters.")
+    options = {key: optimizer.defaults[key] for key in _OPTIONS if optimizer.defaults.get(key)}
     name = kind.__name__.lower()
     return WITH_MOMENTUM if name == "sgd" and "momentum" in options else name, options
 
@@ -133,51 +134,51 @@ def _strategy(
     module: nn.Module, inner: nn.Module, optimizers: list[Optimizer], session: RankSession, notes: list[str]
 ) -> dict[str, Any]:
     world = session.config.world_size
-    zero1 = any(type(own).__name__ == "ZeroRedundancyOptimizer" for own in optimizers)
+    zero1 = any(type(optimizer).__name__ == "ZeroRedundancyOptimizer" for optimizer in optimizers)
     if isinstance(module, loaded_class(*_SHARDED)):
-        own: Any = module
-        mesh = own.mesh
-        found = {"strategy": own.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-        return {**found, "offload": own.cpu_offload.value, "mixed_precision": _computes_in(inner), "known": True}
+        sharded: Any = module
+        mesh = sharded.mesh
+        found = {"strategy": sharded.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+        return {**found, "offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner), "known": True}
     if isinstance(module, DistributedDataParallel):
         size = torch.distributed.get_world_size(module.process_group)
         return {"strategy": "optimizer_state" if zero1 else "ddp", "world": size, "shard": size, "known": True}
     parameters: list[Any] = list(inner.parameters())
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:
-        notes.append(f"Nothing wraps the model: what is asked for first is full_shard on all {world} ranks.")
+        notes.append(f"The model is not wrapped; the first prediction is for full_shard on all {world} ranks.")
         return {"strategy": "full_shard", "world": world, "shard": world, "known": False}
-    mesh = max(meshes, key=lambda own: own.size())
+    mesh = max(meshes, key=lambda candidate: candidate.size())
     sizes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
     by_fsdp = _units(inner) is not None
     if "tp" in sizes or len(meshes) > 1 or not by_fsdp:
-        notes.append("Layers are cut over ranks, too: what is asked here is about samples alone, with whole layers.")
+        notes.append("Layers are sharded, too; the prediction is for data parallelism with unsharded layers.")
         rest = math.prod(size for name, size in sizes.items() if name != "tp") if by_fsdp else world
         return {"strategy": "full_shard", "world": rest, "shard": rest, "known": False}
-    keeps = _keeps_whole(inner)
-    strategy = "hybrid_shard" if mesh.ndim == 2 else "shard_grad_op" if keeps else "full_shard"
+    keeps_unsharded = _keeps_unsharded(inner)
+    strategy = "hybrid_shard" if mesh.ndim == 2 else "shard_grad_op" if keeps_unsharded else "full_shard"
     found = {"strategy": strategy, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-    return {**found, "mixed_precision": _computes_in(inner), "known": True}
+    return {**found, "mixed_precision": _compute_dtype(inner), "known": True}
 
 
-def _states(inner: nn.Module) -> list[tuple[nn.Module, Any]]:
-    modules: list[Any] = [own for own in inner.modules() if hasattr(own, "_get_fsdp_state")]
-    return [(own, own._get_fsdp_state()) for own in modules]
+def _fsdp_states(inner: nn.Module) -> list[tuple[nn.Module, Any]]:
+    modules: list[Any] = [child for child in inner.modules() if hasattr(child, "_get_fsdp_state")]
+    return [(child, child._get_fsdp_state()) for child in modules]
 
 
 def _units(inner: nn.Module) -> set[str] | None:
-    states = _states(inner)
-    return {plain_class(own).__name__ for own, _ in states if own is not inner} if states else None
+    states = _fsdp_states(inner)
+    return {plain_class(child).__name__ for child, _ in states if child is not inner} if states else None
 
 
-def _computes_in(inner: nn.Module) -> str:
-    dtypes = [getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for _, state in _states(inner)]
+def _compute_dtype(inner: nn.Module) -> str:
+    dtypes = [getattr(getattr(state, "_mp_policy", None), "param_dtype", None) for _, state in _fsdp_states(inner)]
     dtype = next(filter(None, dtypes), None)
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _keeps_whole(inner: nn.Module) -> bool:
-    """Whether units stay whole from forward to backward; the root does so by default, and does not count."""
-    states = [state for own, state in _states(inner) if own is not inner]
+def _keeps_unsharded(inner: nn.Module) -> bool:
+    """Whether units stay unsharded from forward to backward; the root always does by default, so it does not count."""
+    states = [state for child, state in _fsdp_states(inner) if child is not inner]
     groups = [group for state in states for group in torch_api().fsdp_parameter_groups(state)]
     return bool(groups) and all(getattr(group, "post_forward_mesh_info", True) is None for group in groups)

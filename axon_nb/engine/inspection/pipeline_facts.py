@@ -1,6 +1,6 @@
-"""What this rank tells a planner of a pipeline: how it is laid out over ranks, and its stages without their data.
+"""Describes a pipeline for the planner: its layout over ranks, and its stages without their data.
 
-No rank has the whole model: each sends its stages, and the notebook puts them together.
+No rank holds the whole model: each sends its stages, and the notebook assembles them.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.engine.inspection.last_call import called_with
+from axon_nb.engine.inspection.last_call import recorded_inputs
 from axon_nb.engine.inspection.model_skeleton import skeleton
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.records.memory import MemorySetup
 
-__all__ = ["first_stage", "held_stages", "pipeline_facts", "stages_sent"]
+__all__ = ["find_pipeline", "first_stage", "pipeline_facts", "stage_skeletons"]
 
 _PIPELINE = ("axon_nb.parallel.pipeline.held_stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
 _SECTION = ("axon_nb.parallel.pipeline.stages", "Section")
 _STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
-"""Names that `axon_nb.parallel.parallelize` has for torch's styles."""
-_WRAPPED = "Stages are wrapped by hand: what is asked here is of stages that are whole on their rank."
-_OTHER_STYLES = "Layers are cut in ways that have no name: what is asked here cuts those that are known to be cut well."
-_CUT_ANEW = "Stages are cut anew, by the number of parameters."
+"""Names that `axon_nb.parallel.parallelize` uses for torch's styles."""
+_HAND_WRAPPED = "The stages are wrapped by hand; the prediction assumes unsharded stages."
+_UNKNOWN_STYLES = "Some layers use unknown sharding styles; the prediction uses the default styles of `parallelize`."
+_REPARTITIONED = "The prediction splits the model into stages by their numbers of parameters."
 
 
-def held_stages(module: Any) -> Any:
-    """The `Pipeline` that a module is, or has within it; None: it has none."""
-    own: Any = module
-    if issubclass(type(own), loaded_class(*_THREE_D)):
-        own = own.pipeline
-    return own if issubclass(type(own), loaded_class(*_PIPELINE)) else None
+def find_pipeline(module: Any) -> Any:
+    """The `Pipeline` that this module is or contains; None if there is none."""
+    inner: Any = module
+    if issubclass(type(inner), loaded_class(*_THREE_D)):
+        inner = inner.pipeline
+    return inner if issubclass(type(inner), loaded_class(*_PIPELINE)) else None
 
 
 def first_stage(module: Any) -> nn.Module | None:
-    """What is called with a pipeline's inputs; None: it is on another rank, or this is no pipeline."""
-    pipeline = held_stages(module)
+    """The stage that receives a pipeline's inputs; None if it is on another rank, or if this is not a pipeline."""
+    pipeline = find_pipeline(module)
     return None if pipeline is None else pipeline._stage_modules.get(0)
 
 
 def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] | None, dict[str, Any], list[str]]:
-    """How a pipeline is trained.
+    """Describe how a pipeline is trained.
 
     Args:
-        module: A `Pipeline` or `Parallel3D`; its first stage is on this rank.
+        module: A `Pipeline` or `Parallel3D` whose first stage is on this rank.
         optimizer: As in `MemorySetup`.
 
     Returns:
-        The setup; what the whole model is called with, None where no call was seen; ``schedule`` and ``tp_plan`` as
-        `plan.memory` takes them; sentences.
+        The setup; the inputs of the whole model, None if no call was recorded; ``schedule`` and ``tp_plan`` as
+        `plan.memory` takes them; notes as sentences.
     """
-    pipeline, notes = held_stages(module), []
+    pipeline, notes = find_pipeline(module), []
     sizes, options = {"dp": 1, "tp": 1}, dict[str, Any]()
     tp_plan: Any = "auto"
     if module is not pipeline:
         sizes, options = {axis: module._axis_size(axis) for axis in sizes}, module._fsdp
-        named = {key: _STYLES.get(type(style).__name__) for key, style in module._plan.items()}
-        tp_plan = "auto" if None in named.values() else named or "auto"
-        notes += [_OTHER_STYLES] if None in named.values() else []
+        styles = {key: _STYLES.get(type(style).__name__) for key, style in module._plan.items()}
+        tp_plan = "auto" if None in styles.values() else styles or "auto"
+        notes += [_UNKNOWN_STYLES] if None in styles.values() else []
     elif _is_wrapped(pipeline):
-        notes.append(_WRAPPED)
+        notes.append(_HAND_WRAPPED)
     policy = options.get("mp_policy")
     count = int(pipeline.num_microbatches)
-    inputs = _whole(called_with(pipeline._stage_modules[0]), count)
+    inputs = _full_batch(recorded_inputs(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
         world=pipeline.group.size() * sizes["dp"] * sizes["tp"],
@@ -78,38 +78,37 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
         tp=sizes["tp"],
         microbatches=count,
     )
-    return setup, inputs, {"schedule": pipeline.schedule.value, "tp_plan": tp_plan}, [*notes, _CUT_ANEW]
+    return setup, inputs, {"schedule": pipeline.schedule.value, "tp_plan": tp_plan}, [*notes, _REPARTITIONED]
 
 
 def _is_wrapped(pipeline: Any) -> bool:
-    own = pipeline._stage_modules.values()
-    return any(isinstance(stage, DistributedDataParallel) for stage in own) or any(
-        map(is_dtensor, pipeline.parameters())
-    )
+    stages = pipeline._stage_modules.values()
+    is_ddp = any(isinstance(stage, DistributedDataParallel) for stage in stages)
+    return is_ddp or any(map(is_dtensor, pipeline.parameters()))
 
 
-def _whole(inputs: list[Any] | None, count: int) -> list[Any] | None:
-    """What one microbatch was called with, for all of them."""
+def _full_batch(inputs: list[Any] | None, count: int) -> list[Any] | None:
+    """Scale the inputs of one microbatch to the whole batch."""
     if inputs is None:
         return None
-    made = []
+    full = []
     for value in inputs:
         sized = isinstance(value, dict) and value["shape"]
-        made.append({**value, "shape": [value["shape"][0] * count, *value["shape"][1:]]} if sized else value)
-    return made
+        full.append({**value, "shape": [value["shape"][0] * count, *value["shape"][1:]]} if sized else value)
+    return full
 
 
-def stages_sent(module: Any) -> dict[str, str]:
-    """By the number of each stage of this rank, as text: what `join_stages` takes, in base64.
+def stage_skeletons(module: Any) -> dict[str, str]:
+    """The skeletons of this rank's stages by stage number, in base64, as `join_stages` takes them.
 
     Raises:
-        NoSkeleton: a stage cannot be sent to another process.
+        SkeletonError: a stage cannot be sent to another process.
     """
-    pipeline = held_stages(module)
-    found = {}
+    pipeline = find_pipeline(module)
+    skeletons = {}
     for index, stage in pipeline._stage_modules.items():
-        own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
-        is_section = issubclass(type(own), loaded_class(*_SECTION))
-        children = own.named_children() if is_section else [(str(index), own)]
-        found[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
-    return found
+        inner: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
+        is_section = issubclass(type(inner), loaded_class(*_SECTION))
+        children = inner.named_children() if is_section else [(str(index), inner)]
+        skeletons[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
+    return skeletons

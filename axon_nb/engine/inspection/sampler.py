@@ -1,8 +1,7 @@
-"""What the main thread of this rank does right now, read from its stack by another thread.
+"""Samples what this rank's main thread does, read from its stack by another thread.
 
-Sends samples to the notebook while it watches, those of a beat in a message; nothing otherwise.
-
-A message costs this rank, the controller and the notebook ten times what a sample does.
+While the notebook watches, samples are sent to it, batched per tick: a message costs this rank, the controller and the
+notebook ten times as much as a sample.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.collective_names import PUBLIC_NAMES, find_function, is_public_call
+from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collective, is_public_call
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import RankSession
@@ -25,12 +24,12 @@ from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 
 __all__ = ["Sampler", "Telemetry", "resident_bytes"]
 
-_WAITING_AFTER_NS = 250_000_000
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_WAITING_THRESHOLD_NS = 250_000_000
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Sampler:
-    """Takes samples; remembers since when the rank is in the same call."""
+    """Takes samples, and remembers when the current call started."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -38,27 +37,27 @@ class Sampler:
         self._since_ns = 0
 
     def sample(self) -> RankState:
-        """One sample, some 20 us."""
+        """Take one sample; about 20 us."""
         session, now = self._session, time.monotonic_ns()
         cell = session.cell
         frame = main_frame() if cell is not None else None
-        line, call, serial = self._look(frame) if cell is not None else (None, "", 0)
-        waited = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
-        if waited is not None and not call:
-            # DTensor and functional collectives wait without a function of torch.distributed on the stack.
-            call = PUBLIC_NAMES.get(waited.name, waited.name)
-        key = (cell, call, waited.number if waited else serial)
+        line, call, call_id = self._locate(frame) if cell is not None else (None, "", 0)
+        wait = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
+        if wait is not None and not call:
+            # DTensor and functional collectives wait without a torch.distributed function on the stack.
+            call = PUBLIC_NAMES.get(wait.name, wait.name)
+        key = (cell, call, wait.number if wait else call_id)
         if key != self._key:
-            self._key, self._since_ns = key, waited.started_ns if waited else now
+            self._key, self._since_ns = key, wait.started_ns if wait else now
         if cell is None:
-            doing = Activity.IDLE
+            state = Activity.IDLE
         elif not call:
-            doing = Activity.RUNNING
+            state = Activity.RUNNING
         else:
-            doing = Activity.WAITING if now - self._since_ns > _WAITING_AFTER_NS else Activity.COLLECTIVE
+            state = Activity.WAITING if now - self._since_ns > _WAITING_THRESHOLD_NS else Activity.COLLECTIVE
         return RankState(
             rank=session.config.rank,
-            activity=doing,
+            activity=state,
             time_ns=now,
             cell=cell,
             line=line,
@@ -69,28 +68,28 @@ class Sampler:
         )
 
     def via(self) -> tuple[str, int]:
-        """The function that communicates though its name does not say so, and the number of the call waited for."""
-        frame, waited = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
-        return find_function(frame, user_frame(frame)), waited.number if waited else 0
+        """The implicit collective on the stack, if any, and the number of the call being waited for."""
+        frame, wait = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
+        return find_implicit_collective(frame, user_frame(frame)), wait.number if wait else 0
 
-    def _look(self, frame: FrameType | None) -> tuple[int | None, str, int]:
-        """(line of the cell, communication call, identity of that call's frame)."""
+    def _locate(self, frame: FrameType | None) -> tuple[int | None, str, int]:
+        """(cell line, communication call, identity of that call's frame)."""
         user = user_frame(frame)
-        call, serial = "", 0
+        call, call_id = "", 0
         pending = activity.pending_calls()
         while frame is not None and frame is not user:
             code = frame.f_code
             if is_public_call(code):
-                call, serial = code.co_name, id(frame)  # the outermost counts: it is what the user called
-            elif pending and not call and code.co_name == "_engine_run_backward" and _sleeps():
+                call, call_id = code.co_name, id(frame)  # the outermost counts: the user called it
+            elif pending and not call and code.co_name == "_engine_run_backward" and _is_sleeping():
                 # DDP waits for its reductions in C++, at the end of backward.
-                call, serial = f"{pending[0].name} (backward)", pending[0].number
+                call, call_id = f"{pending[0].name} (backward)", pending[0].number
             frame = frame.f_back
-        return (user.f_lineno if user else None), call, serial
+        return (user.f_lineno if user else None), call, call_id
 
 
-def _sleeps() -> bool:
-    """Whether the main thread is off the CPU at this moment."""
+def _is_sleeping() -> bool:
+    """Whether the main thread is off the CPU right now."""
     try:
         with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] != b"R"
@@ -99,16 +98,16 @@ def _sleeps() -> bool:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where nobody knows it."""
+    """Resident memory of this process in bytes; 0 if unknown."""
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
+            return int(file.read().split()[1]) * _PAGE_SIZE
     except OSError:
         return 0
 
 
 def _device_bytes(device: torch.device) -> int:
-    # Asking before the first allocation would initialise CUDA on a rank that may never use it.
+    # A query before the first allocation would initialise CUDA on a rank that may never use it.
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_allocated(device))
@@ -118,7 +117,7 @@ _MAX_HZ = 20.0
 
 
 class Telemetry:
-    """A thread that lives while somebody watches; each watch has a time limit and is renewed by the watcher."""
+    """Sends samples from a thread while the notebook watches; each watch has a time limit that the watcher renews."""
 
     def __init__(self, session: RankSession, sampler: Sampler) -> None:
         self._session = session
@@ -130,7 +129,7 @@ class Telemetry:
         self._wake = threading.Event()
 
     def watch(self, *, hz: float, seconds: float) -> None:
-        """Sample `hz` times a second for the next `seconds`; zero seconds ends the watch."""
+        """Sample at `hz` for the next `seconds`; zero seconds stops the watch."""
         with self._lock:
             self._period = 1.0 / min(max(hz, 0.1), _MAX_HZ)
             self._until = time.monotonic() + seconds

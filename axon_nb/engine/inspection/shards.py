@@ -1,4 +1,4 @@
-"""Which part of which tensor this rank holds: of modules, optimizers and tensors in its namespace, by name."""
+"""Describes which parts of tensors this rank holds: of modules, optimizers and tensors in its namespace, by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import from_gradients
-from axon_nb.engine.namespace import look_up
+from axon_nb.engine.inspection.gradients import read_gradients
+from axon_nb.engine.namespace import resolve_variable
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.placement import (
     LayerSharding,
@@ -31,27 +31,27 @@ _FIELDS = tuple(item.name for item in fields(Shard))
 
 
 def layout_report(names: Iterable[str], *, gradients: bool = False, known: str = "") -> dict[str, Any]:
-    """The parts that this rank holds.
+    """Report the shards that this rank holds.
 
     Args:
-        names: Variables, or what is reached from one by ``.name`` and ``[index]``: modules (parameters and buffers),
+        names: Variables, or values reached from one by ``.name`` and ``[index]``: modules (parameters and buffers),
             optimizers (their state), tensors, and lists, tuples and dicts of these.
-        gradients: Whether gradients are told besides.
-        known: The key of the last answer to the same question; empty: there was none.
+        gradients: Whether to include gradients.
+        known: Key of the last answer to the same request; empty if there was none.
 
     Returns:
-        ``shards``: fields of `Shard`, one record a tensor, or None where they are those of the key; ``key``.
+        ``shards``: fields of `Shard`, one record per tensor, or None if they are the same as for `known`; ``key``.
 
     Raises:
-        UsageError: there is no such variable, or nothing in it that is a tensor.
+        UsageError: a variable does not exist, or holds no tensor.
     """
     space = current().kernel.shell.user_ns
     records: list[Shard] = []
     for name in names:
-        value = look_up(name, space)
+        value = resolve_variable(name, space)
         found = list(_shards(name, value, space, gradients=gradients))
         if not found:
-            raise UsageError(f"{name!r} is a {type(value).__name__} that holds no tensor.")
+            raise UsageError(f"{name!r} (type {type(value).__name__}) holds no tensors.")
         records += found
     key = f"{os.getpid()}:{hash(tuple(records))}"
     if key == known:
@@ -65,10 +65,10 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
     elif isinstance(value, Optimizer):
         yield from _of_optimizer(value, space)
     elif isinstance(value, torch.Tensor):
-        held = _holder(value, space)
-        yield _shard(name, "tensor", value, held)
+        info = _info_of_tensor(value, space)
+        yield _shard(name, "tensor", value, info)
         if gradients:
-            yield from filter(None, _of_gradients([(name, value, held)]))
+            yield from filter(None, _of_gradients([(name, value, info)]))
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _shards(str(key), item, space, gradients=gradients)
@@ -78,58 +78,59 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What modules know of the tensors that they hold, by the tensor's `id`."""
+class _TensorInfo:
+    """What modules know about the tensors that they hold, by the tensor's `id`."""
 
-    whole: dict[int, Any] = field(default_factory=dict)
-    """The DTensor of which a parameter is the whole just now."""
-    copied: dict[int, Any] = field(default_factory=dict)
-    """The process group over which DDP keeps it equal."""
+    unsharded: dict[int, Any] = field(default_factory=dict)
+    """The DTensor behind a parameter that is currently unsharded."""
+    replicated: dict[int, Any] = field(default_factory=dict)
+    """The process group over which DDP replicates it."""
     cut: dict[int, LayerSharding] = field(default_factory=dict)
-    """How a tensor-parallel layer holds it."""
+    """How a tensor-parallel layer shards it."""
 
     @staticmethod
-    def by(module: torch.nn.Module) -> _Held:
-        """What a module and those within it know."""
+    def by(module: torch.nn.Module) -> _TensorInfo:
+        """Collect it from a module and its submodules."""
         modules = list(module.modules())
-        return _Held(unsharded_parameters(modules), _copied(modules), layer_shardings(modules))
+        return _TensorInfo(unsharded_parameters(modules), _ddp_groups(modules), layer_shardings(modules))
 
     def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
-        """What is known of one parameter or buffer.
+        """What is known about one parameter or buffer.
 
         Args:
             tensor: The parameter or buffer.
-            shape_of: What is shown instead, such as a state of the optimizer; one of another shape is not cut along.
+            shape_of: The tensor shown instead, such as an optimizer state; it is sharded likewise only if the shapes
+                match.
         """
         same = shape_of is None or tuple(shape_of.shape) == tuple(tensor.shape)
-        return {"group": self.copied.get(id(tensor)), "layer": self.cut.get(id(tensor)) if same else None}
+        return {"group": self.replicated.get(id(tensor)), "layer": self.cut.get(id(tensor)) if same else None}
 
 
-def _holder(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a tensor by itself: it may be a parameter of one of the variables."""
+def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
+    """What is known about a single tensor, which may be a parameter of one of the variables."""
     if not isinstance(tensor, torch.nn.Parameter):
         return {}
     for value in list(space.values()):
-        # type() and not isinstance: lazy proxies answer the latter with side effects.
-        if issubclass(type(value), torch.nn.Module) and any(tensor is own for own in value.parameters()):
-            return _Held.by(value).of(tensor)
+        # type() instead of isinstance: lazy proxies answer the latter with side effects.
+        if issubclass(type(value), torch.nn.Module) and any(tensor is parameter for parameter in value.parameters()):
+            return _TensorInfo.by(value).of(tensor)
     return {}
 
 
 def _of_module(module: torch.nn.Module, *, gradients: bool) -> Iterator[Shard]:
-    held = _Held.by(module)
-    parameters = [(name, parameter, held.of(parameter)) for name, parameter in module.named_parameters()]
+    info = _TensorInfo.by(module)
+    parameters = [(name, parameter, info.of(parameter)) for name, parameter in module.named_parameters()]
     found = _of_gradients(parameters) if gradients else []
     for (name, parameter, known), gradient in itertools.zip_longest(parameters, found):
-        yield _shard(name, "parameter", parameter, known, sharded=held.whole.get(id(parameter)))
+        yield _shard(name, "parameter", parameter, known, sharded=info.unsharded.get(id(parameter)))
         if gradient is not None:
             yield gradient
     for name, buffer in module.named_buffers():
-        yield _shard(name, "buffer", buffer, held.of(buffer))
+        yield _shard(name, "buffer", buffer, info.of(buffer))
 
 
 def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]) -> list[Shard | None]:
-    """The gradient of each parameter, where it has one; of name, parameter and what is known of it."""
+    """The gradient of each parameter, None if it has none; takes (name, parameter, what is known about it)."""
 
     def make(gradients: list[torch.Tensor | None]) -> list[Shard | None]:
         return [
@@ -139,53 +140,55 @@ def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]
 
     tensors = [parameter for _, parameter, _ in parameters]
     none: list[Shard | None] = [None] * len(parameters)
-    return from_gradients(("layouts", *map(id, tensors)), tensors, make, before=none)
+    return read_gradients(("layouts", *map(id, tensors)), tensors, make, default=none)
 
 
-def _copied(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
-    """The process group over which DDP keeps a tensor equal, by the tensor's `id`."""
+def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
+    """The process group over which DDP replicates a tensor, by the tensor's `id`."""
     found: dict[int, Any] = {}
     for module in modules:
-        own: Any = module
-        if issubclass(type(own), loaded_class("axon_nb.parallel.data.zero", "ZeRO1")):
-            own = own.ddp  # it is out of the sight of modules()
-        if isinstance(own, torch.nn.parallel.DistributedDataParallel):
-            group: Any = own.process_group
-            found |= {id(tensor): group for tensor in [*own.parameters(), *own.buffers()]}
+        wrapper: Any = module
+        if issubclass(type(wrapper), loaded_class("axon_nb.parallel.data.zero", "ZeRO1")):
+            wrapper = wrapper.ddp  # modules() does not list it
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            group: Any = wrapper.process_group
+            found |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
     return found
 
 
 def _of_optimizer(optimizer: Optimizer, space: dict[str, Any]) -> Iterator[Shard]:
-    # ZeroRedundancyOptimizer holds states in the optimizer of its own part: no other rank has them.
-    own: Optimizer = getattr(optimizer, "optim", optimizer)
-    names, held = _names_of_parameters(optimizer, space)
+    # ZeroRedundancyOptimizer holds its state in the optimizer of its own partition: no other rank has it.
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    names, info = _names_of_parameters(optimizer, space)
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"group {group_number}, parameter {number}")
-            for key, value in own.state.get(parameter, {}).items():
+            for key, value in inner.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    known = held.of(parameter, shape_of=value)
-                    known |= {} if own is optimizer else {"group": None}
+                    known = info.of(parameter, shape_of=value)
+                    known |= {} if inner is optimizer else {"group": None}
                     yield _shard(f"{name}: {key}", "optimizer", value, known)
 
 
-def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[dict[int, str], _Held]:
-    """Names after the module in the namespace that has most of the optimizer's parameters; of a wrapper its content."""
+def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[dict[int, str], _TensorInfo]:
+    """Name parameters after the module in the namespace that holds most of them; a wrapper's after its content."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     best: dict[int, str] = {}
-    known = _Held()
+    known = _TensorInfo()
     for variable, value in list(space.items()):
-        # type() and not isinstance: lazy proxies answer the latter with side effects.
+        # type() instead of isinstance: lazy proxies answer the latter with side effects.
         if variable.startswith("_") or not issubclass(type(value), torch.nn.Module):
             continue
-        held = _Held.by(value)
-        # While parameters are whole, the optimizer still has the sharded ones.
-        stands_for = {id(parameter): id(held.whole.get(id(parameter), parameter)) for parameter in value.parameters()}
+        info = _TensorInfo.by(value)
+        # While parameters are unsharded, the optimizer still has the sharded ones.
+        stands_for = {
+            id(parameter): id(info.unsharded.get(id(parameter), parameter)) for parameter in value.parameters()
+        }
         named = ((name, stands_for[id(parameter)]) for name, parameter in value.named_parameters())
         names = {key: name for name, key in named if key in wanted}
         if names:
-            known.copied.update(held.copied)
-            known.cut.update({stands_for.get(key, key): cut for key, cut in held.cut.items()})
+            known.replicated.update(info.replicated)
+            known.cut.update({stands_for.get(key, key): cut for key, cut in info.cut.items()})
             best = max(best, names, key=lambda found: (len(found), -sum(map(len, found.values()))))
     return best, known
 

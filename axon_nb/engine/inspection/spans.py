@@ -1,13 +1,10 @@
-"""What the notebook is told when it asks for spans; asking while somebody looks also keeps the finer ones recorded.
+"""Reads spans for the notebook, and records forwards, backwards and optimizer steps while it watches.
 
-Forwards, backwards and optimizer steps as spans, recorded only while somebody watches.
-
-All that is hung into torch for it is here, and is taken out again when nobody watches any more. Hooks of modules and
-optimizers are torch's public ones. That for all modules is there only until the outermost one is reached, whose own
-hook brings it back: the modules within it run without hooks, and what torch has compiled of them stays as it is. Of
-backwards torch tells nobody: `torch.autograd.backward`, which `Tensor.backward` and torch's pipelines look up at each
-call, is wrapped for that time. `missing_span_hooks()` says when a torch has it no more; the others are recorded all the
-same then.
+All hooks in torch are installed here and removed when nobody watches any more. Hooks of modules and optimizers are
+torch's public ones. The global module hook exists only until the outermost module is reached, whose own hook brings it
+back. So the modules inside run without hooks, and what torch has compiled of them stays valid. torch reports no
+backwards: `torch.autograd.backward`, which `Tensor.backward` and torch's pipelines look up at each call, is wrapped
+meanwhile. If a torch lacks it, `missing_span_hooks()` says so and the other spans are still recorded.
 """
 
 from __future__ import annotations
@@ -30,27 +27,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
+from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession, current
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
 __all__ = ["SpanReader", "StepSpans", "missing_span_hooks", "span_reader"]
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def missing_span_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
+    """Names of the hooks that this torch lacks."""
     if not callable(getattr(torch.autograd, "backward", None)):
         return ["torch.autograd.backward"]
     try:
         looks_it_up = "torch.autograd.backward(" in inspect.getsource(torch.Tensor.backward)
-    except (OSError, TypeError):  # no source is there to look at
+    except (OSError, TypeError):  # the source is not available
         looks_it_up = True
     return [] if looks_it_up else ["torch.autograd.backward in Tensor.backward"]
 
 
-class _Exit:
-    """A hook that is not copied along with its module, should that be while it is there."""
+class _ForwardHook(UncopiedHook):
+    """Calls a function with the module after its forward."""
 
     def __init__(self, call: Callable[[torch.nn.Module], None]) -> None:
         self._call = call
@@ -58,20 +56,9 @@ class _Exit:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._call(module)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_exit, ()
-
-
-def _no_exit() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
 
 class StepSpans:
-    """Records the outermost forward, backward and step of this rank's main thread.
+    """Records the outermost forward, backward and optimizer step of this rank's main thread.
 
     Args:
         session: The rank.
@@ -86,29 +73,29 @@ class StepSpans:
         self._recording = False
         self._removers: list[Callable[[], None]] = []
         self._cell: int | None = None
-        self._entry: Any = None
-        """The handle of the hook for all modules; None within an outermost one."""
-        self._exit: Any = None
-        """The handle of that one's own hook."""
-        self._began = self._step_began = 0
+        self._entry_hook: Any = None
+        """Handle of the global module hook; None inside an outermost forward."""
+        self._exit_hook: Any = None
+        """Handle of the outermost module's own hook."""
+        self._forward_start = self._step_start = 0
         self._in_backward = False
 
     def watch(self, seconds: float) -> None:
-        """Record for the next `seconds`; zero ends it. From any thread."""
+        """Record for the next `seconds`; zero stops. Thread-safe."""
         with self._lock:
             self._until = time.monotonic() + seconds
             self._recording = ring.watched = seconds > 0
-            if self._entry is not None and self._exit is not None:
-                self._exit.remove()
-                self._exit = None
+            if self._entry_hook is not None and self._exit_hook is not None:
+                self._exit_hook.remove()
+                self._exit_hook = None
             if self._recording and not self._removers:
                 self._install()
-                threading.Thread(target=self._look_after, name="axon_nb-step-spans", daemon=True).start()
+                threading.Thread(target=self._remove_hooks_when_idle, name="axon_nb-step-spans", daemon=True).start()
 
-    def _look_after(self) -> None:
-        """Take the hooks out once nobody has asked for them again."""
+    def _remove_hooks_when_idle(self) -> None:
+        """Remove the hooks when the watch has expired."""
         while True:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             with self._lock:
                 if time.monotonic() < self._until:
                     continue
@@ -124,28 +111,28 @@ class StepSpans:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._removers = [self._leave_modules, *(handle.remove for handle in steps)]
+        self._removers = [self._remove_module_hooks, *(handle.remove for handle in steps)]
         if not missing_span_hooks():
             self._removers.append(self._wrap_backward())
 
     def _begin_cell(self) -> None:
-        """Nothing is under way: an interrupt may have left the last cell in the middle of a forward."""
+        """Reset the state: an interrupt may have left the last cell inside a forward."""
         self._cell, self._in_backward = self._session.cell, False
-        self._leave_modules()
-        self._entry = register_module_forward_pre_hook(self._before_forward)
+        self._remove_module_hooks()
+        self._entry_hook = register_module_forward_pre_hook(self._before_forward)
 
-    def _leave_modules(self) -> None:
-        for handle in (self._entry, self._exit):
+    def _remove_module_hooks(self) -> None:
+        for handle in (self._entry_hook, self._exit_hook):
             if handle is not None:
                 handle.remove()
-        self._entry = self._exit = None
+        self._entry_hook = self._exit_hook = None
 
     def _wrap_backward(self) -> Callable[[], None]:
         original = torch.autograd.backward
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or not self._records():
+            if self._in_backward or not self._is_recording():
                 return original(*args, **kwargs)
             self._in_backward, start = True, time.monotonic_ns()
             try:
@@ -155,14 +142,14 @@ class StepSpans:
                 self._emit("backward", "backward", start)
 
         def remove() -> None:
-            # Who has wrapped it meanwhile keeps ours, which only passes on from now.
+            # Code that wrapped it meanwhile keeps our wrapper, which only passes calls on from now.
             if torch.autograd.backward is backward:
                 torch.autograd.backward = original
 
         torch.autograd.backward = backward
         return remove
 
-    def _records(self) -> bool:
+    def _is_recording(self) -> bool:
         if not self._recording or threading.get_ident() != self._main:
             return False
         if self._cell != self._session.cell:
@@ -170,36 +157,36 @@ class StepSpans:
         return True
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        # What runs within a backward is computed again for it, and no forward of the model.
-        if torch.compiler.is_compiling() or not self._records() or self._in_backward:
+        # A forward inside a backward is a recomputation, not a forward of the model.
+        if torch.compiler.is_compiling() or not self._is_recording() or self._in_backward:
             return
-        self._leave_modules()
-        self._exit = module.register_forward_hook(_Exit(self._after_forward), always_call=True)
-        self._began = time.monotonic_ns()
+        self._remove_module_hooks()
+        self._exit_hook = module.register_forward_hook(_ForwardHook(self._after_forward), always_call=True)
+        self._forward_start = time.monotonic_ns()
 
     def _after_forward(self, module: torch.nn.Module) -> None:
-        if self._entry is not None or not self._recording:
+        if self._entry_hook is not None or not self._recording:
             return
         inner = module.module if isinstance(module, DistributedDataParallel) else module
-        self._emit("forward", type(inner).__name__, self._began)
-        self._entry = register_module_forward_pre_hook(self._before_forward)
-        # When the forward has raised, torch is walking over the hooks: ours goes before the next forward.
-        if sys.exc_info()[0] is None and self._exit is not None:
-            self._exit.remove()
-            self._exit = None
+        self._emit("forward", type(inner).__name__, self._forward_start)
+        self._entry_hook = register_module_forward_pre_hook(self._before_forward)
+        # If the forward raised, torch is iterating over the hooks; ours is removed before the next forward.
+        if sys.exc_info()[0] is None and self._exit_hook is not None:
+            self._exit_hook.remove()
+            self._exit_hook = None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._records() and step_depth(sys._getframe(1)) == 1:
-            self._step_began = time.monotonic_ns()
+        if self._is_recording() and step_depth(sys._getframe(1)) == 1:
+            self._step_start = time.monotonic_ns()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # An optimizer that steps another one, such as ZeroRedundancyOptimizer, is one step.
-        if self._step_began and self._records() and step_depth(sys._getframe(1)) == 1:
-            self._emit("optimizer", type(optimizer).__name__, self._step_began)
-            self._step_began = 0
+        # An optimizer that steps another one, such as ZeroRedundancyOptimizer, counts as one step.
+        if self._step_start and self._is_recording() and step_depth(sys._getframe(1)) == 1:
+            self._emit("optimizer", type(optimizer).__name__, self._step_start)
+            self._step_start = 0
 
     def _emit(self, kind: str, name: str, start_ns: int) -> None:
-        if not is_suppressed(kind):  # a stage of a pipeline tells it, with its microbatch
+        if not is_suppressed(kind):  # a pipeline stage records it with its microbatch
             emit(Span(self._rank, kind, name, start_ns, time.monotonic_ns()))
 
 
@@ -218,26 +205,26 @@ class SpanReader:
         self._members: dict[str, list[int]] = {}
 
     def read(self, *, since: int, watch_s: float) -> dict[str, Any]:
-        """What has been recorded.
+        """Read recorded spans.
 
         Args:
-            since: Number of the first span that is wanted, as the last answer said; 0: as old as are kept.
-            watch_s: For how many seconds forwards, backwards and steps are recorded besides, from now; 0: as before.
+            since: Number of the first span wanted, from the last answer; 0: the oldest available.
+            watch_s: For how many more seconds forwards, backwards and steps are recorded; 0: unchanged.
 
         Returns:
-            ``spans`` (rows of `Span`), ``next``, ``lost`` (spans that came too fast), ``groups`` (ranks by name of
-            the groups in them), ``now_ns`` (this host's clock), ``process`` (another one begins to count anew).
+            ``spans`` (rows of `Span`), ``next``, ``lost`` (spans overwritten before they were read), ``groups`` (ranks
+            by group name), ``now_ns`` (this host's clock), ``process`` (pid; a new process restarts the numbering).
         """
         if watch_s > 0:
             self._steps.watch(watch_s)
-        asked = since if since <= ring.position else 0
-        spans, position, lost = ring.since(asked)
-        rows = [_named(span) for span in spans]
+        start = since if since <= ring.position else 0
+        spans, position, lost = ring.since(start)
+        rows = [_span_row(span) for span in spans]
         groups = {row[5] for row in rows if row[5]}
         return {
             "spans": rows,
             "next": position,
-            "lost": lost if asked else 0,
+            "lost": lost if start else 0,
             "groups": {name: members for name in groups if (members := self._ranks_of(name))},
             "now_ns": time.monotonic_ns(),
             "process": os.getpid(),
@@ -249,8 +236,8 @@ class SpanReader:
         return self._members.get(name, [])
 
 
-def _named(span: Span) -> list[Any]:
-    """By the name that users know."""
+def _span_row(span: Span) -> list[Any]:
+    """A span as a list, with the name that users know."""
     row = list(span)
     if span.kind in _COMMUNICATION:
         row[2] = PUBLIC_NAMES.get(span.name, span.name)
@@ -259,5 +246,5 @@ def _named(span: Span) -> list[Any]:
 
 @functools.cache
 def span_reader() -> SpanReader:
-    """The one of this rank."""
+    """The span reader of this rank."""
     return SpanReader(current())

@@ -1,8 +1,7 @@
-"""What the user's variables on this rank are, and digests by which ranks can tell whether theirs are equal.
+"""Describes the user's variables on this rank, with digests that show whether ranks hold equal values.
 
-One variable of this rank as named arrays, for a comparison in the notebook, which has no torch.
-
-The mesh that this rank's variables hold, for the card of the cluster.
+For a comparison in the notebook, which has no torch, a variable is returned as named arrays. The mesh among the
+variables is reported for the cluster's card.
 """
 
 from __future__ import annotations
@@ -15,43 +14,43 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
 
 __all__ = ["mesh_fields", "variable_facts", "variable_parts"]
 
 _MAX_DIGEST = 1 << 30
-"""Bytes of one variable that are read for a digest; larger ones are not compared."""
+"""Largest variable, in bytes, for which a digest is computed; larger ones are not compared."""
 _MAX_REPR = 10_000
 
 
 def variable_facts() -> list[dict[str, Any]]:
-    """One record a variable.
+    """One record per variable.
 
     Returns:
         `name`, `type`, `shape`, `dtype`, `device`, `where` (placements on the mesh), `bytes` on this rank, and
-        `digest`, equal where values are; empty: it is sharded or cannot be compared.
+        `digest`, equal if the values are; empty if it is sharded or cannot be compared.
     """
     records = []
-    for name, value in users_variables(current().kernel.shell).items():
+    for name, value in user_variables(current().kernel.shell).items():
         if isinstance(value, (type, ModuleType)) or (name == "mesh" and value is None):
             continue
-        with contextlib.suppress(Exception):  # an odd object of the user is left out
+        with contextlib.suppress(Exception):  # unusual objects are left out
             records.append({"name": name, "type": type(value).__name__, **_facts(value)})
     return records
 
 
 def _facts(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
-        return _of_tensors([value], shape=_shape(value.shape))
+        return _tensor_facts([value], shape=_shape(value.shape))
     if isinstance(value, torch.nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         count = sum(tensor.numel() for tensor in tensors)
-        return _of_tensors(tensors, shape=f"{count:,} parameters" if tensors else "")
+        return _tensor_facts(tensors, shape=f"{count:,} parameters" if tensors else "")
     if isinstance(value, torch.optim.Optimizer):
         state = [item for entry in value.state.values() for item in entry.values() if isinstance(item, torch.Tensor)]
-        return _of_tensors(state, shape=f"{len(state)} tensors of state")
+        return _tensor_facts(state, shape=f"{len(state)} tensors of state")
     numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
     if numpy is not None and isinstance(value, numpy.ndarray):
         digest = "" if value.dtype.hasobject else _digest([value.tobytes()]) if value.nbytes <= _MAX_DIGEST else ""
@@ -60,7 +59,7 @@ def _facts(value: Any) -> dict[str, Any]:
         digest = _digest([pandas.util.hash_pandas_object(value).to_numpy().tobytes()])
         size = value.memory_usage(deep=True)
         return _record(shape=_shape(value.shape), size=int(getattr(size, "sum", lambda: size)()), digest=digest)
-    if _plain(value):
+    if _is_plain(value):
         text = repr(value)
         shape = f"{len(value)} items" if isinstance(value, (list, tuple, dict, set, frozenset)) else text[:40]
         digest = _digest([text.encode()]) if len(text) <= _MAX_REPR and not isinstance(value, (set, frozenset)) else ""
@@ -72,11 +71,11 @@ def _shape(shape: Any) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
 
-def _of_tensors(tensors: list[Any], *, shape: str) -> dict[str, Any]:
+def _tensor_facts(tensors: list[Any], *, shape: str) -> dict[str, Any]:
     placed = [tensor for tensor in tensors if is_dtensor(tensor)]
     local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
     size = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    copies = all(placement.is_replicate() for tensor in placed for placement in tensor.placements)
+    is_replicated = all(placement.is_replicate() for tensor in placed for placement in tensor.placements)
     where = dict.fromkeys(", ".join(map(format_placement, tensor.placements)) for tensor in placed)
     return _record(
         shape=shape,
@@ -84,11 +83,11 @@ def _of_tensors(tensors: list[Any], *, shape: str) -> dict[str, Any]:
         device=", ".join(dict.fromkeys(str(tensor.device) for tensor in local)),
         where="; ".join(where),
         size=size,
-        digest=_digest(map(_content, local)) if copies and local and size <= _MAX_DIGEST else "",
+        digest=_digest(map(_tensor_bytes, local)) if is_replicated and local and size <= _MAX_DIGEST else "",
     )
 
 
-def _content(tensor: torch.Tensor) -> bytes:
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     dense = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(dense.view(torch.uint8).numpy()) if dense.numel() else b""
 
@@ -100,12 +99,12 @@ def _digest(parts: Any) -> str:
     return found.hexdigest()
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return True
     if type(value) in (list, tuple, set, frozenset):
-        return len(value) <= _MAX_REPR and all(map(_plain, value))
-    return type(value) is dict and all(_plain(key) and _plain(item) for key, item in value.items())
+        return len(value) <= _MAX_REPR and all(map(_is_plain, value))
+    return type(value) is dict and all(_is_plain(key) and _is_plain(item) for key, item in value.items())
 
 
 def _record(
@@ -119,12 +118,12 @@ _MAX_TEXT = 400
 
 
 def variable_parts(name: str) -> dict[str, Any]:
-    """What is compared of a variable.
+    """The parts of a variable to compare.
 
     Returns:
-        ``parts``: NumPy arrays by name (of a module its parameters and buffers), or ``text``, or ``refused``: why not.
+        ``parts``: NumPy arrays by name (for a module its parameters and buffers), or ``text``, or ``refused``: why not.
     """
-    variables = users_variables(current().kernel.shell)
+    variables = user_variables(current().kernel.shell)
     if name not in variables:
         return {"refused": "has no such variable"}
     value = variables[name]
@@ -144,33 +143,33 @@ def variable_parts(name: str) -> dict[str, Any]:
 
 
 def _arrays(tensors: dict[str, Any]) -> dict[str, Any]:
-    split = [
+    sharded = [
         name for name, t in tensors.items() if is_dtensor(t) and not all(place.is_replicate() for place in t.placements)
     ]
-    if split:
-        return {"refused": "is split over ranks: each has a part of its own"}
+    if sharded:
+        return {"refused": "is sharded: each rank holds its own part"}
     local = {name: (t.to_local() if is_dtensor(t) else t).detach().cpu() for name, t in tensors.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
     if size > _MAX_BYTES:
-        return {"refused": f"has {size >> 20} MiB, and {_MAX_BYTES >> 20} MiB are compared at most; name a part of it"}
-    # NumPy has no bfloat16 nor float8.
+        return {"refused": f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"}
+    # NumPy has neither bfloat16 nor float8.
     plain = {name: t if t.dtype.itemsize > 2 or not t.is_floating_point() else t.float() for name, t in local.items()}
     return {"parts": {name: tensor.numpy() for name, tensor in plain.items()}}
 
 
 def mesh_fields() -> dict[str, Any] | None:
-    """Fields of `MeshInfo`; None: there is no mesh.
+    """Fields of `MeshInfo` for the user's mesh; None if there is none.
 
-    Of several, the one that is called ``mesh``, else the one with most ranks, else with most axes.
+    If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
     """
     kind: Any = device_mesh_type()
-    space = list(current().kernel.shell.user_ns.items())  # a cell may be adding to it
+    space = list(current().kernel.shell.user_ns.items())  # a copy: a cell may be adding names
     found: dict[str, Any] = {
         name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
     }
     if not found:
         return None
-    name = max(found, key=lambda own: (own == "mesh", found[own].mesh.numel(), found[own].mesh.ndim))
+    name = max(found, key=lambda key: (key == "mesh", found[key].mesh.numel(), found[key].mesh.ndim))
     mesh = found[name]
     axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
     return {

@@ -1,4 +1,4 @@
-"""The last cells of this rank, kept for a notebook that comes back: what each printed last, and how it ended."""
+"""Saves the last cells of this rank, with their latest output and outcome, for a notebook that reconnects."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 __all__ = ["CellLog"]
 
-_KEPT_CELLS = 4
-_KEPT_SIZE = 64 << 10
-"""Characters of output kept of each cell."""
-_FOLLOWED_SIZE = 4 << 20
-"""Characters kept while a notebook fetches them; a cell may not print as much."""
-_FOLLOWED_S = 5.0
-_OVERHEAD = 64
-"""What a message counts besides its text: many small ones take memory, too."""
-_SHOWN = ("clear_output", "display_data", "execute_result", "stream", "update_display_data")
+_MAX_CELLS = 4
+_MAX_SIZE = 64 << 10
+"""Characters of output saved per cell."""
+_MAX_REPLAY_SIZE = 4 << 20
+"""Characters saved while a notebook replays them; more than a cell may print."""
+_REPLAY_TIMEOUT_S = 5.0
+_MESSAGE_OVERHEAD = 64
+"""Size counted per message besides its text: many small messages take memory, too."""
+_OUTPUT_TYPES = ("clear_output", "display_data", "execute_result", "stream", "update_display_data")
 _DELIMITER = b"<IDS|MSG>"
 
 
@@ -30,13 +30,13 @@ class _Message:
     number: int
     kind: str
     content: dict[str, Any] | bytes
-    """Bytes: as it went out, unparsed."""
+    """Bytes: as sent, unparsed."""
     size: int
 
 
 @dataclass(slots=True)
-class _Cut:
-    """What is no longer kept."""
+class _Omitted:
+    """How much output was discarded."""
 
     lines: int = 0
     size: int = 0
@@ -44,54 +44,54 @@ class _Cut:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CellRecord:
     """One cell."""
 
     run: str
     facts: dict[str, Any]
-    """What the notebook that sent it said, and its code."""
+    """The request's metadata from the notebook, and the cell's code."""
     started_ns: int
     messages: deque[_Message] = field(default_factory=deque)
     size: int = 0
     last: int = 0
-    """Number of the last message; the first has 1."""
+    """Number of the last message; the first is 1."""
     fetched: int = 0
-    followed_until: float = 0.0
-    cut: _Cut = field(default_factory=_Cut)
-    """Of the whole cell."""
-    missed: _Cut = field(default_factory=_Cut)
-    """Since who follows the cell has last asked."""
+    replay_until: float = 0.0
+    omitted: _Omitted = field(default_factory=_Omitted)
+    """Over the whole cell."""
+    newly_omitted: _Omitted = field(default_factory=_Omitted)
+    """Since the last request of a replay."""
     outcome: dict[str, Any] | None = None
-    ended_ns: int = 0
+    finished_ns: int = 0
 
     def add(self, kind: str, content: dict[str, Any] | bytes, size: int) -> None:
         self.last += 1
         message = _Message(self.last, kind, content, size)
-        room = _FOLLOWED_SIZE if time.monotonic() < self.followed_until else _KEPT_SIZE
+        room = _MAX_REPLAY_SIZE if time.monotonic() < self.replay_until else _MAX_SIZE
         if isinstance(content, bytes) and size > room // 2:
-            self._count(message, content)  # a large picture would push out all the rest
+            self._count_omitted(message, content)  # a large picture would displace everything else
             return
         self.messages.append(message)
         self.size += size
         self.trim()
 
     def trim(self) -> None:
-        followed = time.monotonic() < self.followed_until
-        while self.size > _KEPT_SIZE:
+        is_replaying = time.monotonic() < self.replay_until
+        while self.size > _MAX_SIZE:
             oldest = self.messages[0]
-            if followed and oldest.number > self.fetched and self.size <= _FOLLOWED_SIZE:
+            if is_replaying and oldest.number > self.fetched and self.size <= _MAX_REPLAY_SIZE:
                 return
-            room = _KEPT_SIZE - (self.size - oldest.size) - _OVERHEAD
-            if not followed and room > 0 and isinstance(oldest.content, dict):
+            room = _MAX_SIZE - (self.size - oldest.size) - _MESSAGE_OVERHEAD
+            if not is_replaying and room > 0 and isinstance(oldest.content, dict):
                 self._shorten(oldest, room)
                 return
             self.messages.popleft()
             self.size -= oldest.size
-            self._count(oldest, oldest.content)
+            self._count_omitted(oldest, oldest.content)
             self._drop_rest_of_line(oldest)
 
     def _drop_rest_of_line(self, dropped: _Message) -> None:
-        # One `print` may come as several messages: what is left of a line whose beginning is gone says nothing.
+        # One `print` may arrive as several messages: the rest of a line whose start was discarded is meaningless.
         first = self.messages[0] if self.messages else None
         if first is None or not isinstance(first.content, dict) or not isinstance(dropped.content, dict):
             return
@@ -103,7 +103,7 @@ class _Entry:
     def _cut_front(self, message: _Message, at: int) -> None:
         assert isinstance(message.content, dict)
         text = message.content["text"]
-        self._count(message, {"text": text[:at]})
+        self._count_omitted(message, {"text": text[:at]})
         message.content = {**message.content, "text": text[at:]}
         self.size -= at
         message.size -= at
@@ -117,97 +117,97 @@ class _Entry:
             at = line_end + 1
         self._cut_front(message, at)
 
-    def _count(self, message: _Message, content: dict[str, Any] | bytes) -> None:
-        for cut in (self.cut, self.missed) if message.number > self.fetched else (self.cut,):
+    def _count_omitted(self, message: _Message, content: dict[str, Any] | bytes) -> None:
+        for omitted in (self.omitted, self.newly_omitted) if message.number > self.fetched else (self.omitted,):
             if isinstance(content, dict):
-                cut.lines += content["text"].count("\n")
-                cut.size += len(content["text"])
+                omitted.lines += content["text"].count("\n")
+                omitted.size += len(content["text"])
             elif message.kind != "clear_output":
-                cut.displays += 1
-                cut.size += len(content)
+                omitted.displays += 1
+                omitted.size += len(content)
 
     def report(self, since: int) -> dict[str, Any]:
-        """The messages after number `since` (0: all that are kept), what is missing before them, and the outcome."""
-        self.fetched, self.followed_until = since, time.monotonic() + _FOLLOWED_S
-        cut, self.missed = (self.missed if since else self.cut), _Cut()
+        """Report messages after number `since` (0: all saved ones), the amount omitted before them, and the outcome."""
+        self.fetched, self.replay_until = since, time.monotonic() + _REPLAY_TIMEOUT_S
+        omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), _Omitted()
         return {
             "run": self.run,
             "facts": self.facts if not since else {},
-            "elapsed_ns": (self.ended_ns or time.monotonic_ns()) - self.started_ns,
+            "elapsed_ns": (self.finished_ns or time.monotonic_ns()) - self.started_ns,
             "messages": [
                 [message.kind, message.content if isinstance(message.content, dict) else json.loads(message.content)]
                 for message in self.messages
                 if message.number > since
             ],
             "last": self.last,
-            "cut": {"lines": cut.lines, "size": cut.size, "displays": cut.displays},
+            "omitted": {"lines": omitted.lines, "size": omitted.size, "displays": omitted.displays},
             "outcome": self.outcome,
         }
 
 
 class CellLog:
-    """Sees every message of the output channel; keeps the last of each cell, at most 64 Ki characters."""
+    """Sees every message of the output channel; saves the latest output of each cell, at most 64 Ki characters."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._by_message: dict[str, _Entry] = {}
+        self._records: dict[str, _CellRecord] = {}
 
     def begin(self, message_id: str, facts: dict[str, Any], code: str) -> None:
-        """A cell begins.
+        """Start recording a cell.
 
         Args:
-            message_id: Of the request, by which output is told to be the cell's.
-            facts: What the notebook says about the cell; ``run`` names it, the same on all its ranks.
-            code: The cell.
+            message_id: Id of the request; output messages refer to it.
+            facts: The notebook's metadata about the cell; ``run`` identifies it and is the same on all its ranks.
+            code: The cell's code.
         """
         if "run" not in facts:
             return
-        entry = _Entry(facts["run"], {**facts, "code": code}, time.monotonic_ns())
+        record = _CellRecord(facts["run"], {**facts, "code": code}, time.monotonic_ns())
         with self._lock:
-            self._by_message[message_id] = entry
-            while len(self._by_message) > _KEPT_CELLS:
-                self._by_message.pop(next(iter(self._by_message)))
+            self._records[message_id] = record
+            while len(self._records) > _MAX_CELLS:
+                self._records.pop(next(iter(self._records)))
 
     def end(self, message_id: str, reply: dict[str, Any]) -> None:
-        """The cell has ended with this reply."""
+        """Record the cell's reply."""
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # what is under way belongs before the outcome
+            stream.flush()  # pending output belongs before the outcome
         names = ("status", "ename", "evalue", "traceback", "axon_nb")
         with self._lock:
-            if (entry := self._by_message.get(message_id)) is not None:
-                entry.ended_ns = time.monotonic_ns()
-                entry.outcome = {name: reply[name] for name in names if name in reply}
+            if (record := self._records.get(message_id)) is not None:
+                record.finished_ns = time.monotonic_ns()
+                record.outcome = {name: reply[name] for name in names if name in reply}
 
     def tap(self, frames: list[Any]) -> None:
-        """Take in one message of the output channel, as it goes out; from any thread."""
-        if not self._by_message or os.getpid() != self._pid:  # a forked worker's copy is nobody's
+        """Record one outgoing message of the output channel; thread-safe."""
+        if not self._records or os.getpid() != self._pid:  # nobody reads the copy in a forked worker
             return
         start = frames.index(_DELIMITER)
         _, header, parent, _, content = map(bytes, frames[start + 1 : start + 6])
-        entry = self._by_message.get(json.loads(parent).get("msg_id", ""))
-        kind = json.loads(header)["msg_type"] if entry is not None else ""
-        if entry is None or kind not in _SHOWN:
+        record = self._records.get(json.loads(parent).get("msg_id", ""))
+        kind = json.loads(header)["msg_type"] if record is not None else ""
+        if record is None or kind not in _OUTPUT_TYPES:
             return
         if kind == "stream":
             text = json.loads(content)
-            size, what = len(text["text"]) + _OVERHEAD, text
+            size, what = len(text["text"]) + _MESSAGE_OVERHEAD, text
         else:
             size, what = len(content), content
         with self._lock:
-            entry.add(kind, what, size)
+            record.add(kind, what, size)
 
     def report(self, *, run: str | None, since: int, after_ns: int) -> list[dict[str, Any]]:
-        """What is kept of a cell, or of all cells that have not ended before `after_ns`, oldest first.
+        """Report one cell, or all cells that had not finished before `after_ns`, oldest first.
 
         Args:
-            run: Which cell; None: all.
-            since: Number of the last message that the asker has.
+            run: The cell's run id; None for all cells.
+            since: Number of the last message that the caller already has.
             after_ns: Monotonic time of this host in nanoseconds.
         """
         with self._lock:
             return [
-                entry.report(since)
-                for entry in self._by_message.values()
-                if (entry.run == run if run is not None else not entry.outcome or entry.ended_ns > after_ns)
+                record.report(since)
+                for record in self._records.values()
+                if (record.run == run if run is not None else not record.outcome or record.finished_ns > after_ns)
             ]

@@ -1,4 +1,4 @@
-"""Around each cell on a rank: its number, its span, its value, and a reply of bounded size."""
+"""Runs each cell on a rank: its number, its span, its value, and a reply of bounded size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from axon_nb.engine.groups import activity, subgroup
 from axon_nb.engine.groups.size_check import start_cell
 from axon_nb.engine.kernel import post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
-from axon_nb.engine.kernel.interrupts import Interrupts
-from axon_nb.engine.kernel.measure import measured
+from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.measure import run_measured
 from axon_nb.engine.kernel.post_mortem import release_failure
-from axon_nb.engine.kernel.random_state import Draws
-from axon_nb.engine.kernel.shell import tell_exit
+from axon_nb.engine.kernel.random_state import RandomDraws
+from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.streams import OutputBudget
-from axon_nb.engine.kernel.tracebacks import take_place
+from axon_nb.engine.kernel.tracebacks import take_abort_location
 from axon_nb.engine.session import RankSession
 from axon_nb.records.spans import Span, emit
 
@@ -24,15 +24,15 @@ __all__ = ["CellRunner"]
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
-_NEVER_BEGAN = {"axon_nb": {"seconds": 0.0, "calls": 0, "ended_in": {}, "has_value": False}}
+_NOT_STARTED = {"axon_nb": {"seconds": 0.0, "calls": 0, "aborted_at": {}, "has_value": False}}
 _MAX_VALUES = 16
-"""Values that nobody has fetched are kept for the last so many cells that asked for it."""
+"""Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 
 
 class CellRunner:
-    """Runs one cell after the other; knows which one runs."""
+    """Runs cells one after the other, and tracks the running one."""
 
-    def __init__(self, session: RankSession, interrupts: Interrupts, budget: OutputBudget, log: CellLog) -> None:
+    def __init__(self, session: RankSession, interrupts: InterruptHandler, budget: OutputBudget, log: CellLog) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
@@ -40,38 +40,38 @@ class CellRunner:
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Run one request; the reply tells whether there is a value to fetch, and how long it took in seconds."""
+        """Run one request; the reply says whether there is a value to fetch, and how long the cell took in seconds."""
         session, shell = self._session, self._session.kernel.shell
         request, facts = session.kernel.get_parent("shell"), metadata.get("axon_nb", {})
         message_id, code = request["header"]["msg_id"], request["content"]["code"]
         self._log.begin(message_id, facts, code)
         cell = facts.get("cell")
         if cell is not None:
-            # Tracebacks then name the notebook's own prompt: "Cell In[12], line 3".
+            # Tracebacks then show the notebook's own prompt: "Cell In[12], line 3".
             shell.execution_count = cell
-        # IPython looks here for the semicolon that keeps a value from being shown.
+        # IPython looks here for the semicolon that suppresses a value.
         shell.history_manager.input_hist_parsed[-1:] = [code]
-        if facts.get("run") in self._interrupts.refused:
+        if facts.get("run") in self._interrupts.rejected_runs:
             reply: dict[str, Any] = {
                 "status": "error",
                 "ename": "KeyboardInterrupt",
                 "evalue": "",
                 "traceback": [],
-                **_NEVER_BEGAN,
+                **_NOT_STARTED,
             }
             self._log.end(message_id, reply)
             return reply
-        if not facts.get("debugs"):
-            post_mortem.forget()
+        if not facts.get("is_debugger"):
+            post_mortem.discard_error()
         activity.reset_collectives()
         session.extras["steps"].begin_cell()
         self._budget.begin(facts.get("output_limit"))
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws = activity.num_calls(), Draws(session.device)
+        calls, draws = activity.num_calls(), RandomDraws(session.device)
         self._interrupts.begin_cell()
         try:
-            reply = self._prepare(facts) or await measured(session, facts, execute)
+            reply = self._prepare(facts) or await run_measured(session, facts, execute)
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -88,25 +88,25 @@ class CellRunner:
         has_value = reply["status"] == "ok" and value is not None
         if has_value and facts.get("token") is not None:
             self._keep_value(facts["token"], value)
-        ended_in = take_place()
-        told: dict[str, Any] = reply.pop("measured", {})
+        aborted_at = take_abort_location()
+        measurements: dict[str, Any] = reply.pop("measured", {})
         reply["axon_nb"] = {
             "seconds": (end - start) / 1e9,
             "calls": activity.num_calls() - calls,
-            "ended_in": ended_in,
+            "aborted_at": aborted_at,
             "has_value": has_value,
             "draws": draws.report(shell) if activity.num_calls() > calls else None,
-            **told,
+            **measurements,
         }
-        tell_exit(reply, shell)
+        describe_exit(reply, shell)
         if reply["status"] == "error":
-            release_failure(shell, from_outside=bool(ended_in), keep=bool(facts.get("keep_failure")))
-        reply = _bounded(reply)
+            release_failure(shell, was_aborted=bool(aborted_at), keep=bool(facts.get("keep_failure")))
+        reply = _limit_reply(reply)
         self._log.end(message_id, reply)
         return reply
 
     def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
-        """What goes before the cell's own code; the reply when that fails."""
+        """Set up before the cell's own code runs; return an error reply if that fails."""
         ranks = facts.get("ranks") or []
         start_cell(str(facts.get("run", "")))
         try:
@@ -123,23 +123,23 @@ class CellRunner:
             self._values.pop(next(iter(self._values)))
 
     def take_value(self, token: str) -> Any:
-        """The value of the last expression of the cell with this token, once."""
+        """Remove and return the value of the last expression of the cell with this token."""
         return self._values.pop(token, None)
 
 
-def _bounded(reply: dict[str, Any]) -> dict[str, Any]:
+def _limit_reply(reply: dict[str, Any]) -> dict[str, Any]:
     if reply["status"] != "error":
         return reply
-    reply["evalue"] = _cut(reply.get("evalue", ""), _MAX_EVALUE)
+    reply["evalue"] = _shorten(reply.get("evalue", ""), _MAX_EVALUE)
     lines, room = [], _MAX_TRACEBACK
     for line in reply.get("traceback", []):
-        lines.append(_cut(line, max(room, 200)))
+        lines.append(_shorten(line, max(room, 200)))
         room -= len(line)
     reply["traceback"] = lines
     return reply
 
 
-def _cut(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     return (
         text
         if len(text) <= limit

@@ -1,10 +1,10 @@
-"""What a front end asks while somebody types: completions, help on a name, and what names there are.
+"""Answers completion requests: completions, help on a name, and a snapshot of all names.
 
-Answered from the control channel, so that the main thread is left to its cell. The work is done in a thread of its own
-and waited for only briefly: what a completion runs into (a slow `__dir__`, a device that hangs) must not keep an
-interrupt from coming through.
+Requests arrive on the control channel, so the main thread stays free for its cell. A separate thread does the work, and
+the control thread waits for it only briefly: whatever a completion runs into (a slow `__dir__`, a device that hangs)
+must not block an interrupt.
 
-The names of this rank with their attributes and keys, small enough to be kept in the notebook after each cell.
+The snapshot of names with their attributes and keys is small enough to be stored in the notebook after each cell.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from IPython.core.completer import IPCompleter
 
 from axon_nb.engine.kernel.hooks import ControlHandler
 
-__all__ = ["Assistant", "names_snapshot"]
+__all__ = ["CompletionService", "names_snapshot"]
 
 _BUDGET_S = 0.04
-"""After so long the rest of the names go without their attributes."""
+"""After this time, the remaining names are sent without attributes."""
 _MAX_NAMES = 1000
-_MAX_OWN = 500
+_MAX_ATTRIBUTES = 500
 _MAX_KEYS = 200
 _MAX_KEY = 80
 
 
 def names_snapshot(shell: Any, *, known: set[str]) -> dict[str, Any]:
-    """What can be completed without asking again.
+    """Snapshot for completion without another request.
 
     Args:
         shell: The rank's IPython shell.
-        known: Names of types whose attributes the asker has.
+        known: Names of types whose attributes the caller already has.
 
     Returns:
-        ``names``: by name of a variable its ``type``, ``own`` attributes (those that its type does not have) and
-        ``keys`` as Python source; ``types``: by name of a type its attributes.
+        ``names``: for each variable its ``type``, its ``own`` attributes (those that its type lacks) and its ``keys``
+        as Python source; ``types``: the attributes of each type by name.
     """
     end = time.monotonic() + _BUDGET_S
     names: dict[str, Any] = {}
@@ -56,13 +56,13 @@ def names_snapshot(shell: Any, *, known: set[str]) -> dict[str, Any]:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             if kind not in known and kind not in types:
                 types[kind] = [attribute for attribute in dir(type(value)) if not attribute.startswith("__")]
-            entry.update(type=kind, own=_own(value), keys=_keys(value))
-        except Exception:  # an odd object of the user: its name is enough
+            entry.update(type=kind, own=_instance_attributes(value), keys=_keys(value))
+        except Exception:  # an unusual object: its name is enough
             continue
     return {"names": names, "types": types}
 
 
-def _own(value: Any) -> list[str]:
+def _instance_attributes(value: Any) -> list[str]:
     found: list[Any] = []
     if isinstance(value, ModuleType):
         found = dir(value)
@@ -70,23 +70,23 @@ def _own(value: Any) -> list[str]:
         found += getattr(value, "__dict__", ())
     if isinstance(value, torch.nn.Module):
         found += [name for part in (value._modules, value._parameters, value._buffers) for name in part]
-    elif _is_frame(value):
-        found += _plain(value.columns, identifiers=True)
-    return [name for name in found if isinstance(name, str) and not name.startswith("__")][:_MAX_OWN]
+    elif _is_data_frame(value):
+        found += _simple_keys(value.columns, identifiers=True)
+    return [name for name in found if isinstance(name, str) and not name.startswith("__")][:_MAX_ATTRIBUTES]
 
 
 def _keys(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [repr(key) for key in _plain(value)]
-    return [repr(key) for key in _plain(value.columns)] if _is_frame(value) else []
+        return [repr(key) for key in _simple_keys(value)]
+    return [repr(key) for key in _simple_keys(value.columns)] if _is_data_frame(value) else []
 
 
-def _is_frame(value: Any) -> bool:
+def _is_data_frame(value: Any) -> bool:
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(value, pandas.DataFrame)
 
 
-def _plain(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]:
+def _simple_keys(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]:
     found = [key for key, _ in zip(list(keys), range(_MAX_KEYS), strict=False) if type(key) in (str, int)]
     return [
         key
@@ -95,12 +95,12 @@ def _plain(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]
     ]
 
 
-_LIMIT_S = 0.08
+_TIMEOUT_S = 0.08
 _MAX_MATCHES = 1000
 _MAX_TEXT = 200_000
 _POLICY = {
-    # Objects whose own `__getattr__` or `__getitem__` IPython may call for `model.layers[0].`: they only look up. Not
-    # those of tensors: indexing a DTensor communicates.
+    # IPython may call the `__getattr__` or `__getitem__` of these types for `model.layers[0].`: they only look up.
+    # Tensors are excluded: indexing a DTensor communicates.
     "allowed_getattr_external": {("pandas", "DataFrame"), ("pandas", "Series"), ("torch", "nn", "Module")},
     "allowed_getitem_external": {
         ("numpy", "ndarray"),
@@ -116,8 +116,8 @@ _POLICY = {
 }
 
 
-class Assistant:
-    """Answers for one rank; one question at a time.
+class CompletionService:
+    """Answers completion requests on one rank, one at a time.
 
     Args:
         shell: The rank's IPython shell.
@@ -129,7 +129,7 @@ class Assistant:
         self._thread: threading.Thread | None = None
 
     def handlers(self) -> dict[str, ControlHandler]:
-        """The requests of the control channel, by message type."""
+        """Handlers for the control channel, by message type."""
         return {"axon_complete": self._complete, "axon_inspect": self._inspect, "axon_names": self._names}
 
     def _complete(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Assistant:
             fragment, matches = self._own_completer().complete(line_buffer=line, cursor_pos=cursor)
             return {"fragment": fragment, "matches": list(matches)[:_MAX_MATCHES]}
 
-        return self._briefly(work)
+        return self._run_with_timeout(work)
 
     def _inspect(self, content: dict[str, Any]) -> dict[str, Any]:
         def work() -> dict[str, Any]:
@@ -152,15 +152,15 @@ class Assistant:
                 bundle.pop("text/html", None)
             return {"found": True, "data": {mime: text[:_MAX_TEXT] for mime, text in bundle.items()}}
 
-        return self._briefly(work)
+        return self._run_with_timeout(work)
 
     def _names(self, content: dict[str, Any]) -> dict[str, Any]:
-        return self._briefly(lambda: names_snapshot(self._shell, known=set(content.get("known", ()))))
+        return self._run_with_timeout(lambda: names_snapshot(self._shell, known=set(content.get("known", ()))))
 
     def _own_completer(self) -> Any:
         if self._completer is None:
             shell = self._shell
-            # Without jedi, which takes seconds at first and knows no more of living objects than they do.
+            # Without jedi, which takes seconds to start and knows no more about live objects.
             self._completer = IPCompleter(
                 shell=shell,
                 namespace=shell.user_ns,
@@ -172,19 +172,19 @@ class Assistant:
             self._completer.custom_completers = shell.Completer.custom_completers
         return self._completer
 
-    def _briefly(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or ``late`` when it takes more than a moment or the one before has not come back."""
+    def _run_with_timeout(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run `work`; return ``timed_out`` if it takes too long or the previous request has not finished."""
         if self._thread is not None and self._thread.is_alive():
-            return {"late": True}
-        answers: list[dict[str, Any]] = []
+            return {"timed_out": True}
+        results: list[dict[str, Any]] = []
 
         def run() -> None:
             try:
-                answers.append(work())
+                results.append(work())
             except BaseException as error:
-                answers.append({"refused": type(error).__name__})
+                results.append({"refused": type(error).__name__})
 
-        self._thread = threading.Thread(target=run, name="axon_nb-assist", daemon=True)
+        self._thread = threading.Thread(target=run, name="axon_nb-completion", daemon=True)
         self._thread.start()
-        self._thread.join(_LIMIT_S)
-        return answers[0] if answers else {"late": True}
+        self._thread.join(_TIMEOUT_S)
+        return results[0] if results else {"timed_out": True}

@@ -1,7 +1,7 @@
-"""Private hooks into ipykernel, all of them, for engines of ipykernel 7.
+"""All private hooks into ipykernel 7, as engines use it.
 
-Each is guarded by `missing()`, which names what a newer ipykernel no longer has; a test fails when that list is not
-empty for the tested versions. A missing hook is skipped: cells still run, with the loss that its comment names.
+Each is guarded by `missing()`, which names the hooks that a newer ipykernel lacks; a test fails if that list is not
+empty for the tested versions. A missing hook is skipped: cells still run, with the limitation that its comment names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
-"""Takes a request's content and returns the reply's; runs on the kernel's control thread."""
+"""Takes a request's content and returns the reply's content; runs on the kernel's control thread."""
 
 _NEEDED = (
     "_cancel_on_sigint",
@@ -42,41 +42,41 @@ _NEEDED = (
 
 
 def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this ipykernel does not have."""
+    """Names of the hooks that this ipykernel lacks."""
     absent = [name for name in _NEEDED if not hasattr(kernel, name)]
     if not hasattr(IOPubThread, "send_multipart"):
         absent.append("IOPubThread.send_multipart")
     return absent
 
 
-def install(kernel: Any, hold_async: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
-    """Make `kernel` a good host for cells.
+def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Prepare `kernel` for cells.
 
     Args:
         kernel: The engine's kernel.
-        hold_async: Context manager that is entered with the task of an async cell while it runs, so that an interrupt
-            can cancel it.
+        track_task: Context manager entered with the task of an async cell while it runs, so that an interrupt can
+            cancel it.
     """
-    # Without it a top-level await never replies: ipykernel asks a thread that an engine does not have for its parent.
+    # Without it a top-level await never replies: ipykernel reads the parent of a thread that an engine does not have.
     kernel.shell_channel_thread = SimpleNamespace(parent_thread=threading.main_thread())
     type(kernel)._supports_kernel_subshells = False
-    # ipykernel swaps the SIGINT handler around every request; an interrupt that lands between is lost.
+    # ipykernel swaps the SIGINT handler around every request; an interrupt in between would be lost.
     kernel.pre_handler_hook = lambda: None
     kernel.post_handler_hook = lambda: None
     if hasattr(kernel, "_cancel_on_sigint"):
 
         @contextlib.contextmanager
         def cancel_on_sigint(task: Any) -> Iterator[None]:
-            with hold_async(task):
+            with track_task(task):
                 yield
 
         kernel._cancel_on_sigint = cancel_on_sigint
-    _quieten(kernel)
-    _answer_directly(kernel)
+    _suppress_messages(kernel)
+    _reply_directly(kernel)
 
 
-def _quieten(kernel: Any) -> None:
-    # The notebook knows the code it sent, and only asks when a rank is idle again: two of three messages saved.
+def _suppress_messages(kernel: Any) -> None:
+    # The notebook knows the code it sent, and only needs to know when a rank is idle: this saves two of three messages.
     kernel._publish_execute_input = lambda *args, **kwargs: None
     publish = getattr(kernel, "_publish_status", None)
     if publish is not None:
@@ -88,8 +88,8 @@ def _quieten(kernel: Any) -> None:
         kernel._publish_status = publish_idle
 
 
-class _Served:
-    """One of our handlers, as ipykernel calls its own."""
+class _RequestHandler:
+    """Adapts one of our handlers to ipykernel's interface."""
 
     def __init__(self, kernel: Any, handler: ControlHandler) -> None:
         self._session = kernel.session
@@ -103,10 +103,10 @@ class _Served:
         self._session.send(stream, "axon_reply", content, parent=parent, ident=ident)
 
 
-def _answer_directly(kernel: Any) -> None:
-    # For each request on this channel ipykernel flushes stdout and stderr, each a wait for another thread, and says
-    # that it is idle, which goes through the controller to the notebook. Questions of views come many times a second,
-    # beside the user's code.
+def _reply_directly(kernel: Any) -> None:
+    # For each request on this channel, ipykernel flushes stdout and stderr, each of which waits for another thread, and
+    # publishes an idle status, which goes through the controller to the notebook. Views send many requests per second
+    # while the user's code runs.
     original = getattr(kernel, "process_control", None)
     if original is None:
         return
@@ -115,18 +115,18 @@ def _answer_directly(kernel: Any) -> None:
         session = kernel.session
         idents, parts = session.feed_identities(frames, copy=False)
         try:
-            served = kernel.control_handlers.get(session.unpack(parts[1].bytes)["msg_type"])
+            handler = kernel.control_handlers.get(session.unpack(parts[1].bytes)["msg_type"])
         except (IndexError, KeyError, TypeError, ValueError):
-            served = None
-        if not isinstance(served, _Served):
+            handler = None
+        if not isinstance(handler, _RequestHandler):
             await original(frames)
             return
         try:
             message = session.deserialize(parts, content=True, copy=False)
-        except (KeyError, TypeError, ValueError) as error:  # not signed with our key, or damaged
+        except (KeyError, TypeError, ValueError) as error:  # wrong signature, or damaged
             kernel.log.error("Invalid control message: %s", error)
             return
-        served(kernel.control_stream, idents, message)
+        handler(kernel.control_stream, idents, message)
         kernel.control_stream.flush(zmq.POLLOUT)
 
     kernel.process_control = process_control
@@ -135,13 +135,13 @@ def _answer_directly(kernel: Any) -> None:
 def add_control_handlers(kernel: Any, handlers: dict[str, ControlHandler]) -> None:
     """Serve `handlers` on the control channel, which answers while the main thread is busy or stuck."""
     for name, handler in handlers.items():
-        kernel.control_handlers[name] = _Served(kernel, handler)
+        kernel.control_handlers[name] = _RequestHandler(kernel, handler)
 
 
 def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
-    """Have `tap` see the frames of each message of the output channel before it goes out, in order.
+    """Pass the frames of each outgoing message of the output channel to `tap`, in order.
 
-    Without the hook a notebook that comes back does not see what was printed meanwhile.
+    Without this hook, a notebook that reconnects does not see what was printed meanwhile.
     """
     thread = getattr(kernel.iopub_socket, "io_thread", None) or kernel.iopub_socket
     send = getattr(thread, "send_multipart", None)
@@ -149,7 +149,7 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
         return
 
     def send_multipart(frames: list[Any], *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(ValueError, KeyError):  # no message of Jupyter's
+        with contextlib.suppress(ValueError, KeyError):  # not a Jupyter message
             tap(frames)
         send(frames, *args, **kwargs)
 
@@ -159,7 +159,7 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
 def wrap_do_execute(
     kernel: Any, wrapper: Callable[[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
 ) -> None:
-    """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` gives the reply."""
+    """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` returns the reply."""
     original = kernel.do_execute
 
     async def do_execute(code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:

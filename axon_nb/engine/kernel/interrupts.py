@@ -1,10 +1,9 @@
-"""SIGINT on a rank: it ends the user's code and nothing else.
+"""Handles SIGINT on a rank: an interrupt stops the user's code and nothing else.
 
-Ending code that swallows every interrupt: raising where nothing catches it.
-
-`while True: try: … except: pass` takes whatever is raised within its `try`. Between two rounds there is a line that is
-in no `try`, and a trace function sees it come. Private hook: the table of a code object that says which of its parts
-are guarded, read by `dis._parse_exception_table`; where that is missing, such a loop goes on until it is given up.
+Code that swallows every interrupt is interrupted where nothing can catch it. `while True: try: … except: pass` catches
+whatever is raised inside its `try`. But between two iterations there is a line outside any `try`, and a trace function
+sees it. Private hook: a code object's exception table, read by `dis._parse_exception_table`; without it, such a loop
+runs until the rank is replaced.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["Interrupts", "desist", "insist", "missing_interrupt_hooks"]
+__all__ = ["InterruptHandler", "clear_forced_interrupt", "force_interrupt", "missing_interrupt_hooks"]
 
-_parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
+_parse_exception_table: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
 
 
 def missing_interrupt_hooks() -> list[str]:
-    """Names of the hooks that this Python does not have."""
-    return [] if _parse is not None else ["dis._parse_exception_table"]
+    """Names of the hooks that this Python lacks."""
+    return [] if _parse_exception_table is not None else ["dis._parse_exception_table"]
 
 
-def insist(frame: FrameType | None, outermost: FrameType) -> None:
-    """Raise KeyboardInterrupt at the first line from here on that no `try` and no `with` guards.
+def force_interrupt(frame: FrameType | None, outermost: FrameType) -> None:
+    """Raise KeyboardInterrupt at the next line that no `try` or `with` guards.
 
     Args:
         frame: The innermost frame.
-        outermost: The frame of the cell; what called it takes the exception.
+        outermost: The frame of the cell; its caller receives the exception.
     """
-    if _parse is None:
+    if _parse_exception_table is None:
         return
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -55,85 +54,86 @@ def insist(frame: FrameType | None, outermost: FrameType) -> None:
     sys.settrace(trace)
 
 
-def desist() -> None:
-    """The cell has ended."""
+def clear_forced_interrupt() -> None:
+    """Remove the trace function; call it when the cell has finished."""
     sys.settrace(None)
 
 
 def _is_guarded(frame: FrameType | None, outermost: FrameType) -> bool:
     while frame is not None:
-        if any(start <= frame.f_lasti < end for start, end in _guarded(frame.f_code)):
+        if any(start <= frame.f_lasti < end for start, end in _guarded_ranges(frame.f_code)):
             return True
         if frame is outermost:
             return False
         frame = frame.f_back
-    return True  # not under the cell: some callback, which is left alone
+    return True  # not under the cell's frame: a callback, which is left alone
 
 
 @functools.lru_cache(maxsize=256)
-def _guarded(code: CodeType) -> tuple[tuple[int, int], ...]:
-    return tuple((entry.start, entry.end) for entry in _parse(code)) if _parse is not None else ()
+def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
+    entries = _parse_exception_table(code) if _parse_exception_table is not None else ()
+    return tuple((entry.start, entry.end) for entry in entries)
 
 
-_SWALLOWED = 3
-"""After so many interrupts that have not ended the cell, the next is raised where nothing catches it."""
+_MAX_SWALLOWED = 3
+"""After this many interrupts without effect, the next is raised where nothing can catch it."""
 
 
-class Interrupts:
-    """The SIGINT handler that stays installed for the life of the rank.
+class InterruptHandler:
+    """The SIGINT handler of a rank, installed for its lifetime.
 
     Args:
         kernel: The engine's kernel.
-        holds: Whether an interrupt that lands on this frame is put off; who says so raises it later.
+        defers: Whether to defer an interrupt that lands on this frame; whoever defers it raises it later.
     """
 
-    def __init__(self, kernel: Any, holds: Callable[[FrameType | None], bool]) -> None:
+    def __init__(self, kernel: Any, defers: Callable[[FrameType | None], bool]) -> None:
         self._kernel = kernel
-        self._holds = holds
+        self._defers = defers
         self.task: Any = None
-        """The task of the async cell that runs; None while none does."""
+        """Task of the running async cell; None if there is none."""
         self.raised = 0
-        """Interrupts that were raised in the cell."""
+        """Interrupts raised in the cell so far."""
         self.running = False
-        """Whether a cell runs; outside of cells an interrupt is dropped."""
-        self.unheard = 0
-        """Interrupts that were sent and that the main thread has not noticed: it is in C code."""
-        self.refused: deque[str] = deque(maxlen=64)
-        """Cells that were interrupted before they have begun here, by the notebook's name for the run."""
+        """Whether a cell runs; outside cells, interrupts are dropped."""
+        self.pending = 0
+        """Interrupts sent that the main thread has not noticed because it runs C code."""
+        self.rejected_runs: deque[str] = deque(maxlen=64)
+        """Run ids of cells that were interrupted before they started here."""
 
     def begin_cell(self) -> None:
-        """A cell begins."""
+        """Reset the counters for a new cell."""
         self.raised = 0
         self.running = True
 
     def end_cell(self) -> None:
-        """It has ended."""
+        """Drop interrupts from now on."""
         self.running = False
-        if self.raised > _SWALLOWED:
-            desist()
+        if self.raised > _MAX_SWALLOWED:
+            clear_forced_interrupt()
 
     def install(self) -> None:
-        """Take over SIGINT; call it on the main thread."""
+        """Install the handler; call it on the main thread."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        self.unheard = 0
+        self.pending = 0
         if not self.running:
             return
-        own = user_frame(frame)
-        if own is not None:
-            if self._holds(frame):
+        cell_frame = user_frame(frame)
+        if cell_frame is not None:
+            if self._defers(frame):
                 return
             self.raised += 1
-            if self.raised > _SWALLOWED:
-                insist(frame, own)
+            if self.raised > _MAX_SWALLOWED:
+                force_interrupt(frame, cell_frame)
             raise KeyboardInterrupt
         if self.task is not None and not self.task.done():
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(self.task.cancel)
 
     @contextlib.contextmanager
-    def hold_async(self, task: Any) -> Iterator[None]:
-        """While an async cell runs: an interrupt cancels its task."""
+    def track_task(self, task: Any) -> Iterator[None]:
+        """Have interrupts cancel this task while it runs."""
         self.task = task
         try:
             yield
@@ -141,10 +141,10 @@ class Interrupts:
             self.task = None
 
     def interrupt(self, run: str | None = None) -> bool:
-        """From any thread: interrupt the cell; False when none runs: then `run` is refused when it comes."""
+        """Interrupt the cell; if none runs, return False, and `run` is rejected when it arrives. Thread-safe."""
         if self.running:
-            self.unheard += 1
+            self.pending += 1
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         elif run is not None:
-            self.refused.append(run)
+            self.rejected_runs.append(run)
         return self.running

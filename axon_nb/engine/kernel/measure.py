@@ -1,4 +1,4 @@
-"""`--time`, `--repeat` and `--profile` of a cell, on the rank."""
+"""Implements `--time`, `--repeat` and `--profile` on the rank."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import torch.distributed as dist
 from axon_nb.engine.groups import subgroup
 from axon_nb.engine.session import RankSession
 
-__all__ = ["measured"]
+__all__ = ["run_measured"]
 
-_RUNS, _RUN = "__axon_nb_runs__", "__axon_nb_run__"
-"""Names that the repeated cell uses, taken away after it."""
-_TOP = 15
-"""Operations of a profile that are told."""
+_RUNS_NAME, _RUN_NAME = "__axon_nb_runs__", "__axon_nb_run__"
+"""Names that a repeated cell uses; removed after it."""
+_MAX_OPERATIONS = 15
+"""Operations reported from a profile."""
 
 
-async def measured(
+async def run_measured(
     session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Run a cell; the reply has ``measured`` besides: ``cpu`` seconds, and, if asked for, ``repetitions``, ``profile``.
+    """Run a cell and add ``measured`` to its reply: ``cpu`` seconds and, if requested, ``repetitions`` and ``profile``.
 
     Args:
         session: This rank.
-        facts: What the notebook says of the cell.
-        execute: Runs it; gives the reply.
+        facts: The notebook's metadata about the cell.
+        execute: Runs the cell and returns its reply.
     """
     try:
-        return await _measured(session, facts, execute)
-    except Exception as error:  # the cell's own failures are in its reply: without one the notebook would wait for ever
-        told = f"the cell has run, and measuring it failed: {type(error).__name__}: {error}"
-        return {"status": "error", "ename": type(error).__name__, "evalue": told, "traceback": [told]}
+        return await _run_measured(session, facts, execute)
+    except Exception as error:  # the cell's own errors are in its reply, without which the notebook would wait forever
+        message = f"the cell ran, but measuring it failed: {type(error).__name__}: {error}"
+        return {"status": "error", "ename": type(error).__name__, "evalue": message, "traceback": [message]}
 
 
-async def _measured(
+async def _run_measured(
     session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -53,57 +53,59 @@ async def _measured(
         cpu = time.process_time()
         reply = await execute()
         if facts.get("timed"):
-            _finish(session.device)
+            _synchronize(session.device)
         found["cpu"] = time.process_time() - cpu
     if reply["status"] == "ok":
         reply["measured"] = found
     return reply
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for what the device still does."""
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
 
 
-class _Runs:
-    """What the loop around the cell goes over: ranks begin each run together, and its time is taken."""
+class _TimedRuns:
+    """The iterator of the loop around the cell: ranks start each run together, and each run is timed."""
 
-    def __init__(self, count: int, seconds: list[float], meet: Callable[[], None], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, count: int, seconds: list[float], barrier: Callable[[], None], synchronize: Callable[[], None]
+    ) -> None:
         self._count = count
         self._seconds = seconds
-        self._meet = meet
-        self._finish = finish
-        self._began: float | None = None
+        self._barrier = barrier
+        self._synchronize = synchronize
+        self._start: float | None = None
 
-    def __iter__(self) -> _Runs:
+    def __iter__(self) -> _TimedRuns:
         return self
 
     def __next__(self) -> int:
-        if self._began is not None:
-            self._finish()
-            self._seconds.append(time.perf_counter() - self._began)
+        if self._start is not None:
+            self._synchronize()
+            self._seconds.append(time.perf_counter() - self._start)
         if len(self._seconds) == self._count:
             raise StopIteration
-        self._meet()
-        self._began = time.perf_counter()
+        self._barrier()
+        self._start = time.perf_counter()
         return len(self._seconds)
 
 
-class _Loop(ast.NodeTransformer):
-    """Puts the statements of the next cell into a loop; their line numbers stay."""
+class _LoopTransformer(ast.NodeTransformer):
+    """Puts the next cell's statements into a loop; their line numbers stay."""
 
     def __init__(self) -> None:
         self._done = False
 
     def visit_Module(self, node: ast.Module) -> ast.Module:
-        """IPython gives each cell to its transformers as a module."""
+        """Wrap the body of a cell, which IPython passes as a module."""
         head = [line for line in node.body if isinstance(line, ast.ImportFrom) and line.module == "__future__"]
         body = [line for line in node.body if line not in head]
         if self._done or not body:
             return node
         self._done = True
-        target, runs = ast.Name(_RUN, ast.Store()), ast.Name(_RUNS, ast.Load())
+        target, runs = ast.Name(_RUN_NAME, ast.Store()), ast.Name(_RUNS_NAME, ast.Load())
         loop = ast.copy_location(ast.For(target=target, iter=runs, body=body, orelse=[]), body[0])
         node.body = [*head, loop]
         return ast.fix_missing_locations(node)
@@ -114,20 +116,20 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
     ranks = list(facts.get("ranks") or [])
     shell, seconds = session.kernel.shell, list[float]()
 
-    def meet() -> None:
+    def barrier() -> None:
         if len(ranks) > 1:
             device = [session.device.index] if session.config.backend == "nccl" else None
             dist.barrier(group=subgroup.get(session, ranks), device_ids=device)
 
-    loop = _Loop()
-    shell.user_ns[_RUNS] = _Runs(int(facts["repeat"]), seconds, meet, lambda: _finish(session.device))
+    loop = _LoopTransformer()
+    shell.user_ns[_RUNS_NAME] = _TimedRuns(int(facts["repeat"]), seconds, barrier, lambda: _synchronize(session.device))
     shell.ast_transformers.append(loop)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # IPython takes one away that fails
+        with contextlib.suppress(ValueError):  # IPython removes a transformer that fails
             shell.ast_transformers.remove(loop)
-        for name in (_RUNS, _RUN):
+        for name in (_RUNS_NAME, _RUN_NAME):
             shell.user_ns.pop(name, None)
     found["repetitions"] = seconds
 
@@ -140,18 +142,18 @@ def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iter
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
     with profile(activities=activities) as profiler:
         yield
-        _finish(session.device)
+        _synchronize(session.device)
     folder.mkdir(parents=True, exist_ok=True)
-    # TensorBoard's plugin reads files of this form from its log folder; they are chrome traces.
+    # TensorBoard's plugin reads files of this name from its log folder; they are Chrome traces.
     trace = folder / f"rank{session.config.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     averages = sorted(profiler.key_averages(), key=lambda entry: -_self_us(entry, on_device))
-    found["profile"] = {"rows": [_row(entry, on_device) for entry in averages[:_TOP]], "trace": str(trace)}
+    found["profile"] = {"rows": [_row(entry, on_device) for entry in averages[:_MAX_OPERATIONS]], "trace": str(trace)}
 
 
 def _self_us(entry: Any, on_device: bool) -> float:
-    own = float(entry.self_cpu_time_total)
-    return own + float(entry.self_device_time_total) if on_device else own
+    cpu_us = float(entry.self_cpu_time_total)
+    return cpu_us + float(entry.self_device_time_total) if on_device else cpu_us
 
 
 def _row(entry: Any, on_device: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Optimizer steps on this rank: whole or not at all when an interrupt comes, and counted."""
+"""Makes optimizer steps on this rank atomic under interrupts, and counts them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicate
 
 __all__ = ["OptimizerSteps", "recover"]
 
-_HOLD_S = 5.0
-"""An interrupt is held so long at most: the closure of a step may loop for ever."""
+_MAX_DEFER_S = 5.0
+"""Longest time that an interrupt is deferred: the closure of a step may loop forever."""
 
 
 class OptimizerSteps:
-    """Holds interrupts that land within a step until it is over, and counts the steps of each optimizer."""
+    """Defers interrupts that land inside a step until it is complete, and counts the steps of each optimizer."""
 
     def __init__(self) -> None:
-        self._held_since: float | None = None
+        self._deferred_since: float | None = None
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -39,68 +39,68 @@ class OptimizerSteps:
         self._communicated = False
 
     def install(self) -> None:
-        """Look after all steps from now on."""
-        register_optimizer_step_pre_hook(self._raise_held)
+        """Hook into all optimizer steps from now on."""
+        register_optimizer_step_pre_hook(self._raise_deferred)
         register_optimizer_step_post_hook(self._after_step)
 
     def begin_cell(self) -> None:
-        """A cell begins: growth counts from here, and what was held is over with its cell."""
-        self._held_since = None
+        """Start counting for a new cell, and drop any deferred interrupt of the last one."""
+        self._deferred_since = None
         self._before = weakref.WeakKeyDictionary(self._steps)
         self._calls = activity.num_calls()
 
     def end_cell(self) -> None:
-        """The cell is over: whether it has communicated is known, and forming groups anew does not count."""
+        """Note whether the cell communicated; rebuilding groups afterwards does not count."""
         self._communicated = activity.num_calls() > self._calls
 
-    def holds(self, frame: FrameType | None) -> bool:
-        """From the handler of an interrupt that has landed on `frame`: whether it is held, and raised after the step.
+    def defers_interrupt(self, frame: FrameType | None) -> bool:
+        """Whether to defer an interrupt that landed on `frame`; it is raised after the optimizer step.
 
-        After a step that raises itself that is before the next, if the abort that is sent again does not come earlier.
+        If the step itself raises, the interrupt is raised before the next step, unless the repeated abort comes first.
         """
         if not step_depth(frame):
-            self._held_since = None
+            self._deferred_since = None
             return False
-        if self._held_since is None:
-            self._held_since = time.monotonic()
-        return time.monotonic() - self._held_since < _HOLD_S
+        if self._deferred_since is None:
+            self._deferred_since = time.monotonic()
+        return time.monotonic() - self._deferred_since < _MAX_DEFER_S
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         self._steps[optimizer] = self.of(optimizer) + 1
-        self._raise_held()
+        self._raise_deferred()
 
-    def _raise_held(self, *_: Any) -> None:
-        # An optimizer that steps another one, such as ZeroRedundancyOptimizer, is to be whole as well.
-        if self._held_since is not None and step_depth(sys._getframe(1)) < 2:
-            self._held_since = None
+    def _raise_deferred(self, *_: Any) -> None:
+        # An optimizer that steps another one, such as ZeroRedundancyOptimizer, must finish its step, too.
+        if self._deferred_since is not None and step_depth(sys._getframe(1)) < 2:
+            self._deferred_since = None
             raise KeyboardInterrupt
 
-    def end_of_step(self) -> None:
-        """A step that is no optimizer's of torch ends: what was held comes now."""
-        self._raise_held()
+    def after_foreign_step(self) -> None:
+        """Raise a deferred interrupt after a step that is not one of torch's optimizers."""
+        self._raise_deferred()
 
     def of(self, optimizer: Optimizer) -> int:
-        """How many steps this optimizer has made."""
+        """Number of steps of this optimizer."""
         return self._steps.get(optimizer, 0)
 
     def set(self, optimizer: Optimizer, steps: int) -> None:
-        """The optimizer was brought to where another rank's is, which has made so many steps."""
+        """Set the number of steps, after the optimizer's state was copied from another rank."""
         self._steps[optimizer] = steps
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
 
     def report(self) -> list[dict[str, Any]]:
-        """Of each optimizer that has stepped and lives, and of those with a name that have not stepped yet.
+        """Report each live optimizer that has stepped, and named ones that have not stepped yet.
 
         Returns:
             `number` in the order of their first steps (-1: none yet), `name` of its variable, `before` (steps when the
-            last cell began), `steps`, `shapes` (a digest, equal where the same model is trained), `apart` (why it is no
-            copy of other ranks' one; empty: it may be), and `communicated` (whether the cell has).
+            last cell began), `steps`, `shapes` (a digest, equal if the same model is trained), `not_replicated` (why it
+            is not a replica of other ranks' optimizer; empty if it may be), and `communicated` (whether the cell did).
         """
-        names = _named_optimizers()
-        optimizers = {id(one): one for one in (*self._steps, *(named for named, _ in names.values()))}
+        names = _optimizers_by_id()
+        optimizers = {id(optimizer): optimizer for optimizer in (*self._steps, *(named for named, _ in names.values()))}
         if not optimizers:
             return []
         in_wrappers = unreplicated_parameters()
@@ -111,7 +111,7 @@ class OptimizerSteps:
                 "before": self._before.get(optimizer, 0),
                 "steps": self.of(optimizer),
                 "shapes": _digest(_parameters(optimizer)),
-                "apart": unreplicated_reason(_parameters(optimizer), in_wrappers),
+                "not_replicated": unreplicated_reason(_parameters(optimizer), in_wrappers),
                 "communicated": self._communicated,
             }
             for key, optimizer in optimizers.items()
@@ -119,12 +119,12 @@ class OptimizerSteps:
 
 
 def recover(epoch: int) -> dict[str, Any]:
-    """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's ``steps`` besides."""
+    """Rebuild the groups after an aborted cell, as `groups.recovery.recover`; adds this rank's ``steps``."""
     return {**recovery.recover(epoch), "steps": current().extras["steps"].report()}
 
 
-def _named_optimizers() -> dict[int, tuple[Optimizer, str]]:
-    # By their type: `isinstance` asks a lazy object for its class, which is the user's code.
+def _optimizers_by_id() -> dict[int, tuple[Optimizer, str]]:
+    # type() instead of isinstance: the latter runs user code on lazy proxies.
     values = list(current().kernel.shell.user_ns.items())
     return {id(v): (v, name) for name, v in values if name[:1] != "_" and issubclass(type(v), Optimizer)}
 

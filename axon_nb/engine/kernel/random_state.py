@@ -1,6 +1,6 @@
-"""Whether a cell has drawn random numbers that copies of a model should not share, for a hint in the notebook.
+"""Detects random numbers that replicas of a model should not share, for a hint in the notebook.
 
-`%distributed seed` on a rank: Python's, NumPy's and torch's generators, on every device.
+Seeds Python's, NumPy's and torch's generators on every device for `%distributed seed`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded_class
 
-__all__ = ["Draws", "seed"]
+__all__ = ["RandomDraws", "seed"]
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
 
 
-class Draws:
-    """The random numbers of one cell; made when it begins.
+class RandomDraws:
+    """The random numbers drawn by one cell; create it when the cell starts.
 
     Args:
         device: The rank's device.
@@ -37,27 +37,29 @@ class Draws:
         self._before = self._state()
 
     def report(self, shell: Any) -> dict[str, Any] | None:
-        """At the cell's end: None when nothing was drawn, or when no model here is a copy of other ranks' one.
+        """Report at the end of the cell; None if nothing was drawn, or no model here is replicated.
 
         Returns:
-            ``states`` before and after, equal on ranks that have drawn the same; ``dropout`` (name of such a model that
-            is being trained with dropout) and ``loader`` (name of a DataLoader that shuffles by the shared generator).
+            ``states`` before and after, equal on ranks that drew the same numbers; ``dropout`` (name of a replicated
+            model in training mode with dropout) and ``loader`` (name of a DataLoader that shuffles with the global
+            generator).
         """
         try:
-            return self._look(shell)
-        except Exception:  # odd objects of the user: a hint is not worth a cell
+            return self._find_shared_draws(shell)
+        except Exception:  # a hint must never fail a cell
             return None
 
-    def _look(self, shell: Any) -> dict[str, Any] | None:
+    def _find_shared_draws(self, shell: Any) -> dict[str, Any] | None:
         after = self._state()
         if after == self._before:
             return None
-        variables = users_variables(shell)
-        copies = {name: value for name, value in variables.items() if isinstance(value, nn.Module) and _is_copy(value)}
-        if not copies:
+        variables = user_variables(shell)
+        models = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
+        replicas = {name: model for name, model in models.items() if _is_replicated(model)}
+        if not replicas:
             return None
-        dropout = next((name for name, model in copies.items() if _drops(model)), "")
-        loader = next((name for name, value in variables.items() if _shuffles(value)), "")
+        dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
+        loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
         states = [hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after)]
         return {"states": states, "dropout": dropout, "loader": loader} if dropout or loader else None
 
@@ -67,23 +69,23 @@ class Draws:
             if self._device.type == "cuda" and torch.cuda.is_initialized():
                 states.append(torch.cuda.get_rng_state(self._device))
             return b"".join(state.numpy().tobytes() for state in states)
-        except Exception:  # a mode of torch that is on between cells, such as one of fake tensors
+        except Exception:  # a torch mode that stays on between cells, such as fake tensors
             return b""
 
 
-def _is_copy(model: nn.Module) -> bool:
-    """Whether ranks train copies of the model on data of their own."""
+def _is_replicated(model: nn.Module) -> bool:
+    """Whether ranks train replicas of the model, each on its own data."""
     kinds = (loaded_class(*_DDP), loaded_class(*_FSDP2))
     return any(isinstance(module, kinds) for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
 
 
-def _drops(model: nn.Module) -> bool:
+def _uses_dropout(model: nn.Module) -> bool:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     parts = (module for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
     return any(isinstance(part, kinds) and part.training and part.p > 0 for part in parts)
 
 
-def _shuffles(value: Any) -> bool:
+def _shuffles_globally(value: Any) -> bool:
     data = sys.modules.get("torch.utils.data")
     if data is None or not isinstance(value, data.DataLoader):
         return False
@@ -95,9 +97,9 @@ _NUMPY_SEEDS = 1 << 32
 
 
 def seed(value: int, *, per_rank: bool = False) -> int:
-    """Seed this rank; with `per_rank` by the sum of `value` and the rank's number. Returns the seed."""
-    own = value + current().config.rank if per_rank else value
-    random.seed(own)
-    np.random.seed(own % _NUMPY_SEEDS)
-    torch.manual_seed(own)  # those of all devices, too
-    return own
+    """Seed this rank with `value`, plus its rank if `per_rank`; return the seed."""
+    rank_seed = value + current().config.rank if per_rank else value
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % _NUMPY_SEEDS)
+    torch.manual_seed(rank_seed)  # seeds all devices, too
+    return rank_seed

@@ -1,8 +1,8 @@
-"""`x?` and whatever else IPython pages: on a rank it is shown, as there is no pager behind it.
+"""Adapts IPython's pager, shell commands and exits to ranks.
 
-`!command` on ranks: IPython takes an interrupt for the command's end and goes on; here it ends the cell, too.
-
-`sys.exit()` and `exit()` in a cell: they end the cell on that rank, never the rank, and are told so.
+`x?` and everything else that IPython pages is displayed, because a rank has no pager. IPython swallows an interrupt
+that stops a `!command`; here it also stops the cell. `sys.exit()` and `exit()` stop the cell on that rank, never the
+rank, and a note says so.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from typing import Any, TextIO
 
 from IPython.display import display
 
-from axon_nb.engine.kernel.interrupts import Interrupts
-from axon_nb.engine.kernel.tracebacks import find_place
+from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.tracebacks import find_location
 
-__all__ = ["install_exits", "install_pager", "install_shell_commands", "tell_exit", "written_to"]
+__all__ = ["describe_exit", "install_exits", "install_pager", "install_shell_commands", "redirect_pager"]
 
-_CELLS_FILE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
-"""The line that names the file of a cell: there is none, and its name is another on each rank."""
+_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
+"""The line that names a cell's file: that file does not exist, and its name differs between ranks."""
 
-_streams: list[TextIO] = []
+_pager_streams: list[TextIO] = []
 
 
 @contextlib.contextmanager
-def written_to(stream: TextIO) -> Iterator[None]:
-    """What is paged meanwhile goes to `stream`."""
-    _streams.append(stream)
+def redirect_pager(stream: TextIO) -> Iterator[None]:
+    """Redirect paged text to `stream`."""
+    _pager_streams.append(stream)
     try:
         yield
     finally:
-        _streams.remove(stream)
+        _pager_streams.remove(stream)
 
 
 def install_pager(shell: Any) -> None:
-    """Have `shell` display what it would page, as text: ranks that show the same share one."""
+    """Have `shell` display as text what it would page; ranks that show the same text share one output."""
 
     def show(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
         text = data.get("text/plain", "") if isinstance(data, dict) else str(data)
-        text = _CELLS_FILE.sub("", text).rstrip()
-        if _streams:
-            _streams[-1].write(f"{text}\n")
+        text = _CELL_FILE_LINE.sub("", text).rstrip()
+        if _pager_streams:
+            _pager_streams[-1].write(f"{text}\n")
         else:
             display({"text/plain": text}, raw=True)
 
     shell.set_hook("show_in_pager", show, 0)
 
 
-def install_shell_commands(shell: Any, interrupts: Interrupts) -> None:
-    """Have `!command` and `lines = !command` raise the interrupts that they were ended by."""
+def install_shell_commands(shell: Any, interrupts: InterruptHandler) -> None:
+    """Have `!command` and `lines = !command` raise the interrupt that stopped them."""
     for name in ("system", "getoutput"):
-        setattr(shell, name, _raising(getattr(shell, name), interrupts))
+        setattr(shell, name, _raise_interrupts(getattr(shell, name), interrupts))
 
 
-def _raising(run: Any, interrupts: Interrupts) -> Any:
+def _raise_interrupts(run: Any, interrupts: InterruptHandler) -> Any:
     def command(*args: Any, **kwargs: Any) -> Any:
         before = interrupts.raised
         result = run(*args, **kwargs)
@@ -68,22 +68,22 @@ def _raising(run: Any, interrupts: Interrupts) -> Any:
     return command
 
 
-_NOTE = "It ends the cell on this rank, and counts as a failure; the rank lives on with all it has."
+_NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
 
 
 def install_exits(shell: Any) -> None:
-    """Have `exit()` and `quit()` do as `sys.exit()`: IPython's own end the process that runs the cell."""
+    """Have `exit()` and `quit()` act like `sys.exit()`: IPython's own would stop the rank's process."""
     for name in ("exit", "quit"):
         shell.user_ns[name] = sys.exit
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit'", category=UserWarning)
 
 
-def tell_exit(reply: dict[str, Any], shell: Any) -> None:
-    """Say in the reply of a cell what `SystemExit` means here, in place of IPython's hint to `%tb`."""
+def describe_exit(reply: dict[str, Any], shell: Any) -> None:
+    """Explain `SystemExit` in a cell's reply, instead of IPython's hint to `%tb`."""
     if reply.get("ename") != "SystemExit":
         return
     error = getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)
-    line, _ = find_place(getattr(error, "__traceback__", None))
+    line, _ = find_location(getattr(error, "__traceback__", None))
     code = getattr(error, "code", None)
     reply["evalue"] = "" if code is None else str(code)
     where = f" at line {line}" if line else ""

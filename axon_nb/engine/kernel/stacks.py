@@ -1,8 +1,7 @@
-"""The main thread's Python stack from the cell's own frame on, read by another thread at any time.
+"""Reads the main thread's Python stack from the cell's frame on, from another thread at any time.
 
-Whose code a file is: a library's or the user's.
-
-Threads that may still communicate while the main thread waits, or when it has ended the cell.
+Classifies files as library or user code, and finds threads that may still communicate while the main thread waits or
+after it has finished the cell.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from axon_nb.engine.frames import code_by_thread, collecting_nothing, main_frame
-from axon_nb.engine.kernel.interrupts import Interrupts
+from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
+from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import RUN_CODE, user_frame
 
-__all__ = ["cell_stack", "library_of", "users_threads"]
+__all__ = ["cell_stack", "library_of", "user_threads"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _FOLDERS = tuple(
@@ -30,9 +29,9 @@ _FOLDERS = tuple(
 )
 
 
-@functools.lru_cache(4096)  # asked for each frame of each thread
+@functools.lru_cache(4096)  # called for each frame of each thread
 def library_of(filename: str) -> str:
-    """The package that a file belongs to, ``Python`` for the standard library; empty for the user's own code."""
+    """The package that a file belongs to, ``Python`` for the standard library; empty for user code."""
     if filename.startswith(os.path.join(_PACKAGE, "")):
         return os.path.basename(_PACKAGE)
     for folder in _FOLDERS:
@@ -42,20 +41,20 @@ def library_of(filename: str) -> str:
     return "Python" if filename.startswith("<frozen") else ""
 
 
-_MAX_WALK = 5000
-_FIRST, _LAST = 15, 25
-"""Of a deep stack so many entries are kept at its two ends."""
+_MAX_FRAMES = 5000
+_FIRST_FRAMES, _LAST_FRAMES = 15, 25
+"""Entries shown from each end of a deep stack."""
 _MAX_WIDTH = 160
 
 Point = tuple[Any, int]
 """(code object, line)"""
 
 
-def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, str]]:
-    """Places and source lines, outermost first; those of libraries folded. Empty when no cell runs."""
+def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[dict[str, str]]:
+    """Locations and source lines, outermost first, with library frames folded; empty if no cell runs."""
     if session.cell is None:
         return []
-    points = _from_thread() or list(_from_task(interrupts.task))
+    points = _thread_stack() or list(_await_chain(interrupts.task))
     entries: list[dict[str, str]] = []
     folded: list[Point] = []
     for code, line in points:
@@ -65,19 +64,19 @@ def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, s
             continue
         entries += _fold(folded)
         folded = []
-        entries.append(_own(session, code, line))
+        entries.append(_user_entry(session, code, line))
     entries += _fold(folded)
-    if len(entries) > _FIRST + _LAST:
-        left_out = len(entries) - _FIRST - _LAST
-        entries[_FIRST:-_LAST] = [{"place": f"… {left_out:,} more of the user's frames …"}]
+    if len(entries) > _FIRST_FRAMES + _LAST_FRAMES:
+        left_out = len(entries) - _FIRST_FRAMES - _LAST_FRAMES
+        entries[_FIRST_FRAMES:-_LAST_FRAMES] = [{"place": f"… {left_out:,} more user frames …"}]
     return entries
 
 
-def _from_thread() -> list[Point]:
+def _thread_stack() -> list[Point]:
     frame = main_frame()
     user = user_frame(frame)
     points: list[Point] = []
-    while user is not None and frame is not None and len(points) < _MAX_WALK:
+    while user is not None and frame is not None and len(points) < _MAX_FRAMES:
         points.append((frame.f_code, frame.f_lineno))
         if frame is user:
             break
@@ -85,12 +84,12 @@ def _from_thread() -> list[Point]:
     return points[::-1]
 
 
-def _from_task(task: Any) -> Iterator[Point]:
-    """The chain of awaits of an async cell, which is not on the thread's stack while it waits."""
+def _await_chain(task: Any) -> Iterator[Point]:
+    """The await chain of an async cell, which is not on the thread's stack while it waits."""
     waiting = task.get_coro() if task is not None and not task.done() else None
     inside = False
-    for _ in range(_MAX_WALK):
-        with collecting_nothing():
+    for _ in range(_MAX_FRAMES):
+        with gc_paused():
             frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
         if frame is None:
             return
@@ -111,9 +110,9 @@ def _fold(points: list[Point]) -> list[dict[str, str]]:
     return [{"place": f"… {len(points):,} frames of {packages}: {first} … {last}"}]
 
 
-def _own(session: RankSession, code: Any, line: int) -> dict[str, str]:
-    named = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
-    file = " ".join(named) if named else code.co_filename
+def _user_entry(session: RankSession, code: Any, line: int) -> dict[str, str]:
+    name_parts = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
+    file = " ".join(name_parts) if name_parts else code.co_filename
     function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line).strip()
     return {"place": f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", "code": source[:_MAX_WIDTH]}
@@ -122,11 +121,11 @@ def _own(session: RankSession, code: Any, line: int) -> dict[str, str]:
 _COMMUNICATES = os.path.join("", "torch", "distributed", "")
 
 
-def users_threads() -> list[str]:
-    """Names of the threads that run the user's code, communicate or wait to begin (`threading.Timer`) right now.
+def user_threads() -> list[str]:
+    """Names of threads that currently run user code, communicate, or wait to start (`threading.Timer`).
 
-    Those of libraries run code of their own: of data loaders, progress bars, log writers. One of a pool that has
-    nothing to do gets work from the user's code alone, and so counts when that runs.
+    Library threads (data loaders, progress bars, log writers) run no user code. An idle thread of a pool gets work only
+    from user code, so it counts only while that runs.
     """
     running = code_by_thread()
     return [

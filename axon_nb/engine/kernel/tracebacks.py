@@ -1,13 +1,14 @@
-"""One line instead of a traceback for a rank whose cell was ended from outside.
+"""Shortens tracebacks: one line for aborted cells, and a bounded number of calls for all others.
 
-Rendering a traceback takes 100-400 ms, on every rank at once, and says only where torch waits.
+Rendering the traceback of an aborted rank takes 100-400 ms, on every rank at once, and shows only where torch waits.
 
-Failures of a size that a notebook can show, before IPython renders them.
+IPython looks up the module of every frame among all loaded ones: 7 ms each with torch, and a recursion error has a
+thousand frames. On a busy machine the notebook considered the rank dead meanwhile. So tracebacks are shortened before
+they are rendered. ipykernel also publishes each error in full on the output channel, where nobody reads it: the reply
+has it.
 
-IPython looks up the module of every frame among all that are loaded: 7 ms each with torch, and a recursion error has a
-thousand. On a busy machine the notebook gave the rank up meanwhile. And ipykernel sends each failure on the output
-channel besides, in full length, where nobody reads it: the reply has it. Private hooks: `showtraceback`'s
-`_showtraceback` and the `structured_traceback` of `InteractiveTB`; where one is missing IPython's own ways are left.
+Private hooks: `showtraceback`'s `_showtraceback` and the `structured_traceback` of `InteractiveTB`. Without them
+IPython's own behaviour stays.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.user_frame import RUN_CODE
 
 __all__ = [
-    "bounded",
-    "find_place",
+    "bound_traceback",
+    "find_location",
     "install_bounded_traceback",
     "install_short_traceback",
     "missing_traceback_hooks",
-    "shortened",
-    "take_place",
+    "shorten_traceback",
+    "take_abort_location",
 ]
 
-_place: dict[str, Any] = {}
+_location: dict[str, Any] = {}
 
 
 def install_short_traceback(shell: Any) -> None:
-    """Have `shell` show one line when a cell was aborted or interrupted."""
+    """Have `shell` show one line for a cell that was aborted or interrupted."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
-        line, call = find_place(trace)
-        _place.update(line=line, call=call)
+        line, call = find_location(trace)
+        _location.update(line=line, call=call)
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
         return text
@@ -50,15 +51,15 @@ def install_short_traceback(shell: Any) -> None:
     shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError), show)
 
 
-def take_place() -> dict[str, Any]:
-    """Where the last ended cell was: {"line": …, "call": …}; empty when it was not ended from outside."""
-    place = dict(_place)
-    _place.clear()
-    return place
+def take_abort_location() -> dict[str, Any]:
+    """Remove and return where the last cell was aborted: {"line": …, "call": …}; empty if it was not aborted."""
+    location = dict(_location)
+    _location.clear()
+    return location
 
 
-def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
-    """The cell's line, and the function of torch.distributed that it had called, in a traceback."""
+def find_location(trace: TracebackType | None) -> tuple[int | None, str]:
+    """The cell's line and the torch.distributed function that it called, from a traceback."""
     line, call = None, ""
     while trace is not None:
         frame = trace.tb_frame
@@ -71,14 +72,14 @@ def find_place(trace: TracebackType | None) -> tuple[int | None, str]:
     return line, call
 
 
-_ALIKE = 10
-"""Calls of one function that are shown of a traceback, from its outer and as many from its inner end."""
-_FIRST, _LAST = 60, 30
-"""The same of all calls."""
+_MAX_REPEATS = 10
+"""Calls of one function shown from each end of a traceback."""
+_FIRST_CALLS, _LAST_CALLS = 60, 30
+"""Calls of all functions shown from each end."""
 
 
 def missing_traceback_hooks(shell: Any) -> list[str]:
-    """Names of the hooks that this IPython does not have."""
+    """Names of the hooks that this IPython lacks."""
     absent = [name for name in ("_showtraceback", "_last_traceback") if not hasattr(shell, name)]
     if not hasattr(getattr(shell, "InteractiveTB", None), "structured_traceback"):
         absent.append("InteractiveTB.structured_traceback")
@@ -86,91 +87,91 @@ def missing_traceback_hooks(shell: Any) -> list[str]:
 
 
 def install_bounded_traceback(shell: Any) -> None:
-    """Have `shell` render the ends of long tracebacks only, and keep what it rendered for the reply alone."""
+    """Have `shell` render only the ends of long tracebacks, and only for the reply."""
     absent = missing_traceback_hooks(shell)
     if "_showtraceback" not in absent:
-        shell._showtraceback = _keeper(shell)
+        shell._showtraceback = _save_without_publishing(shell)
     if "InteractiveTB.structured_traceback" not in absent:
-        shell.InteractiveTB.structured_traceback = bounded(shell.InteractiveTB.structured_traceback)
+        shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
 
 
-def _keeper(shell: Any) -> Any:
-    def keep(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
-        sys.stdout.flush()  # what was printed before belongs above
+def _save_without_publishing(shell: Any) -> Any:
+    def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
+        sys.stdout.flush()  # earlier output belongs above the traceback
         sys.stderr.flush()
-        str(error)  # an exception without a text fails here, where IPython can still tell of that
+        str(error)  # a failing `__str__` fails here, where IPython can still report it
         if getattr(shell.displayhook, "msg", None) is not None:
             shell._last_traceback_during_displayhook = True
         shell._last_traceback = rendered
 
-    return keep
+    return save
 
 
-def bounded(render: Any) -> Any:
-    """IPython's `structured_traceback`, of the ends of long tracebacks only."""
+def bound_traceback(render: Any) -> Any:
+    """Wrap IPython's `structured_traceback` to render only the ends of long tracebacks."""
 
     def rendered(kind: Any, error: Any, trace: Any = None, tb_offset: int | None = None, context: int = 5) -> list[str]:
         if kind is None:
             kind, error, trace = sys.exc_info()
         with _short_chain(error) as left_out:
             if isinstance(trace, TracebackType):
-                trace, _ = shortened(trace)
+                trace, _ = shorten_traceback(trace)
             lines: list[str] = render(kind, error, trace, tb_offset, context)
         if left_out:
-            lines.append(f"({left_out:,} of its calls are not shown.)")
+            lines.append(f"({left_out:,} calls are not shown.)")
         return lines
 
     return rendered
 
 
-def shortened(trace: TracebackType) -> tuple[TracebackType, int]:
-    """A traceback of its outermost and innermost calls, and how many were left out; itself when it is short."""
+def shorten_traceback(trace: TracebackType) -> tuple[TracebackType, int]:
+    """Shorten a traceback to its outermost and innermost calls; return it and the number of omitted calls."""
     calls: list[TracebackType] = []
     inner: TracebackType | None = trace
     while inner is not None:
         calls.append(inner)
         inner = inner.tb_next
-    kept = _without_repeats(calls)
-    if len(kept) > _FIRST + _LAST:
-        kept = kept[:_FIRST] + kept[-_LAST:]
-    if len(kept) == len(calls):
+    remaining = _without_repeats(calls)
+    if len(remaining) > _FIRST_CALLS + _LAST_CALLS:
+        remaining = remaining[:_FIRST_CALLS] + remaining[-_LAST_CALLS:]
+    if len(remaining) == len(calls):
         return trace, 0
     chain: TracebackType | None = None
-    for call in reversed(kept):
+    for call in reversed(remaining):
         chain = TracebackType(chain, call.tb_frame, call.tb_lasti, call.tb_lineno)
     assert chain is not None
-    return chain, len(calls) - len(kept)
+    return chain, len(calls) - len(remaining)
 
 
 def _without_repeats(calls: Sequence[TracebackType]) -> list[TracebackType]:
-    """A recursion's first and last calls."""
+    """Keep the first and last calls of each recursive function."""
     total = Counter(call.tb_frame.f_code for call in calls)
     seen: Counter[CodeType] = Counter()
-    kept = []
+    remaining = []
     for call in calls:
         code = call.tb_frame.f_code
         seen[code] += 1
-        if seen[code] <= _ALIKE or seen[code] > total[code] - _ALIKE:
-            kept.append(call)
-    return kept
+        if seen[code] <= _MAX_REPEATS or seen[code] > total[code] - _MAX_REPEATS:
+            remaining.append(call)
+    return remaining
 
 
 @contextlib.contextmanager
 def _short_chain(error: BaseException | None) -> Iterator[int]:
-    """While the block runs, an exception and those that it came from have short tracebacks; how many calls are gone."""
-    whole: list[tuple[BaseException, TracebackType]] = []
+    """Shorten the tracebacks of an exception and its causes inside the block; yields the number of omitted calls."""
+    originals: list[tuple[BaseException, TracebackType]] = []
     left_out, seen = 0, set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if (trace := error.__traceback__) is not None:
-            short, count = shortened(trace)
+            short, count = shorten_traceback(trace)
             if count:
-                whole.append((error, trace))
+                originals.append((error, trace))
                 error.__traceback__ = short
                 left_out += count
         error = error.__cause__ or error.__context__
     try:
         yield left_out
     finally:
-        for changed, trace in whole:
+        for changed, trace in originals:
             changed.__traceback__ = trace

@@ -54,9 +54,9 @@ def optimizer_steps(_: CheckProcess) -> None:
 
 def interrupts(_: CheckProcess) -> None:
     """Leave a loop that catches everything, at a line that no `try` guards."""
-    from axon_nb.engine.kernel import interrupts as insist
+    from axon_nb.engine.kernel import interrupts
 
-    _raise_if_missing(insist.missing_interrupt_hooks())
+    _raise_if_missing(interrupts.missing_interrupt_hooks())
 
     def stubborn() -> None:
         while True:
@@ -69,7 +69,7 @@ def interrupts(_: CheckProcess) -> None:
             outermost = outermost.f_back
         if outermost is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            insist.insist(frame, outermost)
+            interrupts.force_interrupt(frame, outermost)
 
     previous = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)  # repeated, in case the first comes before the loop starts
@@ -78,7 +78,7 @@ def interrupts(_: CheckProcess) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        insist.desist()
+        interrupts.clear_forced_interrupt()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.live_objects import living
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 
 __all__ = [
@@ -91,7 +91,7 @@ def local_shard(tensor: Any) -> torch.Tensor:
 
 def unreplicated_parameters() -> dict[int, str]:
     """Explain, by `id`, why parameters of FSDP1 modules and pipeline stages are not replicas of other ranks' ones."""
-    fsdp1_modules, stages, pipelines = living(_FSDP1, _STAGE, _PIPELINE)
+    fsdp1_modules, stages, pipelines = live_objects(_FSDP1, _STAGE, _PIPELINE)
     stage_modules = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
     reasons = {id(p): "is a pipeline stage" for module in stage_modules for p in module.parameters()}
     return reasons | {id(p): _SHARDED for module in fsdp1_modules for p in module.parameters()}
@@ -127,7 +127,7 @@ def only_on_ranks(ranks: Iterable[int]) -> list[dict[str, Any]]:
     """
     chosen = frozenset(ranks)
     found, submodules = [], set[int]()
-    for name, value in users_variables(current().kernel.shell).items():
+    for name, value in user_variables(current().kernel.shell).items():
         fields = None
         with contextlib.suppress(Exception):  # an odd object of the user must not prevent a repair
             fields = _lost_parts(value, chosen)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_shard, unreplicated_reason
 
@@ -76,7 +76,7 @@ def _record(kind: str, *, obstacle: str, digest: str = "", size: int = 0, contai
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    variables = users_variables(current().kernel.shell)
+    variables = user_variables(current().kernel.shell)
     yield from sorted(variables.items(), key=lambda item: (not _wraps(item[1]), item[0]))
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import install
-from axon_nb.engine.namespace import users_variables
+from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
 
@@ -42,7 +42,7 @@ class _ProbePickler(NamespacePickler):
 def group_variables() -> dict[str, str]:
     """Return the variables of this rank that are process groups, with the names of the groups."""
     groups = {id(group): group.group_name for group in install.all_groups()}
-    variables = users_variables(current().kernel.shell)
+    variables = user_variables(current().kernel.shell)
     return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
 
@@ -56,7 +56,7 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
         `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
         payload, and `environment`, an argument of `receive`.
     """
-    variables = users_variables(current().kernel.shell)
+    variables = user_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
     skipped = {name: f"does not exist on rank {current().config.rank}" for name in names if name not in variables}
     copied = {}

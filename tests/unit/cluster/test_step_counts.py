@@ -13,7 +13,7 @@ from axon_nb.errors import UsageError
 
 
 def optimizer(steps: int, **other: Any) -> dict[str, Any]:
-    told = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "apart": "", "communicated": True}
+    told = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "not_replicated": "", "communicated": True}
     return {**told, "steps": steps, **other}
 
 
@@ -28,7 +28,9 @@ def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
 
 
 def test_a_single_rank_and_a_split_model_read_well() -> None:
-    reports = {rank: [optimizer(7 if rank == 3 else 6, name="", apart="is sharded over ranks")] for rank in range(4)}
+    reports = {
+        rank: [optimizer(7 if rank == 3 else 6, name="", not_replicated="is sharded over ranks")] for rank in range(4)
+    }
     assert steps_apart(reports) == [
         (
             "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is sharded over ranks: "

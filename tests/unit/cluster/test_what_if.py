@@ -11,8 +11,8 @@ import torch
 
 from axon_nb.cluster.inspection.memory_what_if import WhatIf
 from axon_nb.engine import session as rank_session
-from axon_nb.engine.inspection.last_call import called_with
-from axon_nb.engine.inspection.memory_plan import tell_plan
+from axon_nb.engine.inspection.last_call import recorded_inputs
+from axon_nb.engine.inspection.memory_plan import planner_inputs
 from axon_nb.engine.inspection.model_facts import model_key
 from axon_nb.engine.session import JoinConfig, RankSession
 from axon_nb.parallel.models import GPT, GPTConfig
@@ -62,7 +62,7 @@ def asked_of(model: GPT, session: RankSession, asked: list[Any]) -> Any:
 
     def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
         asked.append((setup, known))
-        return tell_plan(model, [optimizer], session, asked=setup, known=known)
+        return planner_inputs(model, [optimizer], session, what_if=setup, known_key=known)
 
     return ask
 
@@ -98,7 +98,7 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     # Called once, it can be simulated; what nobody has asked for waits for the cell.
     model_key(model)
     model(torch.zeros(3, 8, dtype=torch.int64))
-    assert called_with(model) == [{"shape": [3, 8], "dtype": "int64"}]
+    assert recorded_inputs(model) == [{"shape": [3, 8], "dtype": "int64"}]
     assert not model._forward_pre_hooks
     busy.set()
     what_if.ask(None)

@@ -10,7 +10,7 @@ import torch
 from axon_nb.engine.inspection import job as rounds_module
 from axon_nb.engine.inspection import job as tqdm_module
 from axon_nb.engine.inspection.memory import capacity
-from axon_nb.engine.live_objects import LivingTensors, storages_of
+from axon_nb.engine.live_objects import LiveTensors, storages_of
 from axon_nb.records.training.job import RateMeter
 
 
@@ -21,7 +21,7 @@ def test_a_storage_counts_once_whoever_views_it() -> None:
 
 
 def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
-    kept, living = [torch.zeros(12345)], LivingTensors()
+    kept, living = [torch.zeros(12345)], LiveTensors()
     assert 4 * 12345 in living.storages("cpu").values()
     kept.append(torch.zeros(23456))
     assert 4 * 23456 not in living.storages("cpu").values(), "too early for another look"
@@ -38,7 +38,7 @@ def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
 
 def test_a_round_has_each_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = RateMeter()
-    monkeypatch.setattr(rounds_module, "rounds", pace)
+    monkeypatch.setattr(rounds_module, "training_steps", pace)
     monkeypatch.setattr(rounds_module, "_seen", set())
     first, second = object(), object()
     for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from axon_nb.engine.inspection.model_skeleton import NoSkeleton, inner_model, is_recomputed, plain_class, skeleton
+from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, is_recomputed, plain_class, skeleton
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig
 
@@ -84,10 +84,10 @@ def test_compiled_models_are_those_within() -> None:
 
 def test_what_cannot_be_sent_is_told_in_a_sentence() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(NoSkeleton, match="does not know its shape before its first forward"):
+    with pytest.raises(SkeletonError, match="a lazy layer has no shape before its first forward"):
         skeleton(lazy)
     model: Any = nn.Linear(2, 2)
     model.lines = (line for line in ())
-    with pytest.raises(NoSkeleton, match="the model cannot be sent to another process") as caught:
+    with pytest.raises(SkeletonError, match="the model cannot be sent to another process") as caught:
         skeleton(model)
     assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ def caught(n: int) -> ValueError:
 def test_the_ends_of_a_long_traceback_are_kept() -> None:
     trace = caught(500).__traceback__
     assert trace is not None
-    short, left_out = tracebacks.shortened(trace)
+    short, left_out = tracebacks.shorten_traceback(trace)
     assert depth(trace) == depth(short) + left_out
     assert depth(short) == 21
     first, last = short, short
@@ -48,18 +48,18 @@ def test_the_ends_of_a_long_traceback_are_kept() -> None:
 def test_a_short_one_is_itself() -> None:
     trace = caught(5).__traceback__
     assert trace is not None
-    assert tracebacks.shortened(trace) == (trace, 0)
+    assert tracebacks.shorten_traceback(trace) == (trace, 0)
 
 
 def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -> None:
-    render = tracebacks.bounded(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
+    render = tracebacks.bound_traceback(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
     outer = RuntimeError("the effect")
     outer.__cause__ = cause = caught(500)
     before = depth(cause.__traceback__)
     text = "".join(render(RuntimeError, outer, None))
     assert "ValueError: the bottom" in text
     assert "RuntimeError: the effect" in text
-    assert f"({before - 21} of its calls are not shown.)" in text
+    assert f"({before - 21} calls are not shown.)" in text
     assert depth(cause.__traceback__) == before
     assert "not shown" not in "".join(render(ValueError, ValueError("x"), None))
 
@@ -76,4 +76,4 @@ def test_calls_of_many_functions_are_kept_up_to_a_limit() -> None:
         trace = caught_here.value.__traceback__
         assert trace is not None
         assert trace.tb_next is not None
-        assert depth(tracebacks.shortened(trace.tb_next)[0]) == expected
+        assert depth(tracebacks.shorten_traceback(trace.tb_next)[0]) == expected
