@@ -26,11 +26,11 @@ __all__ = [
     "common_groups",
     "disable_groups",
     "group_status",
+    "group_waits",
     "join_groups",
     "list_groups",
     "recover",
     "recreate_groups",
-    "report_waits",
     "sync_group_count",
 ]
 
@@ -59,7 +59,7 @@ def abort(*, again: bool) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def report_waits() -> dict[str, Any]:
+def group_waits() -> dict[str, Any]:
     """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []

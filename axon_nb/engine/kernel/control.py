@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
-from axon_nb.engine.groups.recovery import abort, group_status, report_waits
+from axon_nb.engine.groups.recovery import abort, group_status, group_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandler
@@ -104,7 +104,7 @@ def control_handlers(
         state = sampler.sample()
         report = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
         report["via"], report["waited"] = sampler.via() if state.call else ("", 0)
-        return {**report, **report_waits(), "threads": user_threads()}
+        return {**report, **group_waits(), "threads": user_threads()}
 
     def stacks(content: dict[str, Any]) -> dict[str, Any]:
         return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
