@@ -191,7 +191,7 @@ class CellManager:
         if state.backend == "nccl":
             state.health.tell_unproven()
             state.health.lost.update(lost_contexts(aborted.errors) if aborted is not None else [])
-        return Recovery(state.client, state.ranks, state.health, patient=state.backend == "nccl")
+        return Recovery(state.client, state.ranks, state.health, slow_connect=state.backend == "nccl")
 
     def finish(self, run: CellRun, options: CellOptions) -> CellResult:
         """Return the result of a cell that is done; raises as `run` does."""

@@ -67,15 +67,15 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
             env.pop("OMP_NUM_THREADS")  # each host has its own number of cores; torch's threads are set on joining
         options |= {"environment": env}
         _precreate_logs(connection, layout.num_ranks)
-    deaths: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     connection.agent.on_event(
-        lambda event: deaths.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
+        lambda event: exit_codes.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
     )
     end = time.monotonic() + timeout_s
     try:
         _start_engines(cluster, layout.num_ranks, options, name=engines, timeout_s=timeout_s)
         timeout_s = max(1.0, end - time.monotonic())
-        _await_engines(connection, cluster, set(range(layout.num_ranks)), deaths=deaths, timeout_s=timeout_s)
+        _await_engines(connection, cluster, set(range(layout.num_ranks)), exit_codes=exit_codes, timeout_s=timeout_s)
     except BaseException:
         stop_engines(cluster, engines)
         raise
@@ -113,12 +113,12 @@ def _start_engines(
 
 
 def _await_engines(
-    connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, deaths: dict[int, int], timeout_s: float
+    connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, exit_codes: dict[int, int], timeout_s: float
 ) -> None:
     end = time.monotonic() + timeout_s
     hint = _remote_hint(connection, cluster.engine_launcher_class)
     while not connection.client.wait_registered(wanted, 0.1):
-        _raise_if_dead(connection, deaths)
+        _raise_if_dead(connection, exit_codes)
         _raise_if_exited(cluster.engines["ranks"], hint)
         if time.monotonic() > end:
             registered, output = connection.client.registered, _last_output(cluster.engines["ranks"])
@@ -220,10 +220,10 @@ def _precreate_logs(connection: Connection, num_ranks: int) -> None:
         path.chmod(0o600)
 
 
-def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
+def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
     if connection.agent.closed.is_set():
         raise StartError(connection.agent.end_reason or "The host agent exited while the ranks were starting.")
-    for rank, code in deaths.items():
+    for rank, code in exit_codes.items():
         log = connection.run_dir.profile / "log" / f"rank{rank}.log"
         lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
         raise StartError(

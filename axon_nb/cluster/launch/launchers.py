@@ -114,7 +114,7 @@ class AgentControllerLauncher(ControllerLauncher):
 
 
 class ForkedEngineSetLauncher(EngineLauncher):
-    """Engines forked from the host agent, ids pinned: the engine of index i gets id i."""
+    """Engines forked from the host agent, with fixed ids: engine i gets id i."""
 
     agent = AnyTrait(help="The notebook's connection to the host agent; None: find or start one.")
     rank_env = Dict(help="Environment variables of the ranks besides the notebook's own.")

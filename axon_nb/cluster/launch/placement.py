@@ -74,9 +74,9 @@ def plan_layout(
         backend = "nccl" if gpus and len(gpus) >= num_ranks else "gloo"
     if gpus and len(gpus) < num_ranks:
         notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)} (Gloo).")
-    devices_of_ranks = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
+    rank_devices = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
     visible = ",".join(gpu.selector for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
-    return Layout(num_ranks, backend, devices_of_ranks, visible, threads or max(1, cores // num_ranks), tuple(notes))
+    return Layout(num_ranks, backend, rank_devices, visible, threads or max(1, cores // num_ranks), tuple(notes))
 
 
 def _several_hosts(n: int | None, *, devices: str, backend: str, threads: int) -> Layout:

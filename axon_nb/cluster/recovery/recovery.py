@@ -64,8 +64,8 @@ def _describe_divergence(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
 _RECOVER = "axon_nb.engine.kernel.optimizer_steps:recover"
 _STAND_DOWN = "axon_nb.engine.groups.recovery:stand_down"
 _ATTEMPTS = 3
-_ATTEMPT_S = 10.0
-_SLOW_ATTEMPT_S = 60.0
+_ATTEMPT_TIMEOUT_S = 10.0
+_SLOW_ATTEMPT_TIMEOUT_S = 60.0
 _RESEND_INTERVAL_S = 0.25
 _REPORT_EVERY = 500
 """Abandoned groups are reported each time this many more have accumulated on one rank."""
@@ -86,11 +86,11 @@ class Recovery:
         client: The cluster's client.
         ranks: All ranks of the world.
         health: Updated if the groups cannot be rebuilt.
-        patient: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
+        slow_connect: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
     """
 
-    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, patient: bool = False) -> None:
-        self._attempt_s = _SLOW_ATTEMPT_S if patient else _ATTEMPT_S
+    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, slow_connect: bool = False) -> None:
+        self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if slow_connect else _ATTEMPT_TIMEOUT_S
         self._client = client
         self._ranks = list(ranks)
         self._health = health
@@ -126,7 +126,7 @@ class Recovery:
                 return True
             self._futures = {}
             return False
-        if failed or now - self._started_at > self._attempt_s:
+        if failed or now - self._started_at > self._attempt_timeout_s:
             self._abort_attempt(now)
         return False
 
