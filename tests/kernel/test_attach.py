@@ -106,7 +106,7 @@ def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKer
     request = kernel.submit(f"%%distributed\n{code}")
     end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     reply = attach(kernel, "is done")
-    assert reply.lines()[0] == "Cell In[3] has ended on ranks 0-1 while no notebook was connected."
+    assert reply.lines()[0] == "Cell In[3] finished on ranks 0-1 while no notebook was connected."
     assert "[ranks 0-1] last words" in reply.lines()
     assert reply.result == ""
     assert sorted(kernel.ok("%%distributed\nx").lines()) == ["[rank 0] 5", "[rank 1] 6"]
@@ -185,7 +185,7 @@ def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel
     end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     attach(kernel, "is done")
     text = kernel.ok(f"print({HANDLE}.result(100).text[0])").stdout
-    assert re.match(r"… discarded [\d,]+ lines \([\d.]+ kB\) printed before the notebook reconnected …\nline ", text)
+    assert re.match(r"… [\d,]+ lines \([\d.]+ kB\) printed before the notebook reconnected: discarded …\nline ", text)
     assert text.rstrip().endswith("line 19999")
     assert 50_000 < len(text) < 70_000
     kept = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line ")]

@@ -108,7 +108,7 @@ def _omission_note(omitted: Mapping[str, int], *, first: bool) -> str:
     if not (parts or omitted["size"]):
         return ""
     when = "before the notebook reconnected" if first else "in between"
-    return f"… discarded {' and '.join(parts) or 'text'} ({omitted['size'] / 1e3:.1f} kB) printed {when} …\n"
+    return f"… {' and '.join(parts) or 'text'} ({omitted['size'] / 1e3:.1f} kB) printed {when}: discarded …\n"
 
 
 _REPLY_TIMEOUT_S = 10.0
