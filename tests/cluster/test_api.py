@@ -82,7 +82,7 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
         ("c.pull('(x for x in [])', ranks=0)", "Rank 0 cannot give '(x for x in [])'"),
         ("c.pull('rank', ranks=2)", "rank 2 does not exist"),
         ("axon_nb.start(2)", "The cluster 'script' with 2 ranks is running"),
-        ("axon_nb.attach()", "has the cluster 'script' already"),
+        ("axon_nb.attach()", "already has the cluster 'script'"),
     ],
 )
 def test_a_wrong_call_is_refused_with_one_sentence(script: Script, call: str, sentence: str) -> None:
