@@ -180,7 +180,7 @@ class CellMagics(Magics):
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
-                "alone": not options.noblock,
+                "exclusive": not options.noblock,
                 "facts": measures.facts(),
             },
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster.history import recogniser
+from axon_nb.cluster.history import identity_check
 from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
@@ -106,7 +106,7 @@ class DataMagics(Magics):
             self._may_bind(target, forced=options.force)
         for name, target in zip(options.names, targets, strict=True):
             self.shell.user_ns[target] = value = fetch(name)
-            _fetched[target] = recogniser(value)
+            _fetched[target] = identity_check(value)
 
     def _may_bind(self, name: str, *, forced: bool) -> None:
         if not name.isidentifier():

@@ -47,14 +47,14 @@ def load(shell: InteractiveShell) -> None:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
     _assist(shell)
-    shell.events.register("post_run_cell", history.ran)
+    shell.events.register("post_run_cell", history.record_cell)
     lifecycle.watch_shutdown()
     kernel_interrupts.install()
-    settings.acting["warm_up"] = _warm
+    settings.callbacks["warm_up"] = _warm
     if current.get() is not None:
         return
     try:
-        waiting = discovery.mine()
+        waiting = discovery.own_detached()
     except AxonError as error:
         print(error)
         return
@@ -65,7 +65,7 @@ def load(shell: InteractiveShell) -> None:
             "`%distributed attach` takes it up again, `%distributed start` ends it and starts afresh."
         )
     elif settings.warm_up:
-        prewarm.begin()
+        prewarm.start()
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -73,11 +73,11 @@ def unload(shell: InteractiveShell) -> None:
     for transformer in _TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.remove(transformer)
-    settings.acting.pop("warm_up", None)
+    settings.callbacks.pop("warm_up", None)
     auto_mode.on = False
     _stop_assisting(shell)
-    if history.ran in shell.events.callbacks["post_run_cell"]:
-        shell.events.unregister("post_run_cell", history.ran)
+    if history.record_cell in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", history.record_cell)
     kernel_interrupts.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:
@@ -93,7 +93,7 @@ def _warm(on: bool) -> None:
         # One that is still coming up is waited for.
         threading.Thread(target=prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
     elif current.get() is None:
-        prewarm.begin()
+        prewarm.start()
 
 
 def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:

@@ -71,7 +71,7 @@ def _rows() -> list[str]:
     rows = []
     for name, setting in Settings.known().items():
         default = setting.kind.show(Settings.default(name))
-        cells = (f"`{name}`", f"`{default}`", setting.kind.unit or "number", setting.acts.value, meanings[name])
+        cells = (f"`{name}`", f"`{default}`", setting.kind.unit or "number", setting.takes_effect.value, meanings[name])
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -88,7 +88,7 @@ def _variable_rows() -> list[str]:
 
 def render() -> str:
     """Render `docs/settings.md`."""
-    names = [f"`{name}`" for name, setting in Settings.known().items() if setting.of_cluster]
+    names = [f"`{name}`" for name, setting in Settings.known().items() if setting.per_cluster]
     kept = f"{', '.join(names[:-1])} and {names[-1]}"
     table = ["| setting | default | unit | takes effect | meaning |", "|---|---|---|---|---|", *_rows()]
     variables = ["| variable | default | meaning |", "|---|---|---|", *_variable_rows()]

@@ -1,4 +1,4 @@
-"""The notebook's side of a cluster: start it, run cells on it, move data, see how it is."""
+"""The notebook side of a cluster: start it, run cells on it, move data, inspect it."""
 
 from __future__ import annotations
 

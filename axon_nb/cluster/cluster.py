@@ -1,4 +1,4 @@
-"""A running cluster as the notebook sees it: run cells on its ranks, move data, ask, stop."""
+"""A running cluster as the notebook sees it: run cells on its ranks, move data, inspect, stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from axon_nb.cluster import history
 from axon_nb.cluster.cells.driver import CellHandle
-from axon_nb.cluster.cells.manager import LEFT, CellManager
+from axon_nb.cluster.cells.manager import LEFT_RUNNING, CellManager
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult
-from axon_nb.cluster.inspection import status as asking
+from axon_nb.cluster.inspection import status
 from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
 from axon_nb.cluster.inspection.variables import difference_frame, variables_frame
 from axon_nb.cluster.launch.engines import shut_down_foreign
@@ -40,7 +40,7 @@ class Cluster:
 
     def __init__(self, state: ClusterState) -> None:
         self.state = state
-        """What the notebook knows of the cluster; the functions of this package take it."""
+        """The notebook's state of the cluster, which the functions of this package take."""
         self.cells = CellManager(state)
         """Runs cells on the ranks."""
         self.name = state.name
@@ -50,11 +50,11 @@ class Cluster:
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
         self.layout = state.layout
         self.connection = state.connection
-        self.places = state.places
-        """What each rank says of its host: host, pid, device, cores, gpus."""
+        self.rank_info = state.rank_info
+        """What each rank reported when it joined: host, pid, device, cores, gpus."""
         self.health = state.health
         self.running_cell: CellHandle | None = None
-        """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
+        """The cell that was running, or had finished meanwhile, when this notebook attached; None: there was none."""
 
     def __repr__(self) -> str:
         how = self.health.gone or "running"
@@ -63,7 +63,7 @@ class Cluster:
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
         from axon_nb.cluster.inspection.card import cluster_card
 
-        # With the facts that a script needs which is made from the saved notebook.
+        # The export of a saved notebook needs these facts.
         return cluster_card(self.info()), {"axon_nb": history.session_facts(self.state).to_json()}
 
     @property
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def launched(self) -> Any:
-        """The launcher's object of the engines, in the process that launched them; None after an attach."""
+        """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
         return self.state.launched
 
     @property
@@ -88,7 +88,7 @@ class Cluster:
 
     @property
     def busy(self) -> list[int]:
-        """The ranks that run a cell now."""
+        """The ranks that are running a cell."""
         return self.state.busy
 
     @property
@@ -105,24 +105,24 @@ class Cluster:
 
         Raises:
             CellError: a rank failed.
-            CellInterrupt: the user pressed stop; with `check=False` too.
-            ClusterLostError: the cluster ended.
+            CellInterrupt: the user interrupted the cell; also with `check=False`.
+            ClusterLostError: the cluster is gone.
         """
         return self.cells.run(code, **options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
-        """As `run`, without blocking the event loop; what a `%%distributed` cell awaits."""
+        """Run a cell as `run` does, without blocking the event loop; `%%distributed` cells await this."""
         return await self.cells.run_async(code, **options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
-        """As `run`, in the background: returns a handle at once; output goes to the notebook cell that started it."""
+        """Run a cell in the background and return a handle at once; its output goes to the current notebook cell."""
         return self.cells.run_noblock(code, **options)
 
     def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
-        """Put variables (tensors, arrays, anything that pickles) into the namespace of ranks, given as for `run`."""
+        """Send variables (tensors, arrays, anything that pickles) to the namespace of ranks; `ranks` as for `run`."""
         chosen = resolve_ranks(ranks, self.world_size)
         push_pull.push(self.cells, dict.fromkeys(chosen, variables))
-        history.pushed(variables, chosen)
+        history.record_push(variables, chosen)
 
     def pull(
         self, name: str, *, ranks: str | int | Iterable[int] | None = None, shards: bool = False, arrays: bool = False
@@ -132,86 +132,86 @@ class Cluster:
         Args:
             name: A name or an expression.
             ranks: One rank, or which, as for `run`.
-            shards: Whether of a distributed tensor each rank gives its own part; else all of it is put together.
-            arrays: Whether tensors come as NumPy arrays; else torch is loaded here when the first one comes.
+            shards: Whether to return each rank's own part of a distributed tensor, rather than the full tensor.
+            arrays: Whether to return tensors as NumPy arrays; otherwise the first tensor loads torch here.
 
         Returns:
-            By rank, or the value itself when `ranks` is one number.
+            The values by rank, or the value itself if `ranks` is one number.
 
         Raises:
-            UsageError: a rank does not have it, or it does not pickle.
+            UsageError: a rank does not have it, or it cannot be pickled.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
         values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=arrays)
         return values[chosen[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
-        """As `push`, but each rank gets its own part, in their order: tensors and arrays along `dim`."""
+        """Split variables and send each rank its part, in rank order; tensors and arrays are split along `dim`."""
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
         push_pull.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        history.pushed(variables, chosen, scatter_dim=dim)
+        history.record_push(variables, chosen, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
-        """Fetch a variable of each rank as `pull` does, and put the values together in the ranks' order.
+        """Fetch a variable of each rank as `pull` does, and concatenate the values in rank order.
 
         Returns:
-            Tensors and arrays joined along `dim`, tables by rows, lists and tuples end to end; a list of anything else,
-            and a distributed tensor as it is, whole.
+            Tensors and arrays concatenated along `dim`, tables by rows, lists and tuples end to end. A list of anything
+            else. A distributed tensor is already complete and returned as it is.
         """
         chosen = resolve_ranks(ranks, self.world_size)
-        values, whole = push_pull.pull(self.cells, chosen, name, arrays=arrays)
-        return values[chosen[0]] if whole else join_values(list(values.values()), dim=dim)
+        values, is_full = push_pull.pull(self.cells, chosen, name, arrays=arrays)
+        return values[chosen[0]] if is_full else join_values(list(values.values()), dim=dim)
 
     def repair(
         self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
     ) -> RepairReport:
-        """Replace dead ranks by fresh ones and form all groups anew; the other ranks keep everything.
+        """Replace dead ranks with new ones and rebuild all groups; the other ranks keep their state.
 
         Args:
-            ranks: Which, as for `run`; None: those that are dead. One that lives is killed first.
+            ranks: Which, as for `run`; None: the dead ones. A live one is killed first.
             source: A rank whose variables and random state the replaced ranks get; None: they start empty.
             names: Which variables; empty: all that can be copied.
 
         Returns:
-            What was replaced and copied, and what only those ranks held, which is lost; its text says so.
+            What was replaced and copied, and what is lost because only those ranks held it; displays as text.
         """
         chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
         return repair(self.state, chosen, source=source, names=list(names))
 
     def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
-        """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all possible."""
+        """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""
         return sync(self.cells, source, list(names))
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
-        """What each rank does right now; ranks that do not answer within a second are left out."""
+        """Return what each rank is doing right now; ranks that do not reply within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return asking.sample(self.client, [rank for rank in chosen if rank not in self.health.dead])
+        return status.sample(self.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
-        """Everything about the cluster in one record, asked of the ranks now."""
+        """Return everything about the cluster in one record, with the current state of the ranks."""
         return cluster_info(self.state)
 
     def status(self) -> pd.DataFrame:
-        """One row a rank: host, pid, device, backend, state, memory in bytes, current cell."""
+        """Return a table with one row per rank: host, pid, device, backend, state, memory in bytes, current cell."""
         return status_frame(self.info())
 
     def variables(self) -> pd.DataFrame:
-        """One row a variable of the ranks: type, shape, dtype, device, placements, bytes, whether ranks agree."""
+        """Return a table of all variables: type, shape, dtype, device, placements, bytes, and whether ranks agree."""
         return variables_frame(self.state)
 
     def diff(self, name: str, reference: int = 0) -> pd.DataFrame:
-        """Where a variable of other ranks differs from that of the `reference` rank; empty when it does not."""
+        """Return a table of where a variable differs from that of the `reference` rank; empty if it does not."""
         return difference_frame(self.state, name, reference)
 
     def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
-        """Where each rank is: its Python stack and its communication call, also while it is stuck.
+        """Return where each rank is: its Python stack and its communication call, even while it is stuck.
 
         Args:
             ranks: As for `run`.
 
         Returns:
-            The stacks by rank; printed, ranks with the same one are told once.
+            The stacks by rank; printed, ranks with the same stack share one entry.
         """
         chosen = resolve_ranks(ranks, self.world_size)
         return rank_stacks(self.client, chosen, self.ranks, self.health.dead)
@@ -221,33 +221,33 @@ class Cluster:
         resolve_ranks([rank], self.world_size)
         self.connection.agent.call("signal", rank=rank, signal=int(number))
 
-    def take_settings(self, changed: Mapping[str, Any]) -> None:
-        """Change settings of this cluster that act while it runs; `axon_nb.cluster.settings` checks the values."""
+    def apply_settings(self, changed: Mapping[str, Any]) -> None:
+        """Change settings that take effect while the cluster runs; `axon_nb.cluster.settings` validates the values."""
         own = dataclasses.replace(self.settings, **changed)
         self.connection.agent.call("set_info", info=settings_facts(own))
         self.state.settings = own
 
     def stop(self) -> None:
-        """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""
+        """Stop all ranks, the controller and the agent, and remove their files. A second call does nothing."""
         if self.health.gone:
             return
         self.health.gone = "was stopped"
         shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
-        self.cells.lose("was stopped")
+        self.cells.mark_lost("was stopped")
 
     def detach(self) -> None:
-        """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
+        """Disconnect; the cluster and its cell keep running for the keep-alive time. `axon_nb.attach` reconnects."""
         self.leave_cells()
-        self.health.gone = LEFT
+        self.health.gone = LEFT_RUNNING
         self.connection.close()
 
     def leave_cells(self) -> None:
-        """Wait no longer for the cells that run; they go on. From any thread."""
-        self.cells.lose(LEFT)
+        """Stop waiting for the running cells; they continue on the ranks. Call it from any thread."""
+        self.cells.mark_lost(LEFT_RUNNING)
 
     def cancel(self) -> list[int]:
-        """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
+        """Interrupt all running cells, including those in the background; return the ranks that were running one."""
         return self.cells.cancel()
 
     def __enter__(self) -> Cluster:

@@ -1,7 +1,4 @@
-"""What this process's notebook has done on ranks, kept for the export to a script; texts alone, never large values.
-
-Recognising an object later without keeping it alive.
-"""
+"""The history of what this notebook did on ranks, for the export to a script: text only, never large values."""
 
 from __future__ import annotations
 
@@ -23,21 +20,21 @@ __all__ = [
     "auto_options",
     "failed_line",
     "history",
+    "identity_check",
     "literal",
-    "pushed",
-    "ran",
-    "recogniser",
+    "record_cell",
+    "record_push",
+    "record_start",
     "sent_values",
     "session_facts",
-    "started",
 ]
 
 
-def recogniser(value: Any) -> Callable[[Any], bool]:
-    """A function that tells whether an object is this one, which it does not keep alive."""
+def identity_check(value: Any) -> Callable[[Any], bool]:
+    """Return a function that checks whether an object is `value`, without keeping `value` alive."""
     try:
         reference = weakref.ref(value)
-    except TypeError:  # numbers, texts, lists: their address may be another object's when they are gone
+    except TypeError:  # numbers, strings, lists: once they are freed, another object may have their address
         identity = id(value)
         return lambda other: id(other) == identity
     return lambda other: reference() is other
@@ -51,37 +48,37 @@ _facts: list[SessionFacts] = []
 _entries: list[ExecutedCell | PushedValues] = []
 _auto_options = [""]
 _sent: dict[str, Callable[[Any], bool]] = {}
-"""Tells whether a value is the one that was last sent under a name."""
+"""By name, checks whether a value is the one that was last sent under it."""
 
 
-def started(state: ClusterState) -> None:
-    """A cluster is the notebook's own now: what was done on earlier ranks is gone with them."""
+def record_start(state: ClusterState) -> None:
+    """Record that the notebook has a new cluster; what was done on earlier ranks is dropped, as they are gone."""
     _facts[:] = [session_facts(state)]
     _entries[:] = [entry for entry in _entries if isinstance(entry, ExecutedCell) and not entry.magic]
     _sent.clear()
 
 
 def session_facts(state: ClusterState) -> SessionFacts:
-    """What a script must know of the ranks to do what they do."""
+    """Return what a script needs to know about the ranks to do the same as they do."""
     layout = state.layout
-    seeds = {place.get("seed") for place in state.places}  # forked ranks begin with the same one
+    seeds = {info.get("seed") for info in state.rank_info}  # forked ranks start with the same one
     seed = seeds.pop() if len(seeds) == 1 else None
     return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 
 
-def pushed(variables: Mapping[str, Any], ranks: Iterable[int], *, scatter_dim: int | None = None) -> None:
-    """Variables were sent to ranks."""
+def record_push(variables: Mapping[str, Any], ranks: Iterable[int], *, scatter_dim: int | None = None) -> None:
+    """Record variables that were sent to ranks."""
     chosen: tuple[int, ...] | None = tuple(ranks)
     if _facts and chosen == tuple(range(_facts[0].num_ranks)):
         chosen = None
     literals = {name: text for name, value in variables.items() if (text := literal(value))}
     _entries.append(PushedValues(tuple(variables), chosen, scatter_dim, literals))
     for name, value in variables.items():
-        _sent[name] = recogniser(value)
+        _sent[name] = identity_check(value)
 
 
 def literal(value: Any) -> str:
-    """Source text that gives this value; empty: it has none, or a long one."""
+    """Return source text that evaluates to this value; empty if there is none, or only a long one."""
     text = repr(value) if type(value) in (bool, int, float, str, type(None), tuple, list, dict) else ""
     with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
         if 0 < len(text) <= _MAX_LITERAL and ast.literal_eval(text) == value:
@@ -89,8 +86,8 @@ def literal(value: Any) -> str:
     return ""
 
 
-def ran(result: Any) -> None:
-    """IPython's `post_run_cell`: a cell has ended."""
+def record_cell(result: Any) -> None:
+    """Record a finished cell; called as IPython's `post_run_cell`."""
     info = getattr(result, "info", None)
     source = getattr(info, "raw_cell", None)
     if info is None or not source or not info.store_history:
@@ -102,19 +99,24 @@ def ran(result: Any) -> None:
     report = "\n".join(render()) if render is not None else ""
     line = failed_line(report, result.execution_count) if outcome == "failed" else None
     if line is not None and not source.lstrip().startswith("%%"):
-        line += 1  # no first line of a magic's was sent
+        line += 1  # the cell has no magic line, which `failed_line` leaves out
     _auto_options[0] = auto_options(source, _auto_options[0])
     _entries.append(ExecutedCell(result.execution_count, magic, code or source, outcome, line, _one_line(error)))
 
 
 def auto_options(code: str, before: str) -> str:
-    """What `%distributed auto on` in this code says of the cells after it, such as ``--ranks 0``."""
+    """Return the options that the last `%distributed auto on` in this code sets for later cells, such as ``--ranks 0``.
+
+    Args:
+        code: The code of a cell.
+        before: The options before it, returned if the code sets none.
+    """
     found = re.findall(r"^%distributed auto on\b(.*)$", code, re.MULTILINE)
     return str(found[-1]).strip() if found else before
 
 
 def _on_ranks(info: Any) -> tuple[str, str]:
-    """The first line's text and the code of a cell that ran on ranks; both empty: it did not."""
+    """Return the magic line and the code of a cell that ran on ranks; both are empty if it did not."""
     text = getattr(info, "transformed_cell", None)
     if not text:
         text = TransformerManager().transform_cell(info.raw_cell)
@@ -134,7 +136,7 @@ def _on_ranks(info: Any) -> tuple[str, str]:
 
 
 def failed_line(report: str, number: int | None) -> int | None:
-    """The line of a cell's code at which it failed, as told by a traceback; its first line is the magic's.
+    """Return the line of a cell's code at which it failed, according to a traceback; not counting the magic line.
 
     Args:
         report: The traceback as shown.
@@ -149,10 +151,10 @@ def _one_line(error: BaseException | None) -> str:
 
 
 def history() -> tuple[SessionFacts | None, list[ExecutedCell | PushedValues]]:
-    """The ranks of the notebook's latest cluster, and what was done on them; None: there was no cluster."""
+    """Return facts of the notebook's latest cluster (None: there was none), and what was done on its ranks."""
     return (_facts[0] if _facts else None), list(_entries)
 
 
 def sent_values(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that were sent to ranks and that `namespace` still has under the same name."""
+    """Return the values that were sent to ranks and are still in `namespace` under the same name."""
     return {name: namespace[name] for name, same in _sent.items() if name in namespace and same(namespace[name])}

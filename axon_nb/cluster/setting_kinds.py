@@ -1,4 +1,4 @@
-"""What the value of a setting can be: how it is written, which values fit, how it is shown."""
+"""The kinds of settings: how a value is written, which values are valid, and how a value is shown."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, Protocol
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Acts", "Kind", "Number", "Switch", "Value", "byte_count", "count", "seconds"]
+__all__ = ["Kind", "Number", "Switch", "TakesEffect", "Value", "byte_count", "count", "seconds"]
 
 Value = bool | int | float
 
 _ON = ("on", "true", "1", "yes")
 _OFF = ("off", "false", "0", "no")
-_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
-_SIZES = {
+_SIZE_UNITS = {
     "": 1,
     "b": 1,
     "kb": 10**3,
@@ -30,7 +30,7 @@ _SIZES = {
 }
 
 
-class Acts(enum.Enum):
+class TakesEffect(enum.Enum):
     """When a new value of a setting takes effect."""
 
     NOW = "at once"
@@ -43,17 +43,17 @@ class Kind(Protocol):
 
     @property
     def unit(self) -> str:
-        """What the documentation calls the unit."""
+        """Name of the unit in the documentation."""
 
     def read(self, name: str, given: object) -> Value:
-        """The value that `given` stands for, text or a value.
+        """Parse `given`, which is text or a value.
 
         Raises:
-            UsageError: it does not fit; one sentence that names the setting `name` and says what does.
+            UsageError: it is invalid; the message names the setting `name` and says what is valid.
         """
 
     def show(self, value: Any) -> str:
-        """The value with its unit, in a form that `read` understands."""
+        """Format a value with its unit, such that `read` understands it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +82,27 @@ class Number:
     """``seconds``, ``bytes``, or empty: a count."""
     expected: str
     """Completes the sentence "it must be …"."""
-    least: float
-    most: float
-    """The highest value that the code behind the setting can take."""
-    whole: bool = False
+    minimum: float
+    maximum: float
+    """The highest value that the code behind the setting supports."""
+    is_integer: bool = False
     units: Mapping[str, float] = field(default_factory=lambda: {"": 1})
-    """What each unit that may follow the number multiplies it by; lower case."""
+    """Factor of each unit that may follow the number; lower case."""
 
     def read(self, name: str, given: object) -> int | float:
         """See `Kind`."""
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", _text(given))
         factor = self.units.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise self._refusal(name, given)
+            raise self._error(name, given)
         number = float(match[1]) * factor
-        if number < self.least or (self.unit == "" and number % 1):
-            raise self._refusal(name, given)
-        if number > self.most:
-            raise UsageError(f"{name} must be at most {self.show(self.most)}; got {given!r}.")
-        return int(number) if self.whole else number
+        if number < self.minimum or (self.unit == "" and number % 1):
+            raise self._error(name, given)
+        if number > self.maximum:
+            raise UsageError(f"{name} must be at most {self.show(self.maximum)}; got {given!r}.")
+        return int(number) if self.is_integer else number
 
-    def _refusal(self, name: str, given: object) -> UsageError:
+    def _error(self, name: str, given: object) -> UsageError:
         return UsageError(f"{name} must be {self.expected}; got {given!r}.")
 
     def show(self, value: Any) -> str:
@@ -114,7 +114,7 @@ class Number:
 
 
 def _text(given: object) -> str:
-    """The digits of a number; what is no number, or is not finite, stays what no number looks like."""
+    """Return the digits of a finite number of 0 or more; anything else becomes text that is not parsed as a number."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         return str(given)
     if math.isfinite(given) and given >= 0:
@@ -122,18 +122,18 @@ def _text(given: object) -> str:
     return repr(given)
 
 
-def seconds(least: float = 0.0) -> Number:
-    """A duration of at least `least` seconds."""
-    what = "a number of seconds" + (f" of at least {least:g}" if least else "")
-    return Number("seconds", f"{what}, such as 300 or 5min", least, 1e9, units=_TIMES)
+def seconds(minimum: float = 0.0) -> Number:
+    """Return the kind of durations of at least `minimum` seconds."""
+    what = "a number of seconds" + (f" of at least {minimum:g}" if minimum else "")
+    return Number("seconds", f"{what}, such as 300 or 5min", minimum, 1e9, units=_TIME_UNITS)
 
 
-def byte_count(least: int) -> Number:
-    """A number of bytes, at least `least`."""
-    what = f"a number of bytes of at least {least}, such as 65536 or 4MiB"
-    return Number("bytes", what, least, 1 << 40, whole=True, units=_SIZES)
+def byte_count(minimum: int) -> Number:
+    """Return the kind of sizes of at least `minimum` bytes."""
+    what = f"a number of bytes of at least {minimum}, such as 65536 or 4MiB"
+    return Number("bytes", what, minimum, 1 << 40, is_integer=True, units=_SIZE_UNITS)
 
 
-def count(expected: str, most: int) -> Number:
-    """A whole number from 0 to `most`; `expected` completes the sentence "it must be …"."""
-    return Number("", expected, 0, most, whole=True)
+def count(expected: str, maximum: int) -> Number:
+    """Return the kind of integers from 0 to `maximum`; `expected` completes the sentence "it must be …"."""
+    return Number("", expected, 0, maximum, is_integer=True)

@@ -1,4 +1,4 @@
-"""What the notebook knows of one cluster: its connection, its ranks, how they are, and what runs on them."""
+"""The notebook's state of one cluster: its connection, its ranks and their health, and the cells that run on them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["ClusterState"]
 
 
 class ClusterState:
-    """One cluster, shared by everything that deals with it.
+    """The state of one cluster, shared by everything that works on it.
 
     Args:
         connection: Its host agent and its client.
         layout: Its ranks, devices and backend.
         settings: Its own copy of the settings.
-        name: What it is called.
+        name: Its name.
         engines: Name of the ipyparallel launcher that runs the ranks.
-        places: What each rank reported when it joined.
+        rank_info: What each rank reported when it joined.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ClusterState:
         *,
         name: str,
         engines: str,
-        places: Sequence[Mapping[str, Any]],
+        rank_info: Sequence[Mapping[str, Any]],
     ) -> None:
         self.name = name
         self.engines = engines
@@ -45,12 +45,12 @@ class ClusterState:
         self.connection = connection
         self.settings = settings
         self.launched: Any = None
-        """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
-        self.places = list(places)
-        """What each rank says of its host: host, pid, device, cores, gpus."""
+        """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
+        self.rank_info = list(rank_info)
+        """What each rank reported when it joined: host, pid, device, cores, gpus."""
         self.active_cells: list[ActiveCell] = []
-        """The cells that have been sent and not ended."""
-        way_back = REPAIR if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
+        """The cells that are running."""
+        way_back = REPAIR if compatibility.can_replace(rank_info, layout.backend) else compatibility.RESTART
         self.health = Health(name, lambda: list(self.active_cells), way_back=way_back)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
@@ -76,13 +76,13 @@ class ClusterState:
         return list(range(self.world_size))
 
     @property
-    def living(self) -> list[int]:
+    def live_ranks(self) -> list[int]:
         """The ranks that are not dead."""
         return [rank for rank in self.ranks if rank not in self.health.dead]
 
     @property
     def busy(self) -> list[int]:
-        """The ranks that run a cell now."""
+        """The ranks that are running a cell."""
         return sorted({rank for cell in list(self.active_cells) for rank in cell.unfinished})
 
     @property
@@ -90,10 +90,10 @@ class ClusterState:
         """Whether cells can be sent."""
         return not self.health.gone
 
-    def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
-        """A fresh process has taken the place of `rank`."""
-        self.places[rank] = place
+    def mark_replaced(self, rank: int, info: Mapping[str, Any]) -> None:
+        """Record that a new process, which reported `info`, has replaced `rank`."""
+        self.rank_info[rank] = info
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost.discard(rank)
-        self.connection.agent.call("set_info", info={"places": self.places})
+        self.connection.agent.call("set_info", info={"rank_info": self.rank_info})

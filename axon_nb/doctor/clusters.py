@@ -118,8 +118,8 @@ def _rank_pids(reply: dict[str, Any]) -> dict[int, int]:
     forked = {int(rank): int(pid) for rank, pid in reply["ranks"].items()}
     if not forked:  # other launchers started them; each rank has reported its host and pid
         here = socket.gethostname()
-        places = reply["info"].get("places", [])
-        forked = {rank: int(place["pid"]) for rank, place in enumerate(places) if place.get("host") == here}
+        rank_info = reply["info"].get("rank_info", [])
+        forked = {rank: int(info["pid"]) for rank, info in enumerate(rank_info) if info.get("host") == here}
     return dict(sorted(forked.items()))
 
 

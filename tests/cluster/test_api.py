@@ -73,8 +73,8 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
         ("c.run('1', ranks='5')", "rank 5 does not exist: ranks are 0 to 1."),
         ("c.run('1', ranks=[])", "is not a rank"),
         ("c.run('1', ranks=[-3])", "does not exist"),
-        ("c.run('1', timeout=0)", "a number of seconds above 0"),
-        ("c.run('1', timeout=-1)", "a number of seconds above 0"),
+        ("c.run('1', timeout=0)", "timeout must be a number of seconds above 0"),
+        ("c.run('1', timeout=-1)", "timeout must be a number of seconds above 0"),
         ("c.run('def broken(:')", "line 1: "),
         ("c.run_noblock('1 +')", "line 1: "),
         ("c.push({'not a name': 1})", "'not a name' is no variable name"),
@@ -82,7 +82,7 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
         ("c.pull('(x for x in [])', ranks=0)", "Rank 0 cannot give '(x for x in [])'"),
         ("c.pull('rank', ranks=2)", "rank 2 does not exist"),
         ("axon_nb.start(2)", "The cluster 'script' with 2 ranks is running"),
-        ("axon_nb.attach()", "has the cluster 'script' already"),
+        ("axon_nb.attach()", "already has the cluster 'script'"),
     ],
 )
 def test_a_wrong_call_is_refused_with_one_sentence(script: Script, call: str, sentence: str) -> None:
@@ -190,9 +190,9 @@ def test_push_and_pull_keep_types(script: Script) -> None:
 
 
 def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
-    script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.places)")
+    script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.rank_info)")
     script.ok("from axon_nb.host import shared_memory as parcels\naddress = parcels.SharedBlock.address")
-    elsewhere = "c.places[1] = {**c.places[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
+    elsewhere = "c.rank_info[1] = {**c.rank_info[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
     unreachable = (
         "parcels.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
     )
@@ -206,7 +206,7 @@ def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> 
         answer = script.run("c.pull('nothing_there')")
         assert "Rank 0 cannot give 'nothing_there': NameError" in answer.message
     assert script.value("[v for v in c.client.results.values() if isinstance(v, bytes) and len(v) > 9999]") == []
-    script.ok("c.places[:] = places\nparcels.SharedBlock.address = address")
+    script.ok("c.rank_info[:] = places\nparcels.SharedBlock.address = address")
 
 
 def test_push_to_some_ranks(script: Script) -> None:
@@ -259,7 +259,7 @@ def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
 
 
 def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:
-    script.ok("before = [p['pid'] for p in c.places]\nc.stop()\nc.stop()")
+    script.ok("before = [p['pid'] for p in c.rank_info]\nc.stop()\nc.stop()")
     assert script.value("c.running, 'was stopped' in repr(c)") == (False, True)
     assert not [process for process in script.others() if process.pid in script.value("before")]
     for call in ("c.run('1')", "c.push({'x': 1})", "c.pull('rank')", "c.run_noblock('1')"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from axon_nb.cluster.launch.placement import Layout, interface_ip, plan_layout, seats
+from axon_nb.cluster.launch.placement import Layout, interface_ip, place_ranks, plan_layout
 from axon_nb.errors import StartError, UsageError
 from tests.cluster.far import FAR_HOST, Network, network, why_not
 from tests.cluster.script import Script, command_lines, family
@@ -114,7 +114,7 @@ def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_
         answer = script.run(
             "import axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
             "from axon_nb.cluster.settings import settings\n"
-            "prewarm.begin()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=12')\n"
+            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=12')\n"
             f"axon_nb.start(2, engines={LAUNCHER!r}, devices='cpu')"
         )
         assert answer.kinds[0] == "StartError"
@@ -126,7 +126,9 @@ def test_a_launcher_without_hosts_says_where_to_name_them(tmp_path: Path) -> Non
     with Script(tmp_path, IPYTHONDIR=str(tmp_path)) as script:
         answer = script.run("import axon_nb\naxon_nb.start(2, engines='ssh', devices='cpu')")
         assert answer.kinds[0] == "StartError"
-        assert answer.message.startswith("The engine launcher 'ssh' has places for 0 of 2 ranks: `ipcluster_config.py`")
+        assert answer.message.startswith(
+            "The engine launcher 'ssh' has room for 0 of 2 ranks: set its hosts in `ipcluster_config.py`"
+        )
         assert until(lambda: not script.others())
 
 
@@ -137,9 +139,9 @@ def test_an_interface_is_named_by_itself_or_its_address() -> None:
 
 
 def test_several_hosts_need_a_number_of_ranks() -> None:
-    with pytest.raises(UsageError, match="`-n` is needed with `--interface`"):
+    with pytest.raises(UsageError, match="--interface needs `-n`"):
         plan_layout(None, several_hosts=True)
-    with pytest.raises(UsageError, match="--devices 0,1: with ranks on several hosts it is auto or cpu"):
+    with pytest.raises(UsageError, match="--devices must be auto or cpu with ranks on several hosts; got 0,1"):
         plan_layout(2, devices="0,1", several_hosts=True)
 
 
@@ -147,11 +149,11 @@ def _places(*hosts: str, gpus: int = 0) -> list[dict[str, object]]:
     return [{"host": host, "cores": 6, "gpus": gpus} for host in hosts]
 
 
-def test_seats_follow_the_hosts() -> None:
+def test_placements_follow_the_hosts() -> None:
     layout = Layout(3, "nccl", ("cuda:0",) * 3, None, 1)
-    found = seats(layout, _places("a", "b", "a", gpus=2))
+    found = place_ranks(layout, _places("a", "b", "a", gpus=2))
     shown = [(s.local_rank, s.local_world_size, s.node_rank, s.device, s.threads) for s in found]
     assert shown == [(0, 2, 0, "cuda:0", 3), (0, 1, 1, "cuda:0", 6), (1, 2, 0, "cuda:1", 3)]
-    with pytest.raises(StartError, match="a has 2 ranks, 1 GPUs"):
-        seats(layout, _places("a", "b", "a", gpus=1))
-    assert seats(layout, _places("a", "b", "a", gpus=2), given_threads=2)[1].threads == 2
+    with pytest.raises(StartError, match="a has 2 ranks and 1 GPU"):
+        place_ranks(layout, _places("a", "b", "a", gpus=1))
+    assert place_ranks(layout, _places("a", "b", "a", gpus=2), threads_per_rank=2)[1].threads == 2

@@ -92,7 +92,7 @@ print(client[:].apply_sync(lambda: "alive"))
     with tempfile.TemporaryDirectory(prefix="axt-") as alone:  # other tests' clusters live on beside this one
         done = run_script(START + code + STOP, AXON_NB_RUNTIME_DIR=alone)
         first, second, last = done.out.splitlines()
-        assert first.startswith("No cluster waits for a notebook"), done.err
-        assert "engines that a program started with ipyparallel.Cluster(engines='axon')" in second
+        assert first.startswith("No detached cluster found"), done.err
+        assert "a program started its engines with ipyparallel.Cluster(engines='axon')" in second
         assert last == "['alive', 'alive']"
         assert until(lambda: not done.left()), done.left()

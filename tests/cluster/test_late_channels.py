@@ -81,7 +81,7 @@ def kill_the_newcomer(known):
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 run_dir, client = cluster.connection.run_dir, cluster.client
-agent = psutil.Process(cluster.places[0]["pid"]).parent()
+agent = psutil.Process(cluster.rank_info[0]["pid"]).parent()
 cluster.run("import torch, torch.distributed as dist")
 cluster.connection.agent.call("signal", rank=1, signal=9)
 while not cluster.health.dead:
@@ -127,7 +127,7 @@ except axon_nb.AxonError as error:
 try:
     cluster.run("dist.all_reduce(torch.ones(1))", ranks=[0, 2])
 except axon_nb.AxonError as error:
-    print("refused" if "tries again" in str(error) else error)
+    print("refused" if "to try again" in str(error) else error)
 startup.unlink()
 cluster.repair()
 code = "import torch, torch.distributed as dist\\nx = torch.ones(1)\\ndist.all_reduce(x)\\nx.item()"
@@ -165,13 +165,13 @@ def test_an_attach_waits_for_the_output_channel() -> None:
 
 def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
     done = run_script(KILLED)
-    assert (done.code, done.out) == (0, "Rank 1 has not answered: it was killed by SIGKILL.\n"), done.err
+    assert (done.code, done.out) == (0, "Rank 1 failed to start: it was killed by SIGKILL.\n"), done.err
 
 
 def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
     done = run_script(KILLED_JOINING)
     assert done.code == 0, done.err
     told, refused, shared = done.out.splitlines()
-    assert told == "Rank 1 has not answered: it was killed by SIGKILL."
+    assert told == "Rank 1 failed to start: it was killed by SIGKILL."
     assert refused == "refused"
     assert shared == "[3.0, 3.0, 3.0]"

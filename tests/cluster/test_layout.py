@@ -55,7 +55,7 @@ def test_each_free_card_gets_a_rank(driver: Driver) -> None:
     assert (layout.num_ranks, layout.backend) == (3, "nccl")
     assert layout.devices == ("cuda:0", "cuda:1", "cuda:2")
     assert layout.visible == "0,2,3"
-    assert layout.notes == ("GPU 1 skipped: in use. `--devices 1` takes it all the same.",)
+    assert layout.notes == ("Skipping GPU 1 (in use); pass `--devices 1` to use it anyway.",)
 
 
 def test_a_busy_card_is_taken_when_named(driver: Driver) -> None:
@@ -113,7 +113,7 @@ def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
     assert plan_layout(1, devices=name) == plan_layout(1, devices="1") == layout
     with pytest.raises(UsageError, match=f"GPU MIG-x is not visible here; visible: {name}"):
         plan_layout(1, devices="MIG-x")
-    with pytest.raises(UsageError, match="is there twice"):
+    with pytest.raises(UsageError, match="is listed twice"):
         plan_layout(1, devices=f"1,{name}")
 
 
@@ -121,22 +121,22 @@ def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None
     driver.shows("1")
     layout = plan_layout(2)
     assert (layout.backend, layout.devices) == ("gloo", ("cpu", "cpu"))
-    assert "GPU 1 skipped: in use" in layout.notes[0]
+    assert "Skipping GPU 1 (in use)" in layout.notes[0]
 
 
 REFUSED = [
-    ({"n": 0}, "-n 0: a cluster has at least 1 rank"),
-    ({"n": -3}, "-n -3: a cluster has at least 1 rank"),
-    ({"n": 1, "backend": "mpi"}, "--backend mpi: it is one of auto, gloo, nccl"),
-    ({"n": 1, "devices": ""}, "it is `auto`, `cpu` or GPU numbers"),
-    ({"n": 1, "devices": "gpu0"}, "it is `auto`, `cpu` or GPU numbers"),
-    ({"n": 1, "devices": "0,,2"}, "it is `auto`, `cpu` or GPU numbers"),
-    ({"n": 1, "devices": "-1"}, "it is `auto`, `cpu` or GPU numbers"),
-    ({"n": 1, "devices": "²"}, "it is `auto`, `cpu` or GPU numbers"),
+    ({"n": 0}, "-n must be at least 1; got 0."),
+    ({"n": -3}, "-n must be at least 1; got -3."),
+    ({"n": 1, "backend": "mpi"}, "--backend must be one of auto, gloo, nccl; got mpi."),
+    ({"n": 1, "devices": ""}, "must be `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "gpu0"}, "must be `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "0,,2"}, "must be `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "-1"}, "must be `auto`, `cpu` or GPU numbers"),
+    ({"n": 1, "devices": "²"}, "must be `auto`, `cpu` or GPU numbers"),
     ({"n": 1, "devices": "4"}, "GPU 4 is not visible here; visible: 0, 1, 2, 3"),
-    ({"n": 2, "devices": "2,2"}, "GPU 2 is there twice"),
-    ({"n": 4, "backend": "nccl"}, "4 ranks, 3 free GPUs. Use `-n 3`, or `--backend gloo`"),
-    ({"n": 1, "backend": "nccl", "devices": "cpu"}, "NCCL needs GPUs and none is free here"),
+    ({"n": 2, "devices": "2,2"}, "GPU 2 is listed twice"),
+    ({"n": 4, "backend": "nccl"}, "there are 4 ranks and 3 free GPUs. Use `-n 3` or `--backend gloo`"),
+    ({"n": 1, "backend": "nccl", "devices": "cpu"}, "NCCL needs GPUs, and none is free here"),
 ]
 
 

@@ -88,7 +88,7 @@ def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: P
         script.ok(
             "import os, axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
             "from axon_nb.cluster.settings import settings\n"
-            "prewarm.begin()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
+            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
             "os.environ['PYTHONHOME'] = '/nowhere'"
         )
         answer = script.run("axon_nb.start(2, engines='local', devices='cpu')")

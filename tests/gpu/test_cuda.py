@@ -97,4 +97,4 @@ def test_nccl_with_two_ranks_on_one_card_is_refused(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         answer = script.run("import axon_nb\naxon_nb.start(2, backend='nccl', devices='0')")
         assert "UsageError" in answer.kinds
-        assert "NCCL needs a GPU of its own for each rank: 2 ranks, 1 free GPUs." in answer.message
+        assert "NCCL needs one GPU per rank, but there are 2 ranks and 1 free GPU." in answer.message

@@ -26,8 +26,9 @@ from tests.kernel.labelled import merged, ranks_of
 __all__ = ["Kernel", "Reply"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_LIMIT_S = 120.0
-"""For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing."""
+_TIMEOUT_S = 180.0
+"""For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing. Longer than the start
+timeout of a cluster (120 s), so that a start that hangs fails with its own reason before the test gives up."""
 _SHUTDOWN_S = 60.0
 """After half of this Jupyter terminates a kernel that was asked to end."""
 
@@ -101,7 +102,7 @@ class Kernel:
     def _connect(self) -> None:
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=_LIMIT_S)
+        self.client.wait_for_ready(timeout=_TIMEOUT_S)
 
     @property
     def pid(self) -> int:
@@ -112,7 +113,7 @@ class Kernel:
         """Send a cell; returns the request's id for `collect`."""
         return str(self.client.execute(code))
 
-    def collect(self, request: str, *, timeout: float = _LIMIT_S) -> Reply:
+    def collect(self, request: str, *, timeout: float = _TIMEOUT_S) -> Reply:
         """Everything that belongs to the request, until the kernel is idle and has replied.
 
         Raises:
@@ -149,7 +150,7 @@ class Kernel:
         except queue.Empty:
             return None
 
-    def follow(self, request: str, reply: Reply, *, until: Callable[[], bool], timeout: float = _LIMIT_S) -> None:
+    def follow(self, request: str, reply: Reply, *, until: Callable[[], bool], timeout: float = _TIMEOUT_S) -> None:
         """Add to `reply` what still appears in its cell after the cell's end, until `until()` is true.
 
         Raises:
@@ -163,7 +164,9 @@ class Kernel:
             if message is not None and _belongs(message, request):
                 reply.take(message, ids)
 
-    def wait_for_output(self, request: str, text: str, *, ranks: Iterable[int] = (), timeout: float = _LIMIT_S) -> None:
+    def wait_for_output(
+        self, request: str, text: str, *, ranks: Iterable[int] = (), timeout: float = _TIMEOUT_S
+    ) -> None:
         """Return when the cell has printed or displayed `text`; what came so far is kept for `collect`.
 
         Args:
@@ -191,17 +194,17 @@ class Kernel:
 
     def settle(self) -> None:
         """Return when the kernel has noticed all that was sent to it before, presses of the stop button included."""
-        request, end = self.client.kernel_info(), time.monotonic() + _LIMIT_S
+        request, end = self.client.kernel_info(), time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end:
             if (answer := self._get(self.client.get_shell_msg)) is not None and _belongs(answer, request):
                 return
-        raise TimeoutError(f"the kernel says nothing for {_LIMIT_S} s")
+        raise TimeoutError(f"the kernel says nothing for {_TIMEOUT_S} s")
 
-    def run(self, code: str, *, timeout: float = _LIMIT_S) -> Reply:
+    def run(self, code: str, *, timeout: float = _TIMEOUT_S) -> Reply:
         """Run a cell to its end, whatever becomes of it."""
         return self.collect(self.submit(code), timeout=timeout)
 
-    def ok(self, code: str, *, timeout: float = _LIMIT_S) -> Reply:
+    def ok(self, code: str, *, timeout: float = _TIMEOUT_S) -> Reply:
         """Run a cell that must succeed."""
         reply = self.run(code, timeout=timeout)
         assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}\n{_crash_reports()}"
@@ -225,7 +228,7 @@ class Kernel:
     def kill(self) -> None:
         """SIGKILL: the kernel gets no chance to say anything. Does nothing when it has ended already."""
         self.manager.provisioner.process.kill()
-        self.manager.provisioner.process.wait(_LIMIT_S)
+        self.manager.provisioner.process.wait(_TIMEOUT_S)
 
     def come_back(self) -> None:
         """SIGKILL, then a fresh kernel for the same notebook, as Jupyter's restarter makes one."""

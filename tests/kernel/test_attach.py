@@ -78,7 +78,7 @@ def test_the_running_cell_comes_back_and_ends_in_the_new_kernel(
     leave_during(kernel, counting, "tick 3", how)
     request = kernel.submit("%distributed attach")
     reply = kernel.collect(request)
-    assert reply.lines()[0] == "Cell In[3] still runs on ranks 0-1: its output goes on here."
+    assert reply.lines()[0] == "Cell In[3] is still running on ranks 0-1. Its output continues here."
     assert "CellHandle(running on ranks 0-1)" in reply.result
     kernel.follow(request, reply, until=lambda: max(numbers(reply, "tick"), default=0) > 20)
     (tmp_path / "stop").touch()
@@ -106,7 +106,7 @@ def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKer
     request = kernel.submit(f"%%distributed\n{code}")
     end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     reply = attach(kernel, "is done")
-    assert reply.lines()[0] == "Cell In[3] has ended on ranks 0-1 while no notebook was connected."
+    assert reply.lines()[0] == "Cell In[3] finished on ranks 0-1 while no notebook was connected."
     assert "[ranks 0-1] last words" in reply.lines()
     assert reply.result == ""
     assert sorted(kernel.ok("%%distributed\nx").lines()) == ["[rank 0] 5", "[rank 1] 6"]
@@ -185,7 +185,7 @@ def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel
     end_meanwhile(kernel, request, tmp_path, "ended0", "ended1")
     attach(kernel, "is done")
     text = kernel.ok(f"print({HANDLE}.result(100).text[0])").stdout
-    assert re.match(r"… [\d,]+ lines \([\d.]+ kB\) before the notebook came back not kept on the rank …\nline ", text)
+    assert re.match(r"… [\d,]+ lines \([\d.]+ kB\) printed before the notebook reconnected: discarded …\nline ", text)
     assert text.rstrip().endswith("line 19999")
     assert 50_000 < len(text) < 70_000
     kept = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line ")]
@@ -270,7 +270,7 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
     reply = kernel.collect(request)
-    assert reply.lines()[0] == "Cell In[4] still runs on ranks 0-1: its output goes on here."
+    assert reply.lines()[0] == "Cell In[4] is still running on ranks 0-1. Its output continues here."
     (tmp_path / "stop").touch()
     kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
 
@@ -278,7 +278,7 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
 def test_engines_of_another_launcher_end_when_they_are_stopped_after_an_attach() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --engines local --devices cpu")
-        pids = kernel.value("[place['pid'] for place in __import__('axon_nb').cluster.current.require('x').places]")
+        pids = kernel.value("[place['pid'] for place in __import__('axon_nb').cluster.current.require('x').rank_info]")
         kernel.restart(now=True)
         kernel.ok("%load_ext axon_nb\n%distributed attach")
         kernel.ok("%distributed stop")

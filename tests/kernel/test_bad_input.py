@@ -19,9 +19,9 @@ CASES = [
     ("%%distributed --out 'a\n1", "No closing quotation"),
     ("%distributed", "needs a command"),
     ("%distributed begin", "has no command 'begin': use one of start"),
-    ("%distributed start", "is running: `%distributed stop` ends it"),
+    ("%distributed start", "is running. Run `%distributed stop` to stop it"),
     ("%distributed status now", "has no 'now'"),
-    ("%distributed config colour=red", "has no setting 'colour': it is one of keep_alive, warm_up"),
+    ("%distributed config colour=red", "has no setting 'colour': it must be one of keep_alive, warm_up"),
     ("%distributed config keepalive=5", "has no setting 'keepalive': did you mean keep_alive?"),
     ("%distributed config keep_alive", "takes key=value, such as keep_alive=300s; got 'keep_alive'."),
     (
@@ -46,15 +46,15 @@ def test_one_sentence(kernel: Kernel, code: str, sentence: str) -> None:
 
 
 START_CASES = [
-    ("%distributed start -n 0", "a cluster has at least 1 rank"),
+    ("%distributed start -n 0", "-n must be at least 1; got 0."),
     ("%distributed start -n many", "it is a whole number of ranks"),
     ("%distributed start -n 2 --backend nccl", "NCCL"),
-    ("%distributed start --backend mpi", "it is one of auto, gloo, nccl"),
-    ("%distributed start --devices left", "it is `auto`, `cpu` or GPU numbers"),
+    ("%distributed start --backend mpi", "--backend must be one of auto, gloo, nccl; got mpi."),
+    ("%distributed start --devices left", "--devices must be `auto`, `cpu` or GPU numbers"),
     ("%distributed start --devices 99", "is not visible here"),
-    ("%distributed start --engines nowhere", "no ipyparallel launcher of that name"),
-    ("%distributed start --interface lo", "`-n` is needed with `--interface`"),
-    ("%distributed start -n 2 --interface lo", "the launcher 'axon' starts ranks on this host alone"),
+    ("%distributed start --engines nowhere", "--engines must be an ipyparallel launcher"),
+    ("%distributed start --interface lo", "--interface needs `-n`"),
+    ("%distributed start -n 2 --interface lo", "the launcher 'axon' starts ranks on this host only"),
     ("%distributed start -n 2 --engines ssh --interface none0", "this host has no such interface or address"),
     ("%distributed status", "`%distributed status` needs a cluster, but none is running"),
     ("%distributed stop", "needs a cluster, but none is running"),

@@ -103,7 +103,7 @@ def test_start_after_a_restart_ends_the_kept_cluster_and_says_so(new_kernel: Mak
     kernel.restart(now=True)
     kernel.ok("%load_ext axon_nb")
     reply = kernel.ok("%distributed start -n 2")
-    assert reply.lines() == ["Ended the cluster 'default' (2 ranks) that this notebook had left running."]
+    assert reply.lines() == ["Stopped the cluster 'default' (2 ranks) that this notebook had left running."]
     assert until(before.gone)
     assert "kept" not in kernel.ok("%%distributed\nprint(sorted(n for n in globals() if n == 'kept'))").stdout
 

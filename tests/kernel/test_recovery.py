@@ -288,7 +288,7 @@ def _replace_rank_2(trained: Kernel) -> None:
     alone = trained.run("%%distributed --ranks 0,1\ndist.barrier()")
     assert "rank 2 is dead" in alone.traceback
     replaced, lost = trained.ok("%distributed repair").lines()
-    assert replaced == "Replaced rank 2: fresh and empty; the other ranks keep all they have."
+    assert replaced == "Replaced rank 2: new and empty. All other ranks keep their state."
     assert lost.startswith("Only rank 2 held its part of `sharded` (6 of 6 parameters, ")
     reply = trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\nglobals().get('kept')")
     assert "[ranks 0-3] 4.0" in reply.lines()

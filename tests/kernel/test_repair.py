@@ -18,10 +18,10 @@ DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--from 9", "Every rank is alive"),
-        ("--ranks 1 --from 9", "--from 9: ranks are 0 to 3."),
-        ("--ranks 1 --from 1", "that rank is replaced itself"),
-        ("--ranks 1 model", "Names are copied from a rank: `--from 0 model`."),
+        ("--from 9", "All ranks are alive"),
+        ("--ranks 1 --from 9", "--from must be a rank from 0 to 3; got 9."),
+        ("--ranks 1 --from 1", "rank 1 is being replaced; choose a surviving rank"),
+        ("--ranks 1 model", "Names need a rank to copy from: use `--from 0 model`."),
         ("--ranks 1 --from x", "whole number"),
     ],
 )
@@ -61,7 +61,7 @@ def test_shards_that_only_the_dead_rank_held_are_named() -> None:
         # 2 x (64 x 64 + 64) numbers of 4 bytes in 4 parts; Adam has two of each, and no part of its step counters.
         assert last.startswith("Only rank 2 held its part of `model` (4 of 4 parameters, 8.12 KiB) and its part of `op")
         assert "(8 of 12 state tensors, 16.2 KiB) and its part of `once` (16 B)" in last
-        assert last.endswith(": load a checkpoint into them on all ranks, or build them anew.")
+        assert last.endswith(": load a checkpoint on all ranks, or recreate them.")
         assert "`twice`" not in last
         assert "`layer`" not in last
         left = kernel.ok("%%distributed --ranks 0,1,3\nonce.to_local().tolist()").lines()
@@ -98,7 +98,7 @@ def test_a_repair_waits_for_no_cell() -> None:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
         kernel.ok("%%distributed --ranks 0 --noblock --out handle\nimport time\ntime.sleep(600)")
         reply = kernel.run("%distributed repair --ranks 2")
-        assert "Ranks 0 still run a cell: wait for its end or interrupt it, then repair." in reply.traceback
+        assert "Rank 0 is still running a cell: wait for it or interrupt it, then repair." in reply.traceback
         kernel.ok("handle.cancel()\ntry: handle.result(100)\nexcept KeyboardInterrupt: pass")
         assert "Replaced rank 2" in kernel.ok("%distributed repair --ranks 2").stdout
 
@@ -108,7 +108,7 @@ def test_auto_repair_replaces_before_the_next_cell() -> None:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3\n%distributed config auto_repair=on")
         kernel.run(DIE)
         after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
-        said = "Replaced rank 2, which exited with code 3: fresh and empty; the other ranks keep all they have."
+        said = "Replaced rank 2, which exited with code 3: new and empty. All other ranks keep their state."
         assert after == [said, "[ranks 0-2] 3.0"]
         assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-2] 1"]
 
@@ -149,7 +149,7 @@ def test_a_second_interrupt_replaces_ranks_in_c_code(tmp_path: Path, what: str) 
         reply = press_again(kernel, request, tmp_path / "noticed")
         assert reply.ename == "CellInterrupt"
         assert "[rank 1] is still in C code" in reply.traceback
-        assert "Replaced rank 1: fresh and empty; the other ranks keep all they have." in reply.traceback
+        assert "Replaced rank 1: new and empty. All other ranks keep their state." in reply.traceback
         after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), globals().get('kept')")
         assert sorted(after.lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, None)", "[rank 2] (3.0, 2)"]
 
@@ -161,7 +161,7 @@ def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(tmp_path: 
         touch_when(kernel, PRESSED, tmp_path / "noticed")
         request = press_in_c_code(kernel, IN_C["C code"], [0, 1], tmp_path)
         reply = press_again(kernel, request, tmp_path / "noticed")
-        assert "Replaced ranks 0-1: fresh and empty; no rank keeps anything." in reply.traceback
+        assert "Replaced ranks 0-1: new and empty. No rank keeps its state." in reply.traceback
         after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), 'hashlib' in globals()")
         assert after.lines() == ["[ranks 0-1] (2.0, False)"]
 

@@ -103,7 +103,7 @@ def test_ranks_a_step_apart_are_told_and_sync_brings_them_together(trained: Kern
     (line,) = [line for line in reply.lines() if "at step" in line]
     assert line.startswith("Rank 1 is at step ")
     assert "of `optimizer`, rank 0 at " in line
-    assert line.endswith("`%distributed sync` copies models and optimizers of rank 0 to all.")
+    assert line.endswith("Run `%distributed sync` to copy models and optimizers of rank 0 to all ranks.")
     trained.ok("%distributed sync")
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
     reply = trained.run("%%distributed\nstep()\ndist.barrier()\nif rank == 0: 1 / 0\ndist.barrier()")
@@ -120,7 +120,7 @@ def test_a_first_step_that_one_rank_has_not_made_is_told(trained: Kernel) -> Non
     )
     assert "ZeroDivisionError" in reply.traceback
     (line,) = [line for line in reply.lines() if "at step" in line]
-    assert line.startswith("Rank 0 is at step 1 of `young`, rank 1 at 0: `%distributed sync`")
+    assert line.startswith("Rank 0 is at step 1 of `young`, rank 1 at 0. Run `%distributed sync`")
     trained.ok("%distributed sync")
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
 

@@ -74,8 +74,8 @@ def repaired() -> Iterator[tuple[Kernel, Reply]]:
 
 def test_it_says_what_was_copied_and_what_not(repaired: tuple[Kernel, Reply]) -> None:
     lines = repaired[1].lines()
-    assert lines[0].startswith("Replaced rank 2: fresh, with `DDP`, ")
-    assert lines[0].endswith("and the random state of rank 0; the other ranks keep all they have.")
+    assert lines[0].startswith("Replaced rank 2: new, with `DDP`, ")
+    assert lines[0].endswith("and the random state of rank 0. All other ranks keep their state.")
     assert lines[1:] == [
         "Not copied: `lock` holds a lock, which stays with its process.",
         "Not copied: `opened` is an open file, which stays with its process.",

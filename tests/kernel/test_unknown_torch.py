@@ -84,7 +84,7 @@ def test_its_own_groups_are_used_and_a_failure_leaves_the_others_to_their_time_l
     assert (failed.status, failed.evalue) == ("error", "rank 1: ValueError: no")
     assert failed.stderr.count(f"With torch {CHANGED} groups are not rebuilt") == 1
     assert "released after 60 s" in failed.stderr
-    assert "`%distributed restart` starts all ranks again." in failed.traceback
+    assert "Run `%distributed restart` to start all ranks again." in failed.traceback
     assert "repair" not in failed.traceback
 
 

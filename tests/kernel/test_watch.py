@@ -94,7 +94,7 @@ def test_a_result_opens_its_views_again(kernel: Kernel) -> None:
     for name in ("t_other", "t_plain"):
         refused = kernel.run(f"{name}.show()")
         assert refused.ename == "UsageError"
-        assert "This cell ran without a view: run it as `%%distributed --watch --out result`" in refused.traceback
+        assert "No live view was recorded: rerun the cell as `%%distributed --watch --out result`" in refused.traceback
 
 
 def test_a_view_that_fails_does_not_break_the_cell(kernel: Kernel) -> None:

@@ -1,1 +1,1 @@
-"""Running a cell on ranks, from its source to its result."""
+"""Run a cell on ranks, from its source to its result."""

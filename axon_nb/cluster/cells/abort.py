@@ -1,4 +1,4 @@
-"""Ending a cell on ranks that still run it: when, and how gently."""
+"""Abort a cell on ranks that still run it: when, and how gently."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ from axon_nb.cluster.cells.consistent_cut import ConsistentCut
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
 from axon_nb.cluster.rpc.client import RankClient
 
-__all__ = ["Ending"]
+__all__ = ["AbortController"]
 
 _ABORT_AFTER_S = 0.3
-"""When a rank has failed, the others are ended at the latest after this long; sooner when all of them wait."""
-_DEAD_AFTER_S = 0.05
-"""When a rank has died: nobody can go on for long, and its last words may still come."""
-_ASK_EVERY_S = 0.015
-_ANSWER_S = 2.0
-"""A rank that has died or was given up does not answer an abort any more after this long."""
-_LATE_ANSWER_S = 15.0
-"""Any other does: on a busy machine that may take a while."""
-_REPEAT_S = 0.25
-"""An abort is sent again as often: code may swallow the exception and go on."""
+"""If a rank has failed, the others are aborted after this long at the latest; sooner if all of them wait."""
+_ABORT_AFTER_DEATH_S = 0.05
+"""If a rank has died, the others cannot go on for long, and its last output may still arrive."""
+_POLL_INTERVAL_S = 0.015
+_DEAD_ACK_TIMEOUT_S = 2.0
+"""A rank that is dead or stuck will not acknowledge an abort after this long."""
+_ACK_TIMEOUT_S = 15.0
+"""Any other rank will: on a busy machine that may take a while."""
+_RESEND_INTERVAL_S = 0.25
+"""An abort is sent again at this interval, because code may swallow the exception and go on."""
 
 
-class Ending:
-    """Decides that the ranks of a cell are to be ended, and ends them.
+class AbortController:
+    """Decides when to abort the ranks of a cell, and aborts them.
 
     Args:
         client: The cluster's client.
         ranks: The ranks of the cell.
-        watch: Looks for deadlocks; None: nobody does.
-        cuttable: Whether an interrupt may be a consistent cut, which takes all ranks of the world.
+        watch: Detects deadlocks; None: deadlocks are not detected.
+        can_cut: Whether an interrupt may be a consistent cut, which needs all ranks of the world.
     """
 
     def __init__(
-        self, client: RankClient, ranks: Sequence[int], *, watch: DeadlockWatch | None = None, cuttable: bool = False
+        self, client: RankClient, ranks: Sequence[int], *, watch: DeadlockWatch | None = None, can_cut: bool = False
     ) -> None:
         self._client = client
         self._ranks = list(ranks)
         self._watch = watch
-        self._cuttable = cuttable
+        self._can_cut = can_cut
         self.explanation = ""
-        """Why the cell could not end by itself; empty when it could."""
+        """Why the cell could not finish by itself; empty if it could."""
         self.run: str | None = None
-        """Name of the cell's run: ranks that have not begun it refuse it then."""
+        """Name of the cell's run: a rank that has not started it when it is aborted rejects it."""
         self.aborted_at: float | None = None
-        """When ranks were first told to abort; None while they were not."""
+        """When the first abort was sent; None: none was."""
         self._cut: ConsistentCut | None = None
-        self._last_abort = 0.0
+        self._interval_start = 0.0
         self._aborts: list[tuple[int, Any]] = []
         self._last_sent: float | None = None
-        self._asked: dict[int, Any] = {}
-        self._asked_at = 0.0
-        self._answers: dict[int, Any] = {}
-        self._deaf: dict[int, str] = {}
+        self._status_requests: dict[int, Any] = {}
+        self._status_requested_at = 0.0
+        self._last_aborts: dict[int, Any] = {}
+        self._unresponsive: dict[int, str] = {}
 
     @property
-    def begun(self) -> bool:
-        """Whether ranks have been told to end, gently or not."""
+    def aborting(self) -> bool:
+        """Whether ranks were asked to stop, by a cut or by an abort."""
         return self.aborted_at is not None or self._cut is not None
 
-    def settled(self, now: float, gone: AbstractSet[int]) -> bool:
-        """Whether every abort has been carried out: a late one would break the groups that are formed anew.
+    def acknowledged(self, now: float, gone: AbstractSet[int]) -> bool:
+        """Whether every abort was acknowledged or timed out: a late one would break the groups that are rebuilt.
 
         Args:
             now: The time.
-            gone: The ranks that have died, or were given up.
+            gone: The ranks that are dead or stuck.
         """
-        awaited = {rank for rank, future in self._aborts if not future.done()}
-        if not awaited or self._last_sent is None:
+        pending = {rank for rank, future in self._aborts if not future.done()}
+        if not pending or self._last_sent is None:
             return True
-        return now - self._last_sent > (_ANSWER_S if awaited <= gone else _LATE_ANSWER_S)
+        return now - self._last_sent > (_DEAD_ACK_TIMEOUT_S if pending <= gone else _ACK_TIMEOUT_S)
 
     @property
     def slow(self) -> str:
-        """Which rank is waited for while nobody is told to end; empty when none is, or not for long."""
-        return self._watch.slow if self._watch is not None and not self.begun else ""
+        """Which rank the others wait for while nothing is aborted; empty while there is none, or not for long."""
+        return self._watch.slow if self._watch is not None and not self.aborting else ""
 
-    def hurry(self) -> None:
-        """Tell them again at the next step."""
-        self._last_abort = 0.0
+    def resend(self) -> None:
+        """Send the abort again at the next step."""
+        self._interval_start = 0.0
 
     def step(
         self,
@@ -98,48 +98,48 @@ class Ending:
         Args:
             now: The time.
             unfinished: The ranks that still run the cell.
-            failed_at: When the first rank failed; None while none has.
+            failed_at: When the first rank failed; None: none has.
             died: Whether a rank has died.
-            interrupted: Whether the user wants the cell to end.
-            timed_out: Whether its time is over.
+            interrupted: Whether the user interrupted the cell.
+            timed_out: Whether the cell has timed out.
         """
-        if self.aborted_at is None and not self._due(now, unfinished, failed_at, interrupted, timed_out, died=died):
+        if self.aborted_at is None and not self._is_due(now, unfinished, failed_at, interrupted, timed_out, died=died):
             return
         if self.aborted_at is None:
             self.aborted_at = now
-        if now - self._last_abort >= _REPEAT_S:
-            again, self._last_abort = bool(self._last_abort), now
+        if now - self._interval_start >= _RESEND_INTERVAL_S:
+            again, self._interval_start = bool(self._interval_start), now
             self._last_sent = now
             for rank in unfinished:
-                self._listen(rank)
-                self._answers[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
-                self._aborts.append((rank, self._answers[rank]))
+                self._read_reply(rank)
+                self._last_aborts[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
+                self._aborts.append((rank, self._last_aborts[rank]))
 
-    def _listen(self, rank: int) -> None:
-        """Take in how the rank answered to the abort before the next: one in C code has not noticed it."""
-        before = self._answers.get(rank)
-        if before is None:
+    def _read_reply(self, rank: int) -> None:
+        """Read the rank's reply to the last abort: a rank in C code has not noticed it."""
+        last = self._last_aborts.get(rank)
+        if last is None:
             return
-        if not before.done():  # a busy machine, or C code that keeps the GIL: what was known of it stays
-            self._deaf.setdefault(rank, "")
+        if not last.done():  # a busy machine, or C code that holds the GIL: keep what is known
+            self._unresponsive.setdefault(rank, "")
             return
-        answer = before.result()["content"]
-        line = answer.get("line")
-        self._deaf.pop(rank, None)
-        if answer.get("pending"):
-            self._deaf[rank] = f" at line {line}" if line else ""
+        reply = last.result()["content"]
+        line = reply.get("line")
+        self._unresponsive.pop(rank, None)
+        if reply.get("pending"):
+            self._unresponsive[rank] = f" at line {line}" if line else ""
 
-    def deaf(self, rank: int) -> bool:
-        """Whether the rank is in C code: it was told to end and has not noticed."""
-        return rank in self._deaf
+    def is_unresponsive(self, rank: int) -> bool:
+        """Whether the rank is in C code: it was sent an abort and has not noticed it."""
+        return rank in self._unresponsive
 
-    def why_stuck(self, rank: int) -> str:
-        """What a rank does that does not end; reads after its name."""
-        if rank in self._deaf:
-            return f"is still in C code{self._deaf[rank]} and does not react to interrupts"
+    def stuck_reason(self, rank: int) -> str:
+        """Describe what a rank is stuck in; reads after its name."""
+        if rank in self._unresponsive:
+            return f"is still in C code{self._unresponsive[rank]} and does not react to interrupts"
         return "is still busy and does not react to interrupts"
 
-    def _due(
+    def _is_due(
         self,
         now: float,
         unfinished: Sequence[int],
@@ -152,27 +152,27 @@ class Ending:
         if timed_out or (interrupted and self._cut_failed(now)):
             return True
         if failed_at is not None:
-            limit_s = _DEAD_AFTER_S if died else _ABORT_AFTER_S
-            return now - failed_at > limit_s or self._all_wait(now, unfinished)
+            delay_s = _ABORT_AFTER_DEATH_S if died else _ABORT_AFTER_S
+            return now - failed_at > delay_s or self._all_waiting(now, unfinished)
         if self._watch is not None and not interrupted:
             self.explanation = self._watch.step(now, unfinished)
         return bool(self.explanation)
 
     def _cut_failed(self, now: float) -> bool:
-        if not self._cuttable:
+        if not self._can_cut:
             return True
         if self._cut is None:
             self._cut = ConsistentCut(self._client, self._ranks, now)
         return self._cut.step(now)
 
-    def _all_wait(self, now: float, unfinished: Sequence[int]) -> bool:
-        """Whether every rank that still runs the cell waits in a communication call; asks them now and then."""
-        if self._asked and all(future.done() for future in self._asked.values()):
-            answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
-            self._asked = {}
-            if set(unfinished) <= set(answers) and all(answers[rank].get("call") for rank in unfinished):
+    def _all_waiting(self, now: float, unfinished: Sequence[int]) -> bool:
+        """Whether every rank that still runs the cell waits in a communication call, polled now and then."""
+        if self._status_requests and all(future.done() for future in self._status_requests.values()):
+            replies = {rank: future.result()["content"] for rank, future in self._status_requests.items()}
+            self._status_requests = {}
+            if set(unfinished) <= set(replies) and all(replies[rank].get("call") for rank in unfinished):
                 return True
-        if not self._asked and now - self._asked_at > _ASK_EVERY_S:
-            self._asked_at = now
-            self._asked = {rank: self._client.request(rank, "axon_status") for rank in unfinished}
+        if not self._status_requests and now - self._status_requested_at > _POLL_INTERVAL_S:
+            self._status_requested_at = now
+            self._status_requests = {rank: self._client.request(rank, "axon_status") for rank in unfinished}
         return False

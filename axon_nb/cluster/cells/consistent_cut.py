@@ -7,100 +7,107 @@ from typing import Any
 
 from axon_nb.cluster.rpc.client import RankClient
 
-__all__ = ["ConsistentCut", "moving_group", "place_of_cut"]
+__all__ = ["ConsistentCut", "cut_sequence_number", "progressing_group"]
 
 Counts = dict[str, int]
 
-_LOOK_S = 0.015
-_AHEAD_S = 0.04
-"""How far ahead the cut is set, at the pace of the fastest rank: all must hear of it before they come there."""
-_MOVE_S = 0.12
-"""Ranks that have not all begun a collective for this long are stuck, or do not communicate."""
-_LIMIT_S = 0.4
+_POLL_INTERVAL_S = 0.015
+_LEAD_TIME_S = 0.04
+"""How far ahead the cut is set, at the pace of the fastest rank: all must know of it before they get there."""
+_PROGRESS_TIMEOUT_S = 0.12
+"""Ranks that have not all started a collective for this long are stuck, or do not communicate."""
+_STOP_TIMEOUT_S = 0.4
 """Ranks that have not stopped at the cut after this long will not."""
 
 
 class ConsistentCut:
-    """Reads how many collectives each rank has begun until all have moved on, then sets the stop.
+    """Counts the collectives that each rank has started until all have made progress, then sets the stop.
 
-    The stop is a number of collectives of a group that all ranks are in and move on in. Where there is none, as with
-    tensor parallelism next to data parallelism, it is a number of collectives of all groups together: then ranks that
-    run the same program stop at the same place, and others are ended the hard way when the time is over.
+    The stop is a sequence number of a group that all ranks are in and make progress in. If there is no such group, as
+    with tensor parallelism next to data parallelism, it is a number of collectives over all groups. Ranks that run the
+    same program then stop at the same place, and the others are aborted one by one after a timeout.
 
     Args:
         client: The cluster's client.
-        ranks: The ranks that run the cell, in the whole world's number: a cut of some ranks is none.
+        ranks: The ranks that run the cell: all ranks of the world, as some ranks alone cannot be cut consistently.
         now: The time.
     """
 
     def __init__(self, client: RankClient, ranks: Sequence[int], now: float) -> None:
         self._client = client
         self._ranks = list(ranks)
-        self._began = now
-        self._looks: list[tuple[float, dict[int, Counts]]] = []
-        self._asked: dict[int, Any] = {}
-        self._set = False
-        self._look(now)
+        self._started_at = now
+        self._observations: list[tuple[float, dict[int, Counts]]] = []
+        self._requests: dict[int, Any] = {}
+        self._is_set = False
+        self._observe(now)
 
-    def _look(self, now: float) -> None:
-        self._asked_at = now
-        self._asked = {rank: self._client.request(rank, "axon_waits") for rank in self._ranks}
+    def _observe(self, now: float) -> None:
+        self._requested_at = now
+        self._requests = {rank: self._client.request(rank, "axon_waits") for rank in self._ranks}
 
     def step(self, now: float) -> bool:
-        """Do what is due; True when ranks must be ended the hard way: a cut is not possible, or it did not work."""
-        if self._set:
-            return now - self._began > _LIMIT_S
-        if self._asked and all(future.done() for future in self._asked.values()):
-            self._looks.append((self._asked_at, {rank: _counts(future) for rank, future in self._asked.items()}))
-            self._asked = {}
-            if len(self._looks) > 1 and (group := moving_group(self._looks[0][1], self._looks[-1][1])) is not None:
-                self._set_stop(group)
-                return False
-        if now - self._began > _MOVE_S:
+        """Do what is due; return True if ranks must be aborted instead: a cut is impossible, or it did not work."""
+        if self._is_set:
+            return now - self._started_at > _STOP_TIMEOUT_S
+        if self._requests and all(future.done() for future in self._requests.values()):
+            counts = {rank: _counts(future) for rank, future in self._requests.items()}
+            self._observations.append((self._requested_at, counts))
+            self._requests = {}
+            if len(self._observations) > 1:
+                group = progressing_group(self._observations[0][1], self._observations[-1][1])
+                if group is not None:
+                    self._set_stop(group)
+                    return False
+        if now - self._started_at > _PROGRESS_TIMEOUT_S:
             return True
-        if not self._asked and now - self._asked_at >= _LOOK_S:
-            self._look(now)
+        if not self._requests and now - self._requested_at >= _POLL_INTERVAL_S:
+            self._observe(now)
         return False
 
     def _set_stop(self, group: str) -> None:
-        (before, first), (after, last) = self._looks[0], self._looks[-1]
-        at = place_of_cut(group, first, last, seconds=after - before)
+        (before, first), (after, last) = self._observations[0], self._observations[-1]
+        at = cut_sequence_number(group, first, last, seconds=after - before)
         for rank in self._ranks:
             self._client.request(rank, "axon_stop", group=group, at=at)
-        self._set = True
+        self._is_set = True
 
 
-def moving_group(first: Mapping[int, Counts], last: Mapping[int, Counts]) -> str | None:
-    """The group to cut in: one that all ranks have moved on in, the busiest; "" for all groups together; None: none.
+def progressing_group(first: Mapping[int, Counts], last: Mapping[int, Counts]) -> str | None:
+    """Find the group to cut in: the busiest one in which all ranks make progress.
 
     Args:
-        first: Collectives begun by rank and group, and under "" in the cell in all groups together.
+        first: Started collectives by rank and group; under "" the cell's collectives over all groups.
         last: The same, later.
+
+    Returns:
+        The group's name; "" for all groups together; None if there is no progress.
     """
-    moved = {
+    progress = {
         group: min(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
         for group in set.intersection(*(set(counts) for counts in last.values()))
     }
-    together = moved.pop("", 0)
-    busiest = max(sorted(moved), key=lambda group: moved[group], default="")
-    if busiest and moved[busiest] > 0:
+    total = progress.pop("", 0)
+    busiest = max(sorted(progress), key=lambda group: progress[group], default="")
+    if busiest and progress[busiest] > 0:
         return busiest
-    return "" if together > 0 else None
+    return "" if total > 0 else None
 
 
-def place_of_cut(group: str, first: Mapping[int, Counts], last: Mapping[int, Counts], *, seconds: float) -> int:
-    """The number of the group's collective that no rank begins: as far ahead as ranks need to hear of it.
+def cut_sequence_number(group: str, first: Mapping[int, Counts], last: Mapping[int, Counts], *, seconds: float) -> int:
+    """Return the sequence number of the group's first collective that no rank starts, far enough ahead for all ranks.
 
     Args:
-        group: See `moving_group`; it may have been made since the first look.
-        first: Collectives begun by rank and group.
+        group: See `progressing_group`; it may have been created since the first observation.
+        first: Started collectives by rank and group.
         last: The same, `seconds` later.
-        seconds: Between the looks.
+        seconds: Time between the observations.
     """
-    moved = max(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
-    return max(counts[group] for counts in last.values()) + max(2, int(moved / max(seconds, 1e-3) * _AHEAD_S))
+    progress = max(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
+    lead = max(2, int(progress / max(seconds, 1e-3) * _LEAD_TIME_S))
+    return max(counts[group] for counts in last.values()) + lead
 
 
 def _counts(future: Any) -> Counts:
-    answer = future.result()["content"]
-    return {**answer.get("counts", {}), "": int(answer.get("collectives", 0))}
+    reply = future.result()["content"]
+    return {**reply.get("counts", {}), "": int(reply.get("collectives", 0))}

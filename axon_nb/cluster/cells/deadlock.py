@@ -1,4 +1,4 @@
-"""Looking, while a cell runs, whether it can still end by itself, and who is waited for."""
+"""Watch, while a cell runs, whether its ranks can still finish, and which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlo
 
 __all__ = ["DeadlockWatch"]
 
-_FIRST_S = 0.6
-_EVERY_S = 0.3
-_WAITED_S = 0.5
-"""A call counts as waited for after this long."""
-_SLOW_S = 3.0
-"""A rank that is waited for this long is named in the running cell."""
+_FIRST_POLL_S = 0.6
+_POLL_INTERVAL_S = 0.3
+_WAITING_AFTER_S = 0.5
+"""A rank counts as waiting once its call has lasted this long."""
+_SLOW_AFTER_S = 3.0
+"""A rank that others have waited for this long is named in the running cell."""
 
 
 class DeadlockWatch:
-    """Asks all ranks every 0.3 s; a deadlock is proven when two looks in a row show the same one.
+    """Polls all ranks every 0.3 s; a deadlock is proven if two observations in a row show the same one.
 
     Args:
         client: The cluster's client.
-        world: All ranks that live.
+        world: All live ranks.
         cell_ranks: The ranks that run the cell.
-        dead: Those that have died, as of now: one that does not run the cell is not waited for any more.
+        dead: The dead ranks, kept up to date by its owner. Replies of a dead rank outside the cell are not awaited.
     """
 
     def __init__(
@@ -39,39 +39,39 @@ class DeadlockWatch:
         self._dead = dead
         self._world = list(world)
         self._cell_ranks = list(cell_ranks)
-        self._next = time.monotonic() + _FIRST_S
-        self._asked: dict[int, Any] = {}
+        self._next_poll = time.monotonic() + _FIRST_POLL_S
+        self._requests: dict[int, Any] = {}
         self._suspect: tuple[str, object] | None = None
         self.slow = ""
-        """Who is waited for, and by whom, as of the last look; empty while nobody is, or not for long."""
+        """Which rank the others wait for, as of the last observation; empty while there is none, or not for long."""
 
     def step(self, now: float, unfinished: Collection[int]) -> str:
-        """Do what is due; the explanation once a deadlock is proven, empty before.
+        """Do what is due; return the explanation once a deadlock is proven, empty before.
 
         Args:
             now: The time.
-            unfinished: The ranks that have not ended the cell, as far as the notebook knows.
+            unfinished: The ranks that have not finished the cell, as far as the notebook knows.
         """
-        self._asked = {rank: future for rank, future in self._asked.items() if rank not in self._dead}
-        if self._asked:
-            if not all(future.done() for future in self._asked.values()):
+        self._requests = {rank: future for rank, future in self._requests.items() if rank not in self._dead}
+        if self._requests:
+            if not all(future.done() for future in self._requests.values()):
                 return ""
-            return self._judge(unfinished)
-        if now >= self._next:
-            self._next = now + _EVERY_S
+            return self._evaluate(unfinished)
+        if now >= self._next_poll:
+            self._next_poll = now + _POLL_INTERVAL_S
             for rank in self._world:
                 with contextlib.suppress(KeyError):  # it has just died
-                    self._asked[rank] = self._client.request(rank, "axon_waits")
+                    self._requests[rank] = self._client.request(rank, "axon_waits")
         return ""
 
-    def _judge(self, unfinished: Collection[int]) -> str:
-        answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
-        self._asked = {}
-        if any("error" in answer for answer in answers.values()):
+    def _evaluate(self, unfinished: Collection[int]) -> str:
+        replies = {rank: future.result()["content"] for rank, future in self._requests.items()}
+        self._requests = {}
+        if any("error" in reply for reply in replies.values()):
             return ""
-        reports = {rank: _as_of_cell(read_waits(answer), unfinished) for rank, answer in answers.items()}
-        self.slow = describe_slow_ranks(reports, _SLOW_S)
-        text = explain_deadlock(reports, self._cell_ranks, _WAITED_S)
+        reports = {rank: _correct_running(read_waits(reply), unfinished) for rank, reply in replies.items()}
+        self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S)
+        text = explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
         if text is None:
             self._suspect = None
             return ""
@@ -81,9 +81,10 @@ class DeadlockWatch:
         return text if proven else ""
 
 
-def _as_of_cell(report: RankWaits, unfinished: Collection[int]) -> RankWaits:
-    """A rank that runs nothing and has not told the cell's end has not begun it: on a busy machine that takes a while.
+def _correct_running(report: RankWaits, unfinished: Collection[int]) -> RankWaits:
+    """Count an unfinished rank that runs nothing as running.
 
-    Or its end is on the way, and known at the next look.
+    It has not started the cell yet, which takes a while on a busy machine, or its reply is on the way and will arrive
+    before the next observation.
     """
     return dataclasses.replace(report, running=report.running or report.rank in unfinished)

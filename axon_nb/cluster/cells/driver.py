@@ -1,7 +1,4 @@
-"""Stepping a running cell to its end: from a coroutine, or from a thread that blocks.
-
-A cell that runs in the background.
-"""
+"""Run a cell to completion: in a coroutine, in a thread that blocks, or in the background."""
 
 from __future__ import annotations
 
@@ -12,83 +9,85 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from axon_nb.cluster.cells.kernel_interrupts import Presses
+from axon_nb.cluster.cells.kernel_interrupts import InterruptQueue
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
-__all__ = ["CellHandle", "drive", "drive_blocking"]
+__all__ = ["CellHandle", "run_to_completion", "run_to_completion_async"]
 
 # Python's signal handlers run between two steps of the main thread: a loop that sleeps longer notices Ctrl-C late.
 _MAX_WAIT_S = 0.05
 
 
-async def drive(run: CellRun, presses: Presses) -> None:
-    """Step `run` to its end in a coroutine; widgets stay clickable meanwhile. An interrupt goes to the ranks."""
+async def run_to_completion_async(run: CellRun, interrupts: InterruptQueue) -> None:
+    """Step `run` until it is done, in a coroutine; widgets stay clickable. Interrupts go to the ranks."""
     loop = asyncio.get_running_loop()
     woken = asyncio.Event()
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by a late message
+        with contextlib.suppress(RuntimeError):  # a late message may find the loop closed
             loop.call_soon_threadsafe(woken.set)
 
     run.wake = wake
-    presses.hand_to(run.interrupt)
+    interrupts.forward_to(run.interrupt)
     while not run.step():
-        timer = loop.call_later(min(run.patience(), _MAX_WAIT_S), woken.set)
+        timer = loop.call_later(min(run.poll_interval(), _MAX_WAIT_S), woken.set)
         try:
             await woken.wait()
-        except asyncio.CancelledError:  # ipykernel's way to tell of a press before ours were caught
+        except asyncio.CancelledError:  # how ipykernel reports an interrupt that came before ours were captured
             run.interrupt()
         finally:
             timer.cancel()
         woken.clear()
 
 
-def drive_blocking(run: CellRun, presses: Presses) -> None:
-    """Step `run` to its end, blocking this thread; on the main thread an interrupt goes to the ranks."""
+def run_to_completion(run: CellRun, interrupts: InterruptQueue) -> None:
+    """Step `run` until it is done, blocking this thread; on the main thread, interrupts go to the ranks."""
     woken = threading.Event()
     run.wake = woken.set
-    presses.hand_to(run.interrupt)
+    interrupts.forward_to(run.interrupt)
     while not run.step():
-        woken.wait(min(run.patience(), _MAX_WAIT_S))
+        woken.wait(min(run.poll_interval(), _MAX_WAIT_S))
         woken.clear()
 
 
 class CellHandle:
-    """What `--noblock` returns: the result when it is there."""
+    """A cell that runs in the background (`--noblock`), and its result once it is done."""
 
-    def __init__(self, run: CellRun, end: Callable[[], CellResult]) -> None:
+    def __init__(self, run: CellRun, finish: Callable[[], CellResult]) -> None:
         self._run = run
         self._future: Future[CellResult] = Future()
-        # The context carries which notebook cell output belongs to.
+        # The context says which notebook cell the output belongs to.
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._drive, end), name="axon_nb-cell", daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=(self._complete, finish), name="axon_nb-cell", daemon=True
+        )
         self._thread.start()
 
-    def _drive(self, end: Callable[[], CellResult]) -> None:
+    def _complete(self, finish: Callable[[], CellResult]) -> None:
         try:
-            drive_blocking(self._run, Presses())
-            self._future.set_result(end())
+            run_to_completion(self._run, InterruptQueue())
+            self._future.set_result(finish())
         except BaseException as error:
             self._future.set_exception(error)
 
     def result(self, timeout: float | None = None) -> CellResult:
-        """Wait for the cell, at most `timeout` seconds.
+        """Wait for the cell's result, at most `timeout` seconds.
 
         Raises:
             CellError: a rank failed.
             KeyboardInterrupt: the cell was cancelled.
-            TimeoutError: it still runs.
+            TimeoutError: it is still running.
         """
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether the cell is over."""
+        """Whether the cell is done."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the cell's end, whichever it is, at most `timeout` seconds; whether it has come."""
+        """Wait until the cell is done, failed or not, at most `timeout` seconds; return whether it is."""
         self._thread.join(timeout)
         return self.done()
 
@@ -98,5 +97,5 @@ class CellHandle:
             self._run.interrupt()
 
     def __repr__(self) -> str:
-        state = "done" if self.done() else f"running on ranks {format_ranks(self._run.unfinished)}"
+        state = "done" if self.done() else f"running on {name_ranks(self._run.unfinished)}"
         return f"CellHandle({state})"

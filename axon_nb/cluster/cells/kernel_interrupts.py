@@ -1,11 +1,9 @@
-"""Presses of the stop button (SIGINT) while a cell is sent, runs and ends: counted, and handed to the cell.
+"""Interrupts of the notebook's kernel (SIGINT, such as Jupyter's stop button): none is lost, running cells get them.
 
-The stop button in the notebook's own kernel: a press in a cell's first or last milliseconds is not lost.
-
-ipykernel takes SIGINT with Python's default handler around every request: a press that lands in its own code, before
-the cell's first line or after its last, ends the request without a reply, and the front end waits for ever. And it
-ignores presses while it is idle, a cell that is on its way to it included. Private hooks: `pre_handler_hook`,
-`post_handler_hook` and `_cancel_on_sigint` of the kernel; where one is missing ipykernel's own ways are left.
+ipykernel installs Python's default SIGINT handler around every request. An interrupt in ipykernel's own code, before
+the cell's first line or after its last, then ends the request without a reply, and the front end waits forever. While
+idle, ipykernel ignores interrupts, even if a cell is already on its way. Private hooks: `pre_handler_hook`,
+`post_handler_hook` and `_cancel_on_sigint` of the kernel. If one is missing, ipykernel's own handling stays.
 """
 
 from __future__ import annotations
@@ -23,77 +21,85 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["Presses", "StopButton", "caught", "install", "missing", "uninstall"]
+__all__ = [
+    "InterruptQueue",
+    "KernelInterruptHandler",
+    "capture_interrupts",
+    "install",
+    "missing",
+    "uninstall",
+]
 
 
-class Presses:
-    """The presses since a cell was begun; made by `caught`."""
+class InterruptQueue:
+    """The interrupts since a cell was started; made by `capture_interrupts`."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._heed: Callable[[], None] | None = None
+        self._callback: Callable[[], None] | None = None
 
-    def hand_to(self, heed: Callable[[], None]) -> None:
-        """Have `heed` called at each press from now on; at once if there was one already."""
-        self._heed = heed
+    def forward_to(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at each interrupt from now on, and at once if there was one already."""
+        self._callback = callback
         if self.count:
-            heed()
+            callback()
 
-    def press(self) -> None:
-        """The button was pressed."""
+    def put(self) -> None:
+        """Record one interrupt."""
         self.count += 1
-        if self._heed is not None:
-            self._heed()
+        if self._callback is not None:
+            self._callback()
 
 
-# Cells that are awaited side by side begin and end in any order: one handler serves them all.
-_active: list[Presses] = []
-_turning: list[Presses] = []
-"""Those that come or go: the handler is in place before they are active, and a little longer."""
+# Cells that are awaited side by side start and finish in any order: one handler serves them all.
+_active: list[InterruptQueue] = []
+_transitioning: list[InterruptQueue] = []
+"""Those being added or removed: the handler is installed before they are active, and a little longer."""
 _previous: list[Any] = []
 
 
 @contextlib.contextmanager
-def caught() -> Iterator[Presses]:
-    """From here on a press interrupts nothing but the cell; elsewhere than on the main thread there are none.
+def capture_interrupts() -> Iterator[InterruptQueue]:
+    """Send interrupts to the cell only; outside the main thread there are none.
 
     Raises:
-        KeyboardInterrupt: at the end, when the button was pressed and what was done in between did not fail.
+        KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
     """
-    presses = Presses()
+    interrupts = InterruptQueue()
     if threading.current_thread() is not threading.main_thread():
-        yield presses
+        yield interrupts
         return
-    _turning[:] = [presses]
+    _transitioning[:] = [interrupts]
     if not _active:
         _previous[:] = [signal.signal(signal.SIGINT, _on_sigint)]
-    _active.append(presses)
-    _turning.clear()
+    _active.append(interrupts)
+    _transitioning.clear()
     try:
-        yield presses
+        yield interrupts
     finally:
-        _turning[:] = [presses]
-        _active.remove(presses)
+        _transitioning[:] = [interrupts]
+        _active.remove(interrupts)
         if not _active:
             signal.signal(signal.SIGINT, _previous.pop())
-        _turning.clear()
-    if presses.count:
+        _transitioning.clear()
+    if interrupts.count:
         raise KeyboardInterrupt
 
 
 def _on_sigint(number: int, frame: Any) -> None:
-    for presses in [*_turning, *_active]:
-        presses.press()
+    for interrupts in [*_transitioning, *_active]:
+        interrupts.put()
 
 
 _NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
-_STOP_LINE = "raise KeyboardInterrupt  # the stop button was pressed before the cell's first line"
-_STOP = compile(_STOP_LINE, "<stop button>", "exec")
-_ON_ITS_WAY_S = 10.0
-"""A press that an idle kernel gets is meant for a cell that was sent before it, if the cell begins within this time: on
-a busy machine seconds pass between the two. It has a limit as clocks of the page and of the kernel may differ."""
-_INSIST_S = 1.0
-"""A second press after so long raises wherever it lands, as ipykernel would have it: something there does not end."""
+_INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
+_INTERRUPT_FILE = "<kernel interrupt>"
+_INTERRUPT_CODE = compile(_INTERRUPT_LINE, _INTERRUPT_FILE, "exec")
+_IN_FLIGHT_S = 10.0
+"""An interrupt that an idle kernel gets is meant for a cell sent before it, if the cell starts within this time: on a
+busy machine seconds pass between the two. The time is limited because the page's and the kernel's clocks may differ."""
+_FORCE_AFTER_S = 1.0
+"""A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
 
 
 def missing(kernel: Any) -> list[str]:
@@ -101,8 +107,8 @@ def missing(kernel: Any) -> list[str]:
     return [name for name in _NEEDED if not hasattr(kernel, name)]
 
 
-class StopButton:
-    """Takes the presses of one kernel that no running cell takes.
+class KernelInterruptHandler:
+    """Handles the interrupts of one kernel that no running `%%distributed` cell captures.
 
     Args:
         kernel: The kernel of this process.
@@ -112,19 +118,20 @@ class StopButton:
         self._kernel = kernel
         self._handling = ""
         """Type of the request that is being handled; empty when idle."""
-        self._pressed: float | None = None
-        """When the button was pressed without effect, in Unix time; None: it was not."""
-        self._began = time.time()
-        """When it began to be handled, in Unix time."""
+        self._pending_at: float | None = None
+        """When an interrupt came that has had no effect yet, in Unix time; None: there is none."""
+        self._started_at = time.time()
+        """When the kernel started to handle the request, in Unix time."""
         self._cancel_on_sigint = kernel._cancel_on_sigint
         self._run_code = kernel.shell.run_code
         self._showtraceback = kernel.shell.showtraceback
 
     def install(self) -> None:
-        """Take over; call it on the main thread."""
-        linecache.cache["<stop button>"] = (len(_STOP_LINE), None, [_STOP_LINE], "<stop button>")  # for tracebacks
-        self._kernel.pre_handler_hook = self._before
-        self._kernel.post_handler_hook = self._after
+        """Install the handler; call it on the main thread."""
+        lines = [_INTERRUPT_LINE]
+        linecache.cache[_INTERRUPT_FILE] = (len(_INTERRUPT_LINE), None, lines, _INTERRUPT_FILE)  # for tracebacks
+        self._kernel.pre_handler_hook = self._before_request
+        self._kernel.post_handler_hook = self._after_request
         self._kernel._cancel_on_sigint = self._cancel
         self._kernel.shell.run_code = self._run
         self._kernel.shell.showtraceback = self._show
@@ -138,47 +145,49 @@ class StopButton:
             vars(self._kernel.shell).pop(name, None)
         self._kernel.saved_sigint_handler = signal.SIG_IGN  # for the end of the request that is being handled
 
-    def _before(self) -> None:
+    def _before_request(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         request = self._kernel.get_parent("shell")
         if request["header"]["msg_type"] == "execute_request" and not self._is_meant_for(request):
-            self._pressed = None
-        self._handling, self._began = request["header"]["msg_type"], time.time()
-        signal.signal(signal.SIGINT, self._on_press)
+            self._pending_at = None
+        self._handling, self._started_at = request["header"]["msg_type"], time.time()
+        signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def _after(self) -> None:
+    def _after_request(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._handling = ""
-            signal.signal(signal.SIGINT, self._on_press)
+            signal.signal(signal.SIGINT, self._on_interrupt)
 
     def _is_meant_for(self, request: dict[str, Any]) -> bool:
-        sent = _moment(request["header"].get("date"))
-        if self._pressed is None or sent is None or request["content"].get("silent"):
+        sent = _unix_time(request["header"].get("date"))
+        if self._pending_at is None or sent is None or request["content"].get("silent"):
             return False
-        return time.time() - self._pressed < _ON_ITS_WAY_S and self._pressed >= sent
+        return time.time() - self._pending_at < _IN_FLIGHT_S and self._pending_at >= sent
 
-    def _on_press(self, number: int, frame: FrameType | None) -> None:
-        first, now = self._pressed, time.time()
-        insisted = bool(self._handling) and first is not None and self._began <= first < now - _INSIST_S
-        if insisted or user_frame(frame) is not None:
-            self._pressed = None
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        first, now = self._pending_at, time.time()
+        forced = bool(self._handling) and first is not None and self._started_at <= first < now - _FORCE_AFTER_S
+        # IPython's `run_code` also calls `_show`: an interrupt there would leave the first one without a traceback.
+        own = user_frame(frame)
+        if forced or (own is not None and own.f_code is not KernelInterruptHandler._show.__code__):
+            self._pending_at = None
             raise KeyboardInterrupt
-        if first is None or first < self._began or not self._handling:
-            self._pressed = now
+        if first is None or first < self._started_at or not self._handling:
+            self._pending_at = now
 
     async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:
-        if self._pressed is not None:
-            self._pressed = None
-            return await self._run_code(_STOP, result)
+        if self._pending_at is not None:
+            self._pending_at = None
+            return await self._run_code(_INTERRUPT_CODE, result)
         return await self._run_code(code, result, async_=async_)
 
     def _show(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As IPython's; a press that landed in the user's code is shown there, without the handler that raised."""
+        """Show a traceback as IPython does, without the frame of the handler that raised in the user's code."""
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         call = error.__traceback__ if isinstance(error, KeyboardInterrupt) else None
         while call is not None and call.tb_next is not None:
-            if call.tb_next.tb_frame.f_code is StopButton._on_press.__code__:
+            if call.tb_next.tb_frame.f_code is KernelInterruptHandler._on_interrupt.__code__:
                 call.tb_next = None
             else:
                 call = call.tb_next
@@ -186,25 +195,25 @@ class StopButton:
 
     @contextlib.contextmanager
     def _cancel(self, future: Any) -> Iterator[None]:
-        """As ipykernel's, which cancels an async cell once; a press that comes too late for that is kept."""
+        """Cancel an async cell once, as ipykernel does; an interrupt that comes too late for that stays pending."""
         with self._cancel_on_sigint(future):
             cancel = signal.getsignal(signal.SIGINT)
 
-            def on_press(number: int, frame: FrameType | None) -> None:
-                self._pressed = time.time()
+            def on_interrupt(number: int, frame: FrameType | None) -> None:
+                self._pending_at = time.time()
                 if callable(cancel):
                     cancel(number, frame)
 
-            signal.signal(signal.SIGINT, on_press)
+            signal.signal(signal.SIGINT, on_interrupt)
             try:
                 yield
             finally:
                 if not _succeeded(future):
-                    self._pressed = None
+                    self._pending_at = None
 
 
-def _moment(date: Any) -> float | None:
-    """A message's date in Unix time; text in some versions of jupyter_client, a datetime in others."""
+def _unix_time(date: Any) -> float | None:
+    """Convert a message's date to Unix time; jupyter_client gives text in some versions, a datetime in others."""
     if isinstance(date, str):
         with contextlib.suppress(ValueError):
             date = dt.datetime.fromisoformat(date)
@@ -215,21 +224,21 @@ def _succeeded(future: Any) -> bool:
     return bool(future.done() and not future.cancelled() and not future.exception() and future.result().success)
 
 
-_installed: list[StopButton] = []
+_installed: list[KernelInterruptHandler] = []
 
 
 def install() -> None:
-    """Take over the stop button of this process's kernel, if it runs in one; safe to call again."""
+    """Handle the interrupts of this process's kernel, if there is one; safe to call again."""
     app = sys.modules.get("ipykernel.kernelapp")
     if _installed or app is None or not app.IPKernelApp.initialized():
         return
     kernel = app.IPKernelApp.instance().kernel
     if threading.current_thread() is threading.main_thread() and not missing(kernel):
-        _installed.append(StopButton(kernel))
+        _installed.append(KernelInterruptHandler(kernel))
         _installed[0].install()
 
 
 def uninstall() -> None:
-    """Take back what `install` did."""
+    """Undo `install`."""
     while _installed:
         _installed.pop().uninstall()

@@ -1,9 +1,4 @@
-"""The cells of one cluster: begun, run side by side, ended.
-
-How a cell that is over has failed, as the exception that the notebook raises.
-
-Whether the ranks outside a cell can have any part in its communication.
-"""
+"""The cells of one cluster: start them, run them side by side, and turn their failures into exceptions."""
 
 from __future__ import annotations
 
@@ -16,11 +11,11 @@ from typing import Any, Unpack
 
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.cells import source as cell_code
-from axon_nb.cluster.cells.abort import Ending
+from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
-from axon_nb.cluster.cells.driver import CellHandle, drive, drive_blocking
+from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async
 from axon_nb.cluster.cells.options import CellOptions
-from axon_nb.cluster.cells.result import CellResult, measured
+from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
 from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws
@@ -30,22 +25,22 @@ from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.recovery.recovery import Recovery
 from axon_nb.cluster.recovery.repair import auto_repair, replace_stuck
-from axon_nb.cluster.rpc.requests import ask
+from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
-from axon_nb.records.ranks import format_ranks, resolve_ranks
+from axon_nb.records.ranks import name_ranks, resolve_ranks
 
-__all__ = ["LEFT", "CellManager", "failure_of", "nobody_else"]
+__all__ = ["LEFT_RUNNING", "CellManager", "failure_of", "is_exclusive"]
 
 
 def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseException | None:
-    """The exception; None when the cell did not fail.
+    """Return the exception that a finished cell raises in the notebook; None if it did not fail.
 
     Args:
         run: The cell.
-        replaced: What was told of ranks that had to be replaced to end it.
-        way_back: What gives a dead or stuck rank back, as a sentence.
+        replaced: Lines about ranks that had to be replaced to abort it.
+        way_back: How to get a dead or stuck rank back, as a sentence.
     """
     if run.interrupted_at is not None:
         return interrupt_error(run.errors, run.ranks, replaced)
@@ -60,35 +55,35 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseE
     )
 
 
-_LIMIT_S = 2.0
-"""Ranks that run nothing answer in milliseconds, unless the machine is busy."""
+_TIMEOUT_S = 2.0
+"""Idle ranks reply in milliseconds, unless the machine is busy."""
 
 
-def nobody_else(state: ClusterState, run: CellRun) -> bool:
-    """Whether a blocking cell of some ranks, about to be sent, is the only one that can communicate until it is over.
+def is_exclusive(state: ClusterState, run: CellRun) -> bool:
+    """Whether a blocking cell of some ranks, about to be sent, is the only one that can communicate until it is done.
 
-    Never said of a cell that another may legitimately meet: not while one runs in the background on other ranks, nor
-    when a rank outside has begun a call that it has not waited for, or has a thread of the user's. In doubt: no.
+    False if another cell may legitimately communicate with it: one runs in the background on other ranks, or a rank
+    outside has a pending call or a thread that runs user code. False in doubt.
     """
     outside = [rank for rank in state.ranks if rank not in run.ranks]
     others = [cell for cell in list(state.active_cells) if cell is not run]
     if not outside or state.backend != "gloo" or any(other.unfinished for other in others):
         return False
-    living = [rank for rank in outside if rank not in state.health.dead]
-    answers = ask(state.connection.client, living, "axon_waits", limit_s=_LIMIT_S)
-    if set(answers) != set(living):
+    live = [rank for rank in outside if rank not in state.health.dead]
+    replies = request_all(state.connection.client, live, "axon_waits", timeout_s=_TIMEOUT_S)
+    if set(replies) != set(live):
         return False
-    return not any(answer["pending"] or answer["threads"] or answer["running"] for answer in answers.values())
+    return not any(reply["pending"] or reply["threads"] or reply["running"] for reply in replies.values())
 
 
-LEFT = "was left running"
-"""Why there is no cluster any more, when it goes on without this notebook."""
-_BACK = "`%distributed attach` gets both back"
-_AFRESH = "`%distributed start` starts a new one"
+LEFT_RUNNING = "was left running"
+"""Why this notebook no longer has a cluster that goes on without it."""
+_ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
+_START_HINT = "Run `%distributed start` to start a new one."
 
 
 class CellManager:
-    """Sends cells to the ranks of one cluster, and brings each to its end.
+    """Sends cells to the ranks of one cluster, and runs each to completion.
 
     Args:
         state: The cluster.
@@ -101,39 +96,39 @@ class CellManager:
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run`."""
-        with kernel_interrupts.caught() as pressed:
-            run = self._begin(code, options)
-            drive_blocking(run, pressed)
-            return self.end(run, options)
+        with kernel_interrupts.capture_interrupts() as interrupts:
+            run = self._start(code, options)
+            run_to_completion(run, interrupts)
+            return self.finish(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
-        with kernel_interrupts.caught() as pressed:
-            run = self._begin(code, options)
-            await drive(run, pressed)
-            return self.end(run, options)
+        with kernel_interrupts.capture_interrupts() as interrupts:
+            run = self._start(code, options)
+            await run_to_completion_async(run, interrupts)
+            return self.finish(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """See `Cluster.run_noblock`."""
-        with kernel_interrupts.caught() as pressed:
-            run = self._begin(code, options)
-            pressed.hand_to(run.interrupt)
-            return CellHandle(run, lambda: self.end(run, options))
+        with kernel_interrupts.capture_interrupts() as interrupts:
+            run = self._start(code, options)
+            interrupts.forward_to(run.interrupt)
+            return CellHandle(run, lambda: self.finish(run, options))
 
     def cancel(self) -> list[int]:
-        """Interrupt every cell that runs, those in the background too; returns the ranks that ran one."""
+        """Interrupt all running cells, including those in the background; return the ranks that were running one."""
         ranks = self.state.busy
         for run in list(self.state.active_cells):
             run.interrupt()
         return ranks
 
-    def lose(self, reason: str) -> None:
-        """Wait no longer for the cells that run, because the cluster is gone for this `reason`. From any thread."""
+    def mark_lost(self, reason: str) -> None:
+        """Stop waiting for the running cells because the cluster is gone for this `reason`. Call it from any thread."""
         for run in list(self.state.active_cells):
             run.on_lost(reason)
 
-    def _begin(self, code: str, options: CellOptions) -> CellRun:
-        """Send a cell; it is to be stepped to its end, and `end` gives its result."""
+    def _start(self, code: str, options: CellOptions) -> CellRun:
+        """Send a cell. The caller steps it until it is done; `finish` then returns its result."""
         state = self.state
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
@@ -142,28 +137,28 @@ class CellManager:
             auto_repair(state)
         state.health.refuse(chosen)
         if timeout is not None and timeout <= 0:
-            raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
+            raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in chosen]
         run = self.new_run(chosen, options)
         if ahead and not quiet:
-            print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
-        alone = options.get("alone", False) and nobody_else(state, run)
+            print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
+        exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
         now = {"keep_failure": process_settings.debug, "output_limit": state.settings.output_limit}
         facts = {**now, **options.get("facts", {})}
-        run.send(code, number, keep_value=options.get("values", True), alone=alone, more=facts)
+        run.send(code, number, keep_value=options.get("values", True), exclusive=exclusive, more=facts)
         state.health.tell(run)  # what has happened while we were sending
         return run
 
     def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
-        """A cell that is still to be sent, or adopted; it counts as running until `end`."""
+        """Create the run of a cell that the caller sends or reattaches to; it counts as running until `finish`."""
         quiet = options.get("quiet", False)
         sink = RecordingSink() if quiet else NotebookSink()
         run = CellRun(
             self.state.client,
             chosen,
             CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.state.settings.output_limit),
-            self._ending(chosen),
+            self._abort_controller(chosen),
             timeout_s=options.get("timeout"),
             view=options.get("view"),
             show_value=options.get("show_value", False),
@@ -174,38 +169,39 @@ class CellManager:
             self.state.active_cells.append(run)
         return run
 
-    def _ending(self, chosen: Sequence[int]) -> Ending:
+    def _abort_controller(self, chosen: Sequence[int]) -> AbortController:
         state = self.state
-        watch = DeadlockWatch(state.client, state.living, chosen, dead=state.health.dead)
+        watch = DeadlockWatch(state.client, state.live_ranks, chosen, dead=state.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
-        return Ending(state.client, chosen, watch=watch, cuttable=state.backend == "gloo" and chosen == state.ranks)
+        can_cut = state.backend == "gloo" and chosen == state.ranks
+        return AbortController(state.client, chosen, watch=watch, can_cut=can_cut)
 
-    def recovery(self, ended: CellRun | None = None) -> Recovery:
-        """The forming anew of all groups, to be stepped to its end.
+    def recovery(self, aborted: CellRun | None = None) -> Recovery:
+        """Create the recovery that rebuilds all groups; the caller steps it until it is done.
 
         Args:
-            ended: The cell after which it is needed; None: it was left half-way by a notebook that is gone.
+            aborted: The cell after which it is needed; None: a notebook that is gone left one half-way.
         """
         state = self.state
         for run in state.active_cells:
             state.health.follow_stuck(run)
-        limit_s = collective_timeout(state.settings, recoverable=False)
-        if note := after_failure(state.places, state.backend, timeout_s=limit_s):
+        timeout_s = collective_timeout(state.settings, recoverable=False)
+        if note := after_failure(state.rank_info, state.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)
         if state.backend == "nccl":
             state.health.tell_unproven()
-            state.health.lost.update(lost_contexts(ended.errors) if ended is not None else [])
-        return Recovery(state.client, state.ranks, state.health, patient=state.backend == "nccl")
+            state.health.lost.update(lost_contexts(aborted.errors) if aborted is not None else [])
+        return Recovery(state.client, state.ranks, state.health, slow_connect=state.backend == "nccl")
 
-    def end(self, run: CellRun, options: CellOptions) -> CellResult:
-        """The result of a cell that has been stepped to its end; raises as `run` does."""
+    def finish(self, run: CellRun, options: CellOptions) -> CellResult:
+        """Return the result of a cell that is done; raises as `run` does."""
         state = self.state
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             state.active_cells.remove(run)
         if run.lost:
-            way_back = _BACK if run.lost == LEFT else _AFRESH
-            raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell ran: {way_back}.")
+            hint = _ATTACH_HINT if run.lost == LEFT_RUNNING else _START_HINT
+            raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell was running. {hint}")
         state.health.follow_stuck(run)
         replaced = replace_stuck(state, run.to_replace)
         failure = failure_of(run, replaced, way_back=state.health.way_back)
@@ -214,7 +210,7 @@ class CellManager:
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", shared_draws(run.told, run.ranks))
+            state.health.hint("draws", shared_draws(run.replies, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        told: dict[str, Any] = measured(run.told)
-        return CellResult(fetched, run.errors, run.seconds, text, **told)
+        measured: dict[str, Any] = measurements(run.replies)
+        return CellResult(fetched, run.errors, run.seconds, text, **measured)

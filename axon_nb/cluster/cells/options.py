@@ -1,7 +1,4 @@
-"""What a caller may say about one cell; the keyword arguments of `Cluster.run` and its kin.
-
-What a running cell is made of: each rank's part in it, and what goes on beside it.
-"""
+"""The options of a cell (keyword arguments of `Cluster.run` and its variants), and the state of each rank in a cell."""
 
 from __future__ import annotations
 
@@ -11,99 +8,101 @@ from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
 
-__all__ = ["CellOptions", "LiveView", "Part", "Stepped", "was_ended", "where_ended"]
+__all__ = ["CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
-_ENDED = ("AbortedError",)
-_ENDED_WHEN_BEGUN = ("KeyboardInterrupt", "CancelledError")
+_ABORTED = ("AbortedError",)
+_ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")
 _NCCL_ABORTED = "NCCL communicator was aborted"
-"""What torch says of an operation that begins on an aborted communicator."""
-_IDLE_WAIT_S = 5.0
-"""After a rank's reply its last output is waited for at most this long: the two come by different ways, and on a busy
-machine one of them may be late."""
-_GONE_WAIT_S = 0.5
-"""So long when the rank's process is gone."""
+"""What torch raises for an operation on an aborted communicator."""
+_OUTPUT_TIMEOUT_S = 5.0
+"""How long to wait for a rank's last output after its reply: the two take different routes, and on a busy machine one
+of them may be late."""
+_DEAD_OUTPUT_TIMEOUT_S = 0.5
+"""The same, if the rank's process is gone."""
 
 
-class Stepped(Protocol):
-    """Something that goes on a little at each call, such as a recovery."""
+class Steppable(Protocol):
+    """Work that advances a little at each call, such as a recovery."""
 
     def step(self) -> bool:
-        """Do what is due; True when it is over."""
+        """Do what is due; return True once done."""
 
 
 class LiveView(Protocol):
-    """A view that is fed while the cell runs; flushed on the notebook's thread."""
+    """A view that is updated while the cell runs; flushed on the notebook's thread."""
 
     def flush(self) -> None:
-        """Show what has come since."""
+        """Show what has arrived since the last call."""
 
-    def rank_over(self, rank: int, *, failed: bool) -> None:
-        """From any thread: a rank has ended the cell."""
+    def rank_finished(self, rank: int, *, failed: bool) -> None:
+        """Record, from any thread, that a rank has finished the cell."""
 
 
 @dataclass(slots=True)
-class Part:
-    """One rank's part in the cell."""
+class RankProgress:
+    """How far one rank is with the cell."""
 
     replied_at: float = 0.0
     idle: bool = False
     gone_at: float = 0.0
-    """When its process was seen to be gone; 0: it has not been."""
+    """When its process was seen to be gone; 0: it is not."""
     error: RankError | None = None
     seconds: float = 0.0
     has_value: bool = False
 
     @property
     def is_gone(self) -> bool:
-        """Whether its rank answers no more: its process has ended, or it was given up."""
+        """Whether the rank no longer replies: its process is gone, or it is stuck."""
         return bool(self.gone_at) or (self.error is not None and self.error.kind == "stuck")
 
-    def over(self, now: float) -> bool:
-        """Whether it has replied and has sent its output, or has had its time to."""
+    def is_done(self, now: float) -> bool:
+        """Whether the rank has replied and sent its output, or has timed out sending it."""
         if self.idle or not self.replied_at:
             return bool(self.replied_at)
-        since, limit = (self.gone_at, _GONE_WAIT_S) if self.gone_at else (self.replied_at, _IDLE_WAIT_S)
-        return now - since > limit
+        since, timeout_s = (
+            (self.gone_at, _DEAD_OUTPUT_TIMEOUT_S) if self.gone_at else (self.replied_at, _OUTPUT_TIMEOUT_S)
+        )
+        return now - since > timeout_s
 
 
-def was_ended(name: str, words: str, *, begun: bool) -> bool:
-    """Whether a rank's exception is that it was ended, and not a failure of its own.
+def was_aborted(name: str, message: str, *, aborting: bool) -> bool:
+    """Whether a rank's exception says that the notebook aborted its cell, rather than that the cell failed.
 
     Args:
-        name: Of the exception.
-        words: What it says.
-        begun: Whether the ranks were told to end.
+        name: Type name of the exception.
+        message: Its message.
+        aborting: Whether the notebook has asked the ranks to abort.
     """
-    return name in _ENDED or (begun and (name in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in words))
+    return name in _ABORTED or (aborting and (name in _ABORTED_ON_REQUEST or _NCCL_ABORTED in message))
 
 
-def where_ended(place: dict[str, Any]) -> str:
-    """What a rank did when its cell was ended from outside."""
+def describe_abort(place: dict[str, Any]) -> str:
+    """Describe what a rank did when its cell was aborted; reads after its name."""
     line = f" at line {place['line']}" if place.get("line") else ""
     return f"waited in {place['call']}{line}" if place.get("call") else f"was interrupted{line}"
 
 
 class CellOptions(TypedDict, total=False):
-    """Each may be left out."""
+    """All are optional."""
 
     ranks: str | Iterable[int] | None
-    """Which ranks, such as ``"0,2-3"`` or ``[0, 2]``; None, the default: all."""
+    """Which ranks, such as ``"0,2-3"`` or ``[0, 2]``. Default: None, all."""
     quiet: bool
     """Show nothing; what ranks print is in the result's `text`."""
     timeout: float | None
-    """Limit in seconds; None, the default: none."""
+    """Timeout in seconds. Default: None, no timeout."""
     check: bool
-    """Raise when a rank fails, the default; otherwise the failures are in the result's `errors`."""
+    """Raise if a rank fails. Default: True; otherwise the failures are in the result's `errors`."""
     cell: int | None
-    """Number that tracebacks name the code by; None, the default: a running number."""
+    """Number that names the code in tracebacks. Default: None, a running number."""
     view: LiveView | None
     """A live view to flush while the cell runs."""
-    alone: bool
-    """Whether no other cell is sent before this one is over, so that communication with ranks that do not run it can be
-    refused at once; not the default."""
+    exclusive: bool
+    """Whether no other cell is sent before this one is done. If so, communication with ranks that do not run it is
+    refused at once. Default: False."""
     values: bool
-    """Whether to fetch the values of the last expression; the default."""
+    """Whether to fetch the values of the last expression. Default: True."""
     show_value: bool
-    """Whether to show them as well; not the default."""
+    """Whether to show these values as well. Default: False."""
     facts: Mapping[str, Any]
-    """What else the ranks are to know of the cell, such as what to measure."""
+    """What else the ranks need to know about the cell, such as what to measure."""

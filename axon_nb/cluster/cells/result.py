@@ -1,4 +1,4 @@
-"""What one cell gave back."""
+"""The result of a cell."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["CellResult", "CellShown", "measured"]
+__all__ = ["CellResult", "CellViews", "measurements"]
 
 
-class CellShown(Protocol):
-    """The views of one cell that is over."""
+class CellViews(Protocol):
+    """The views of one finished cell."""
 
     def show(self) -> None:
         """Open them again."""
@@ -39,8 +39,8 @@ class CellResult:
     profiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """With `--profile`: ``rows`` of a table and the path of the ``trace``, by profiled rank."""
 
-    views: CellShown | None = field(default=None, repr=False, compare=False)
-    """With `--watch`: what was shown; `show` opens it again. It stays with this process."""
+    views: CellViews | None = field(default=None, repr=False, compare=False)
+    """With `--watch`: what was shown; `show` opens it again. Not pickled."""
 
     @property
     def ok(self) -> bool:
@@ -48,7 +48,7 @@ class CellResult:
         return not self.errors
 
     def __getitem__(self, rank: int) -> Any:
-        """The value of one rank.
+        """Return the value of one rank.
 
         Raises:
             KeyError: that rank has no value.
@@ -58,15 +58,15 @@ class CellResult:
         return self.values[rank]
 
     def show(self) -> None:
-        """Open the views of a cell that ran with `--watch` again: to zoom, to point at, to search.
+        """Reopen the views of a cell that ran with `--watch`: to zoom, point at and search.
 
         Raises:
             UsageError: it ran without.
         """
         if self.views is None:
             raise UsageError(
-                "This cell ran without a view: run it as `%%distributed --watch --out result`; `%timeline --cell N` "
-                "shows what is still known of one that is over."
+                "No live view was recorded: rerun the cell as `%%distributed --watch --out result`. `%timeline --cell "
+                "N` shows what is still known about a finished cell."
             )
         self.views.show()
 
@@ -76,16 +76,15 @@ class CellResult:
     def __repr__(self) -> str:
         lines = [f"rank {rank}: {value!r}" for rank, value in self.values.items()]
         lines += [f"rank {rank} failed: {error}" for rank, error in self.errors.items()]
-        ranks = format_ranks(self.seconds)
         longest = max(self.seconds.values(), default=0.0)
-        return "\n".join([f"CellResult of ranks {ranks}, {longest:.3g} s", *lines])
+        return "\n".join([f"CellResult of {name_ranks(self.seconds)}, {longest:.3g} s", *lines])
 
 
-def measured(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[int, Any]]:
-    """The fields of `CellResult` that hold what ranks have measured.
+def measurements(replies: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[int, Any]]:
+    """Return the fields of `CellResult` that hold what ranks measured.
 
     Args:
-        told: What each rank has told at the end of the cell.
+        replies: By rank, what its reply says about the cell.
     """
-    names = {"cpu_seconds": "cpu", "repetitions": "repetitions", "profiles": "profile"}
-    return {field: {rank: ours[name] for rank, ours in told.items() if name in ours} for field, name in names.items()}
+    keys = {"cpu_seconds": "cpu", "repetitions": "repetitions", "profiles": "profile"}
+    return {field: {rank: reply[key] for rank, reply in replies.items() if key in reply} for field, key in keys.items()}

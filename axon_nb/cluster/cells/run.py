@@ -1,4 +1,4 @@
-"""One cell on its way through the ranks. This is the one place that decides that a cell is over."""
+"""State machine of one running cell; the only place that decides when it is done."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.cells.abort import Ending
-from axon_nb.cluster.cells.options import LiveView, Part, Stepped, was_ended, where_ended
+from axon_nb.cluster.cells.abort import AbortController
+from axon_nb.cluster.cells.options import LiveView, RankProgress, Steppable, describe_abort, was_aborted
 from axon_nb.cluster.cells.source import mentions
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
-from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.cluster.rpc.client import RankClient, execute_content
 
 __all__ = ["CellRun"]
 
-_BUSY_S = 0.005
-"""How often to look while something is being decided."""
-_VIEW_S = 0.2
-"""How often what ranks do is shown."""
+_IDLE_POLL_S = 0.1
+_BUSY_POLL_S = 0.005
+"""The poll interval while something is being decided."""
+_VIEW_INTERVAL_S = 0.2
+"""How often the live view is updated."""
 _GIVE_UP_S = 10.0
-"""Ranks that do not come back for this long after an abort are told as stuck, and the cell ends."""
-_INSIST_AFTER_S = 1.0
-"""An interrupt counts as the second one when so much time has passed since the first."""
-_INSIST_GRACE_S = 0.5
-"""Ranks that are still in C code this long after the second interrupt are given up."""
-_SURE_S, _SURE_LOOKS = 0.06, 10
-"""Jupyter interrupts a kernel before it restarts it: ranks are let alone for so long, and so many turns of the loop."""
+"""Ranks that do not reply for this long after an abort are reported as stuck, and the cell is done."""
+_SECOND_INTERRUPT_AFTER_S = 1.0
+"""An interrupt counts as the second one if this much time has passed since the first."""
+_SECOND_INTERRUPT_GRACE_S = 0.5
+"""Ranks that are still in C code this long after the second interrupt are replaced."""
+_INTERRUPT_DELAY_S, _INTERRUPT_DELAY_STEPS = 0.06, 10
+"""Jupyter interrupts a kernel before it restarts it: an interrupt takes effect after this time and number of steps."""
 
 
 class CellRun:
-    """The state of one running cell: fed by the client's IO thread, stepped by the notebook's."""
+    """The state of one running cell: fed by the client's IO thread, stepped by the notebook's thread."""
 
     def __init__(
         self,
         client: RankClient,
         ranks: Sequence[int],
         output: CellOutput,
-        ending: Ending,
+        abort: AbortController,
         *,
         timeout_s: float | None = None,
         view: LiveView | None = None,
         show_value: bool = True,
-        recover: Callable[[], Stepped] | None = None,
+        recover: Callable[[], Steppable] | None = None,
         notice: WaitNotice | None = None,
     ) -> None:
         self.ranks = list(ranks)
@@ -54,54 +55,52 @@ class CellRun:
         self.failed_order: list[int] = []
         self.timed_out = False
         self.interrupted_at: float | None = None
-        self._looks = 0
+        self._steps_since_interrupt = 0
         self.to_replace: list[int] = []
-        """Ranks that are in C code and that the user, by a second interrupt, wants to be replaced."""
+        """Ranks in C code that the user, by a second interrupt, wants to be replaced."""
         self.lost = ""
-        """Why there is no cluster any more; empty while there is."""
+        """Why the cluster is gone; empty while it is there."""
         self.on_late_reply: Callable[[int], None] = lambda rank: None
-        """Called from the IO thread when a rank ends the cell after it was given up."""
+        """Called from the IO thread if a rank finishes the cell after it was reported as stuck."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
-        self.told: dict[int, Mapping[str, Any]] = {}
-        """What each rank has told of the cell at its end, such as what was measured."""
-        self.harmed = False
-        """Whether the groups need forming anew at the end, whatever becomes of the cell."""
+        self.replies: dict[int, Mapping[str, Any]] = {}
+        """By rank, what its reply says about the cell, such as what was measured."""
+        self.needs_recovery = False
+        """Whether the groups must be rebuilt at the end, however the cell ends."""
         self._fetch: Callable[[float], None] = lambda now: None
         self._client = client
         self._recover = recover
-        self._ending = ending
+        self._abort = abort
         self._view = view
         self._notice = notice
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
-        self._parts = {rank: Part() for rank in ranks}
+        self._progress = {rank: RankProgress() for rank in ranks}
         self._lock = threading.Lock()
         self._messages: list[str] = []
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self.timeout_s = timeout_s
         self._first_failure: float | None = None
-        self._insisted_at: float | None = None
-        self._recovery: Stepped | None = None
+        self._second_interrupt_at: float | None = None
+        self._recovery: Steppable | None = None
         self._communicated = False
         self._view_due = 0.0
-        self._given_up = False
+        self._gave_up = False
         self._finished = False
 
-    def adopt(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
-        """Instead of `send`: the cell `run` has been on its ranks for `seconds`; `fetch` hands on what they say."""
-        self.token, self._fetch = run, fetch
-        self._started = time.monotonic() - seconds
+    def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
+        """Take over the run of a cell that was sent `seconds` ago, instead of `send`.
 
-    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False, more: Mapping[str, Any]) -> None:
-        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`, `more`: `CellOptions`."""
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": False,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
+        `fetch` is called at each step, with the time, and passes on what the ranks have sent.
+        """
+        self.token, self._fetch = run, fetch
+        self._started_at = time.monotonic() - seconds
+
+    def send(self, code: str, cell: int, *, keep_value: bool, exclusive: bool = False, more: Mapping[str, Any]) -> None:
+        """Send the cell; `cell`, `exclusive` and `more` (there: `facts`) are as in `CellOptions`.
+
+        With `keep_value`, ranks keep the cell's value, to be fetched with `token`.
+        """
         facts = {
             **more,
             "cell": cell,
@@ -111,99 +110,99 @@ class CellRun:
             "timeout": self.timeout_s,
             "show_value": "execute_result" not in self._hidden,
             "quiet": self.output.quiet,
-            "alone": alone,
+            "exclusive": exclusive,
             "subgroup": mentions(code, "subgroup"),
         }
-        self._ending.run = self.token
-        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
+        self._abort.run = self.token
+        self._messages = self._client.send_cells(self.ranks, execute_content(code), {"axon_nb": facts}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """From the IO thread: a rank printed or displayed something."""
+        """Process something that a rank printed or displayed; called from the IO thread."""
         if msg_type not in self._hidden and self.output.feed(rank, msg_type, content, metadata):
             self.wake()
 
     def on_idle(self, rank: int) -> None:
-        """From the IO thread: a rank has sent all its output."""
-        self._parts[rank].idle = True
+        """Record that a rank has sent all its output; called from the IO thread."""
+        self._progress[rank].idle = True
         self.output.rank_done(rank)
-        if self._parts[rank].replied_at:
+        if self._progress[rank].replied_at:
             self.wake()
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
-        """From the IO thread: a rank has ended the cell."""
-        part = self._parts[rank]
+        """Process a rank's reply, which says that it has finished the cell; called from the IO thread."""
+        progress = self._progress[rank]
         try:
-            self._take_reply(rank, part, content)
+            self._read_reply(rank, progress, content)
         finally:
-            part.replied_at = time.monotonic()
+            progress.replied_at = time.monotonic()
             self.wake()
-        if self._given_up:
+        if self._gave_up:
             self.on_late_reply(rank)
         if self._view is not None:
-            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
+            self._view.rank_finished(rank, failed=progress.error is not None and progress.error.kind != "ended")
 
-    def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
-        ours = self.told[rank] = content.get("axon_nb", {})
-        part.seconds = float(ours.get("seconds", 0.0))
-        part.has_value = bool(ours.get("has_value"))
-        self._communicated = self._communicated or bool(ours.get("calls"))
+    def _read_reply(self, rank: int, progress: RankProgress, content: dict[str, Any]) -> None:
+        reply = self.replies[rank] = content.get("axon_nb", {})
+        progress.seconds = float(reply.get("seconds", 0.0))
+        progress.has_value = bool(reply.get("has_value"))
+        self._communicated = self._communicated or bool(reply.get("calls"))
         if content["status"] != "ok":
             ename = content.get("ename", "")
             evalue = content.get("evalue", content["status"])
-            ended = was_ended(ename, evalue, begun=self._ending.begun)
-            evalue = where_ended(ours.get("aborted_at", {})) if ended else evalue
-            traceback = () if ended else tuple(content.get("traceback", ()))
-            self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
+            aborted = was_aborted(ename, evalue, aborting=self._abort.aborting)
+            evalue = describe_abort(reply.get("aborted_at", {})) if aborted else evalue
+            traceback = () if aborted else tuple(content.get("traceback", ()))
+            self._fail(rank, RankError(rank, "ended" if aborted else "raised", ename, evalue, traceback))
 
     def on_death(self, rank: int, reason: str) -> None:
-        """From any thread: the rank's process is gone; `reason` reads after its name."""
-        part = self._parts.get(rank)
-        if part is None:
+        """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""
+        progress = self._progress.get(rank)
+        if progress is None:
             return
-        part.gone_at = part.gone_at or time.monotonic()
-        if part.replied_at:
+        progress.gone_at = progress.gone_at or time.monotonic()
+        if progress.replied_at:
             return
         self._fail(rank, RankError(rank, "died", "", reason))
-        part.idle = True
-        part.replied_at = time.monotonic()
+        progress.idle = True
+        progress.replied_at = time.monotonic()
         self.output.rank_done(rank)
         self.wake()
 
     def on_lost(self, reason: str) -> None:
-        """From any thread: the whole cluster is gone."""
+        """Record that the whole cluster is gone; called from any thread."""
         self.lost = reason
         self.wake()
 
     def _fail(self, rank: int, error: RankError) -> None:
         with self._lock:
-            self._parts[rank].error = error
+            self._progress[rank].error = error
             self.failed_order.append(rank)
             if self._first_failure is None:
                 self._first_failure = time.monotonic()
 
     def interrupt(self) -> None:
-        """The user wants the cell to end; when it does not, a second time, that ranks in C code are replaced."""
+        """Interrupt the cell on the user's behalf; a second interrupt also replaces ranks that are in C code."""
         now = time.monotonic()
         if self.interrupted_at is None:
             self.interrupted_at = now
-        elif self._insisted_at is None and now - self.interrupted_at >= _INSIST_AFTER_S:
-            self._insisted_at = now
-        self._ending.hurry()
+        elif self._second_interrupt_at is None and now - self.interrupted_at >= _SECOND_INTERRUPT_AFTER_S:
+            self._second_interrupt_at = now
+        self._abort.resend()
         self.wake()
 
     @property
     def unfinished(self) -> list[int]:
-        """The ranks that have not ended the cell."""
-        return [rank for rank, part in self._parts.items() if not part.replied_at]
+        """The ranks that have not finished the cell."""
+        return [rank for rank, progress in self._progress.items() if not progress.replied_at]
 
     def step(self) -> bool:
-        """Do what is due on the notebook's thread; True when the cell is over."""
+        """Do what is due, on the notebook's thread; return True once the cell is done."""
         now = time.monotonic()
         due = self.output.next_due()
         if due is not None and now >= due:
             self.output.flush()
         if self._view is not None and now >= self._view_due:
-            self._view_due = now + _VIEW_S
+            self._view_due = now + _VIEW_INTERVAL_S
             self._view.flush()
         if self.lost:
             return True
@@ -211,70 +210,71 @@ class CellRun:
         if self._recovery is not None:
             return self._recovery.step()
         if self._notice is not None:
-            self._notice.show(self._ending.slow if self._first_failure is None else "", now)
-        if self._over(now):
-            gone = {rank for rank, part in self._parts.items() if part.is_gone}
-            return self._ending.settled(now, gone) and not self._begin_recovery()
-        if self.timeout_s is not None and now - self._started > self.timeout_s and not self._ending.begun:
+            self._notice.show(self._abort.slow if self._first_failure is None else "", now)
+        if self._is_done(now):
+            gone = {rank for rank, progress in self._progress.items() if progress.is_gone}
+            return self._abort.acknowledged(now, gone) and not self._start_recovery()
+        if self.timeout_s is not None and now - self._started_at > self.timeout_s and not self._abort.aborting:
             self.timed_out = True
-        self._looks += self.interrupted_at is not None
-        self._ending.step(
+        self._steps_since_interrupt += self.interrupted_at is not None
+        self._abort.step(
             now,
             self.unfinished,
             failed_at=self._first_failure,
             died=any(error.kind == "died" for error in self.errors.values()),
-            interrupted=self._looks >= _SURE_LOOKS and now - (self.interrupted_at or now) >= _SURE_S,
+            interrupted=self._steps_since_interrupt >= _INTERRUPT_DELAY_STEPS
+            and now - (self.interrupted_at or now) >= _INTERRUPT_DELAY_S,
             timed_out=self.timed_out,
         )
         return False
 
-    def _over(self, now: float) -> bool:
-        if self.output.drained and all(part.over(now) for part in self._parts.values()):
+    def _is_done(self, now: float) -> bool:
+        if self.output.drained and all(progress.is_done(now) for progress in self._progress.values()):
             return True
-        begun = self._ending.aborted_at
-        if begun is None:
+        aborted_at, second_at = self._abort.aborted_at, self._second_interrupt_at
+        if aborted_at is None:
             return False
-        insisted = self._insisted_at is not None and now - self._insisted_at > _INSIST_GRACE_S
-        if insisted and self._recover is not None and all(map(self._ending.deaf, self.unfinished)):
+        replace = second_at is not None and now - second_at > _SECOND_INTERRUPT_GRACE_S
+        if replace and self._recover is not None and all(map(self._abort.is_unresponsive, self.unfinished)):
             self.to_replace = self.unfinished
-        if self.to_replace or now - begun > _GIVE_UP_S:
-            self._given_up = True
+        if self.to_replace or now - aborted_at > _GIVE_UP_S:
+            self._gave_up = True
             for rank in self.unfinished:
-                self._fail(rank, RankError(rank, "stuck", "", self._ending.why_stuck(rank)))
+                self._fail(rank, RankError(rank, "stuck", "", self._abort.stuck_reason(rank)))
             return True
         return False
 
-    def _begin_recovery(self) -> bool:
-        harmed = self.harmed or self._ending.begun or (bool(self.errors) and self._communicated)
-        if harmed and self._recover is not None:
+    def _start_recovery(self) -> bool:
+        needed = self.needs_recovery or self._abort.aborting or (bool(self.errors) and self._communicated)
+        if needed and self._recover is not None:
             self.finish()
             self._recovery = self._recover()
             self.wake()
         return self._recovery is not None
 
-    def patience(self) -> float:
-        """Seconds until `step` should be called again, if nothing wakes it before."""
+    def poll_interval(self) -> float:
+        """Seconds until `step` should be called again unless something wakes the caller before."""
         now = time.monotonic()
-        times = [now + 0.1]
+        times = [now + _IDLE_POLL_S]
         if (due := self.output.next_due()) is not None:
             times.append(due)
         if self._view is not None:
             times.append(self._view_due)
         if self.timeout_s is not None and not self.timed_out:
-            times.append(self._started + self.timeout_s)
-        if self._first_failure is not None or self.interrupted_at is not None or self._ending.begun:
-            times.append(now + _BUSY_S)
-        if any(part.replied_at and not part.idle for part in self._parts.values()):
-            times.append(now + _BUSY_S)
+            times.append(self._started_at + self.timeout_s)
+        if self._first_failure is not None or self.interrupted_at is not None or self._abort.aborting:
+            times.append(now + _BUSY_POLL_S)
+        if any(progress.replied_at and not progress.idle for progress in self._progress.values()):
+            times.append(now + _BUSY_POLL_S)
         return max(0.0, min(times) - now)
 
     @property
     def explanation(self) -> str:
-        """Why the cell could not end by itself; empty when it could."""
-        return self._ending.explanation
+        """Why the cell could not finish by itself; empty if it could."""
+        return self._abort.explanation
 
     def finish(self) -> None:
-        """The cell is over: show the rest, and take no more messages; a second call does nothing."""
+        """Show the rest of the output and accept no more messages; a second call does nothing."""
         if self._finished:
             return
         self._finished = True
@@ -287,14 +287,14 @@ class CellRun:
     @property
     def errors(self) -> dict[int, RankError]:
         """Failures by rank."""
-        return {rank: part.error for rank, part in self._parts.items() if part.error is not None}
+        return {rank: progress.error for rank, progress in self._progress.items() if progress.error is not None}
 
     @property
     def seconds(self) -> dict[int, float]:
         """How long the cell ran on each rank, in seconds."""
-        return {rank: part.seconds for rank, part in self._parts.items()}
+        return {rank: progress.seconds for rank, progress in self._progress.items()}
 
     @property
     def ranks_with_value(self) -> list[int]:
         """The ranks whose last expression has a value."""
-        return [rank for rank, part in self._parts.items() if part.has_value]
+        return [rank for rank, progress in self._progress.items() if progress.has_value]

@@ -1,4 +1,4 @@
-"""The code of a cell, looked at in the notebook before any rank sees it."""
+"""The code of a cell, checked in the notebook before any rank sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CellSyntaxError", "check", "is_empty", "mentions", "with_head"]
 
 
 class CellSyntaxError(UsageError):
-    """The cell does not parse; no rank has run it."""
+    """The cell has a syntax error; no rank has run it."""
 
     def __init__(self, error: SyntaxError) -> None:
         super().__init__(f"line {error.lineno}: {error.msg}")
@@ -25,15 +25,15 @@ class CellSyntaxError(UsageError):
 
 
 def with_head(body: str, head: str) -> str:
-    """The cell as ranks compile it: the magic's line stays as a comment, so that line numbers are the user's own."""
+    """Return the cell as ranks compile it: the magic's line becomes a comment, so line numbers match the notebook's."""
     return f"# {head.rstrip()}\n{body}"
 
 
 def check(code: str, *, name: str = "cell") -> None:
-    """Parse `code` as IPython would, with `await`, `!cmd` and `%magic` allowed.
+    """Parse `code` as IPython does: `await`, `!cmd` and `%magic` are allowed.
 
     Raises:
-        CellSyntaxError: it does not parse.
+        CellSyntaxError: it has a syntax error.
     """
     try:
         python = TransformerManager().transform_cell(code)
@@ -46,7 +46,7 @@ def check(code: str, *, name: str = "cell") -> None:
 
 
 def mentions(code: str, name: str) -> bool:
-    """Whether the code may read the variable `name`: the word is in it."""
+    """Whether the code may read the variable `name`, because it contains the word."""
     return re.search(rf"\b{name}\b", code) is not None
 
 

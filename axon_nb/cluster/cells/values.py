@@ -1,4 +1,4 @@
-"""What ranks give the notebook: the value of a cell, and the answer of a call that a death ends too."""
+"""Fetch the value of a cell from ranks, and wait for a rank's reply unless the rank dies."""
 
 from __future__ import annotations
 
@@ -14,60 +14,71 @@ from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["RANK_SIDE", "await_answer", "last_values", "ranks_on_this_host", "read_value"]
+__all__ = ["RANK_SIDE", "await_reply", "last_values", "ranks_on_this_host", "read_value"]
 
 RANK_SIDE = "axon_nb.engine.transfer.variables"
-"""The module that gives and takes values on a rank."""
-_LOOK_S = 0.1
+"""The module that sends and receives values on a rank."""
+_POLL_INTERVAL_S = 0.1
 
 
 def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[int, Any]:
-    """The value of the last expression of the cell with this token; one that cannot travel comes as its text."""
+    """Fetch the value of the last expression of the cell with this token; its text if it cannot be sent."""
     client, values = state.connection.client, {}
     chosen = list(ranks)
-    near = ranks_on_this_host(state, chosen)
-    with contextlib.ExitStack() as open_parcels:
-        parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
+    local = ranks_on_this_host(state, chosen)
+    with contextlib.ExitStack() as stack:
+        blocks = {rank: stack.enter_context(SharedBlock()) for rank in local}
         futures = {}
         for rank in chosen:
-            address = parcels[rank].address if rank in parcels else None
+            address = blocks[rank].address if rank in blocks else None
             futures[rank] = requests.call(client, rank, f"{RANK_SIDE}:last_value", token=token, address=address)
         for rank, future in futures.items():
-            data, text = await_answer(state, rank, future, "give the cell's value")
+            data, text = await_reply(state, rank, future, "give the cell's value")
             if data == b"":
                 values[rank] = text
                 continue
             try:
-                values[rank] = read_value(parcels[rank] if data is None else data)
+                values[rank] = read_value(blocks[rank] if data is None else data)
             except Exception:
                 values[rank] = text
     return values
 
 
 def read_value(source: SharedBlock | bytes) -> Any:
-    """The value that a rank has sent, in a parcel or in a message."""
+    """Unpack a value that a rank has sent, in shared memory or in a message."""
     from axon_nb.engine.transfer.value_pickle import unpack
 
     return unpack(source.read() if isinstance(source, SharedBlock) else split_parts(bytearray(source)))
 
 
 def ranks_on_this_host(state: ClusterState, ranks: Iterable[int]) -> list[int]:
-    """The ranks on the notebook's own host."""
+    """Return those of the ranks that run on the notebook's own host; none if it has no shared memory."""
     if not memfd_supported():
         return []
     own = socket.gethostname()
-    return [rank for rank in ranks if state.places[rank]["host"] == own]
+    return [rank for rank in ranks if state.rank_info[rank]["host"] == own]
 
 
-def await_answer(state: ClusterState, rank: int, future: Any, what: str) -> Any:
-    """The result of a call, as soon as it is there, or the rank is known to be dead."""
+def await_reply(state: ClusterState, rank: int, future: Any, what: str) -> Any:
+    """Wait for the result of a call on a rank.
+
+    Args:
+        state: The cluster.
+        rank: The rank.
+        future: The call's future.
+        what: What the call does, such as ``give 'x'``: completes "Rank 2 cannot …" in messages.
+
+    Raises:
+        ClusterLostError: the rank is dead, or the cluster is gone.
+        UsageError: the call raised.
+    """
     try:
-        while not future.wait(_LOOK_S):
+        while not future.wait(_POLL_INTERVAL_S):
             if state.health.gone:
                 raise ClusterLostError(f"The cluster {state.name!r} {state.health.gone}: it cannot {what}.")
             if rank in state.health.dead:
                 why, way_back = state.health.dead[rank], state.health.way_back
-                raise ClusterLostError(f"rank {rank} {why}, and cannot {what}. {way_back}")
+                raise ClusterLostError(f"Rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
     except (ClusterLostError, KeyboardInterrupt):
         with contextlib.suppress(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from axon_nb.cluster.rpc.requests import ask
+from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import format_ranks, resolve_ranks
@@ -35,7 +35,7 @@ class PostMortem:
         chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        answers = ask(state.client, state.living, "axon_failure", limit_s=_LIMIT_S)
+        answers = request_all(state.client, state.live_ranks, "axon_failure", timeout_s=_LIMIT_S)
         kept = {rank: str(answer["failure"]) for rank, answer in answers.items() if answer.get("failure")}
         self.rank = chosen[0] if chosen else min(kept, default=0)
         if self.rank in state.health.dead:

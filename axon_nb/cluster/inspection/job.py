@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from axon_nb.cluster.inspection.status import describe_state
-from axon_nb.cluster.rpc.requests import ask_each, read_waits
+from axon_nb.cluster.rpc.requests import read_waits, request_each
 from axon_nb.records.training.job import JobReport, read_job
 from axon_nb.records.waits import missing_ranks
 
@@ -41,10 +41,10 @@ def ask_job(state: ClusterState, before: Mapping[int, JobReport]) -> JobAnswers:
         state: The cluster.
         before: The last report of each rank, from which reading goes on; empty: from the beginning.
     """
-    living = state.living
+    living = state.live_ranks
     asked = {rank: _mark(before.get(rank)) for rank in living}
     busy = set(living).intersection(state.busy)
-    answers = ask_each(state.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
+    answers = request_each(state.connection.client, asked, "axon_job", timeout_s=_LIMIT_S)
     reports = {rank: read_job(answer) for rank, answer in answers.items()}
     late = missing_ranks({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
     words = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.rpc.requests import ask
+from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.ranks import format_ranks
@@ -52,10 +52,10 @@ def ask_memory(state: ClusterState, names: Sequence[str], *, patient: bool = Tru
         UsageError: no rank has a module or optimizer of that name.
         AxonError: no rank answers.
     """
-    living = state.living
+    living = state.live_ranks
     end = time.monotonic() + (_PATIENCE_S if patient else 0.0)
     while True:
-        answers = ask(state.connection.client, living, "axon_memory", limit_s=_LIMIT_S, names=list(names))
+        answers = request_all(state.connection.client, living, "axon_memory", timeout_s=_LIMIT_S, names=list(names))
         if time.monotonic() >= end or not any(answer.get("is_pending") for answer in answers.values()):
             break
         time.sleep(_PENDING_S)
@@ -97,7 +97,7 @@ def ask_plan(
     """
     if not state.running:
         raise ClusterLostError(f"The cluster {state.name!r} is gone: `%distributed start`, and `%memory` again.")
-    living = state.living[:1]
+    living = state.live_ranks[:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")
     content = {"names": list(names), "what_if": None if asked is None else dict(asked), "known": known}
@@ -111,7 +111,7 @@ def ask_plan(
 
 
 def _planned(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
-    answers = ask(state.connection.client, ranks, "axon_plan", limit_s=_PATIENCE_S, **content)
+    answers = request_all(state.connection.client, ranks, "axon_plan", timeout_s=_PATIENCE_S, **content)
     if silent := [rank for rank in ranks if rank not in answers]:
         raise AxonError(f"Rank {format_ranks(silent)} has not answered: `%distributed status` tells what they do.")
     return answers

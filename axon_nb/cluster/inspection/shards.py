@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.rpc.requests import ask_each
+from axon_nb.cluster.rpc.requests import request_each
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.placement import Shard
 from axon_nb.records.ranks import format_ranks
@@ -49,9 +49,9 @@ class LayoutQuestion:
             AxonError: no rank answers.
         """
         state = self._state
-        living = state.living
+        living = state.live_ranks
         asked = {rank: {**self._content, "known": self._known.get(rank, ("", []))[0]} for rank in living}
-        answers = ask_each(state.connection.client, asked, "axon_layouts", limit_s=_LIMIT_S)
+        answers = request_each(state.connection.client, asked, "axon_layouts", timeout_s=_LIMIT_S)
         if not answers:
             raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
         notes = _notes(answers, state.ranks)

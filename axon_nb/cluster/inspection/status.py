@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.cluster.rpc.requests import ask, ask_waits
+from axon_nb.cluster.rpc.requests import request_all, request_waits
 from axon_nb.records.placement import MeshInfo, read_mesh
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
@@ -36,7 +36,7 @@ _MESH_LIMIT_S = 1.0
 
 def ask_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
     """The mesh of most ranks, of several the one that most have; None: there is none, or no rank answers in time."""
-    answers = ask(client, ranks, "axon_mesh", limit_s=_MESH_LIMIT_S)
+    answers = request_all(client, ranks, "axon_mesh", timeout_s=_MESH_LIMIT_S)
     found = Counter(read_mesh(answer["mesh"]) for answer in answers.values() if answer.get("mesh"))
     return max(found, key=lambda mesh: (len(mesh.ranks), found[mesh]), default=None)
 
@@ -85,12 +85,12 @@ def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
 
 def cluster_info(state: ClusterState) -> ClusterInfo:
     """Ask every rank and put the answers together."""
-    states = sample(state.client, state.living) if state.running else {}
+    states = sample(state.client, state.live_ranks) if state.running else {}
     late: dict[int, tuple[int, ...]] = {}
     if any(seen.activity is Activity.WAITING for seen in states.values()):
-        late = missing_ranks(ask_waits(state.client, states), _WAITED_S)
+        late = missing_ranks(request_waits(state.client, states), _WAITED_S)
     rows = []
-    for rank, place in enumerate(state.places):
+    for rank, place in enumerate(state.rank_info):
         seen = states.get(rank)
         words = state.health.dead.get(rank) or (describe_state(seen, late.get(rank, ())) if state.running else "gone")
         rows.append(
@@ -151,12 +151,14 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         world: All ranks; asked whom the others wait for.
         dead: Why each dead rank died; reads after its name.
     """
-    answers = ask(client, [rank for rank in ranks if rank not in dead], "axon_stacks", limit_s=_STACKS_LIMIT_S)
+    answers = request_all(
+        client, [rank for rank in ranks if rank not in dead], "axon_stacks", timeout_s=_STACKS_LIMIT_S
+    )
     states = {rank: RankState(**{**a["state"], "activity": Activity(a["state"]["activity"])})
               for rank, a in answers.items()}  # fmt: skip
     late: dict[int, tuple[int, ...]] = {}
     if any(state.activity is Activity.WAITING for state in states.values()):
-        late = missing_ranks(ask_waits(client, [rank for rank in world if rank not in dead]), 0.0)
+        late = missing_ranks(request_waits(client, [rank for rank in world if rank not in dead]), 0.0)
     stacks = {}
     for rank in ranks:
         if rank in dead:

@@ -91,7 +91,7 @@ class Watch:
             self._lease(_LEASE_S)
         self._tell(self._view.flush)
 
-    def rank_over(self, rank: int, *, failed: bool) -> None:
+    def rank_finished(self, rank: int, *, failed: bool) -> None:
         """From any thread: the rank has ended the cell; it shows as done or failed from now on."""
         activity = Activity.FAILED if failed else Activity.DONE
         with self._lock:

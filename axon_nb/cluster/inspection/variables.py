@@ -38,7 +38,7 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
             f"Rank {format_ranks(state.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
             "while it runs."
         )
-    living = state.living
+    living = state.live_ranks
     futures = {rank: requests.call(state.connection.client, rank, _FACTS) for rank in living}
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, future in futures.items():
@@ -115,7 +115,7 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
         raise UsageError(f"Rank {format_ranks(state.busy)} runs a cell: compare when that is over.")
     if reference not in state.ranks or reference in state.health.dead:
         raise UsageError(f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {state.ranks[-1]}.")
-    living = state.living
+    living = state.live_ranks
     futures = {rank: requests.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
     found = {rank: future.result(timeout=_PARTS_LIMIT_S) for rank, future in futures.items()}
     if "refused" in found[reference]:

@@ -1,1 +1,1 @@
-"""Starting engines on hosts and joining them into a world."""
+"""Start engines on hosts and join them into a world."""

@@ -1,4 +1,4 @@
-"""What the installed versions cannot do, as the self-test found: said at the start, and where it matters."""
+"""What the installed versions cannot do, according to the self-test: reported at the start, and when it matters."""
 
 from __future__ import annotations
 
@@ -20,69 +20,69 @@ __all__ = [
     "refusal",
 ]
 
-RESTART = "`%distributed restart` starts all ranks again."
+RESTART = "Run `%distributed restart` to start all ranks again."
 """How to get back a dead or stuck rank that cannot be replaced."""
 
 UNRELEASED_TIMEOUT_S = 60.0
-"""Limit of a collective, in seconds, where a rank that waits in one cannot be released."""
+"""Timeout of a collective, in seconds, if a rank that waits in one cannot be released."""
 
 _NEEDED = {"gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
-"""The capabilities without which groups are torch's own."""
+"""Without these capabilities, torch's own groups are used."""
 
 _OF_GROUPS = {"ddp_reset", "fsdp2_reset", "pipeline_reset", "rebuild", "release", "repair", "size_check"}
-"""What rests on groups that can be rebuilt: nothing more to say of these where they cannot."""
+"""What depends on groups that can be rebuilt: not reported separately if they cannot."""
 
-Places = Sequence[Mapping[str, Any]]
+AllRankInfo = Sequence[Mapping[str, Any]]
 """What each rank reported when it joined."""
 
 
-def _lost(places: Iterable[Mapping[str, Any]]) -> dict[str, Capability]:
-    """What does not work on some rank, by name."""
-    verdicts = [Verdict.from_json(place["self_test"]) for place in places if "self_test" in place]
+def _lost(rank_info: Iterable[Mapping[str, Any]]) -> dict[str, Capability]:
+    """Return what does not work on some rank, by name."""
+    verdicts = [Verdict.from_json(info["self_test"]) for info in rank_info if "self_test" in info]
     return {capability.name: capability for verdict in verdicts for capability in verdict.lost}
 
 
-def _torch(places: Places) -> str:
-    return next((str(place["self_test"]["torch"]) for place in places if place["self_test"]["capabilities"]), "")
+def _torch(rank_info: AllRankInfo) -> str:
+    return next((str(info["self_test"]["torch"]) for info in rank_info if info["self_test"]["capabilities"]), "")
 
 
-def can_recover(places: Iterable[Mapping[str, Any]], backend: str) -> bool:
+def can_recover(rank_info: Iterable[Mapping[str, Any]], backend: str) -> bool:
     """Whether groups can be rebuilt after a failure.
 
     Args:
-        places: What each rank has reported.
+        rank_info: What each rank reported.
         backend: ``gloo`` or ``nccl``.
     """
-    return not _NEEDED[backend] & set(_lost(places))
+    return not _NEEDED[backend] & set(_lost(rank_info))
 
 
-def can_replace(places: Places, backend: str) -> bool:
+def can_replace(rank_info: AllRankInfo, backend: str) -> bool:
     """Whether a dead rank can be replaced."""
-    return can_recover(places, backend) and not (backend == "gloo" and "repair" in _lost(places))
+    return can_recover(rank_info, backend) and not (backend == "gloo" and "repair" in _lost(rank_info))
 
 
 def collective_timeout(settings: Settings, *, recoverable: bool) -> float:
-    """Limit of every collective, in seconds; short where nothing else ends one, unless the user has set it."""
+    """Return the timeout of every collective, in seconds: as set, or short by default if nothing else aborts one."""
     is_default = settings.collective_timeout == Settings().collective_timeout
     if recoverable or not is_default:
         return settings.collective_timeout
     return UNRELEASED_TIMEOUT_S
 
 
-def at_start(places: Places, backend: str, *, timeout_s: float) -> list[str]:
-    """What the user should know before the first cell, a paragraph each; empty when everything works.
+def at_start(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> list[str]:
+    """Return what the user should know before the first cell, one paragraph each; empty if everything works.
 
     Args:
-        places: What each rank reported.
+        rank_info: What each rank reported.
         backend: ``gloo`` or ``nccl``.
-        timeout_s: Limit of every collective, in seconds.
+        timeout_s: Timeout of every collective, in seconds.
     """
-    notes, lost = [], _lost(places)
-    if not can_recover(places, backend):
+    notes, lost = [], _lost(rank_info)
+    if not can_recover(rank_info, backend):
         broken = [lost[name] for name in sorted(_NEEDED[backend]) if name in lost]
         notes.append(
-            f"Recovery does not work with torch {_torch(places)} ({broken[0].reason}). When a rank fails, the others "
-            f"wait for it for up to {timeout_s:g} s; then {RESTART}\nTo get recovery: {broken[0].fix}"
+            f"Recovery does not work with torch {_torch(rank_info)} ({broken[0].reason}). When a rank fails, the "
+            f"others wait for it for up to {timeout_s:g} s. {RESTART}\nTo get recovery: {broken[0].fix}"
         )
         lost = {name: capability for name, capability in lost.items() if name not in _OF_GROUPS}
     notes += [
@@ -99,27 +99,27 @@ def at_start(places: Places, backend: str, *, timeout_s: float) -> list[str]:
     return notes
 
 
-def after_failure(places: Places, backend: str, *, timeout_s: float) -> str:
-    """What follows a cell that ended while ranks communicated; empty when the groups are rebuilt.
+def after_failure(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> str:
+    """Return what to expect after a cell was aborted while ranks communicated; empty if the groups are rebuilt.
 
     Args:
-        places: What each rank reported.
+        rank_info: What each rank reported.
         backend: ``gloo`` or ``nccl``.
-        timeout_s: Limit of every collective, in seconds.
+        timeout_s: Timeout of every collective, in seconds.
     """
-    if can_recover(places, backend):
+    if can_recover(rank_info, backend):
         return ""
     return (
-        f"With torch {_torch(places)} groups are not rebuilt: a rank that waits in a collective is released after "
+        f"With torch {_torch(rank_info)} groups are not rebuilt: a rank that waits in a collective is released after "
         f"{timeout_s:g} s, and if communication fails from here on, run `%distributed restart`."
     )
 
 
-def refusal(places: Places, backend: str) -> str:
-    """Why no rank can be replaced; empty when one can."""
-    if can_replace(places, backend):
+def refusal(rank_info: AllRankInfo, backend: str) -> str:
+    """Return why no rank can be replaced; empty if one can."""
+    if can_replace(rank_info, backend):
         return ""
     return (
-        f"Ranks cannot be replaced with torch {_torch(places)}. Run `%distributed restart` to start all ranks again, "
-        "or use `%%distributed --ranks` to run cells on those that are left."
+        f"Ranks cannot be replaced with torch {_torch(rank_info)}. Run `%distributed restart` to start all ranks "
+        "again, or use `%%distributed --ranks` to run cells on the remaining ranks."
     )

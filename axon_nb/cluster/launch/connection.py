@@ -1,6 +1,6 @@
-"""The ends that a notebook holds of one cluster: its folder, the host agent, the ipyparallel client.
+"""The notebook's connection to one cluster: its folder, the host agent and the ipyparallel client.
 
-Who this notebook is, so that it finds its own cluster again after a kernel restart.
+It also identifies the kernel, so that a notebook finds its own cluster after a kernel restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
 
-__all__ = ["Connection", "default_name", "open_existing", "open_new", "owner_id"]
+__all__ = ["Connection", "default_name", "kernel_id", "open_existing", "open_new"]
 
 
 def _kernel_file() -> str:
@@ -31,55 +31,55 @@ def _kernel_file() -> str:
     return ""
 
 
-def owner_id() -> str:
-    """The same before and after a restart of the kernel: its connection file keeps its name. In a script: the pid."""
+def kernel_id() -> str:
+    """Return an id that survives a kernel restart: the name of its connection file; in a script, one from the pid."""
     return _kernel_file() or f"pid-{os.getpid()}"
 
 
 def default_name() -> str:
-    """What a cluster is called if the user does not say: the notebook's name where the server tells it."""
+    """Return the default name of a cluster: the notebook's name if the server provides it."""
     session = SESSION_NAME.get()
     stem = Path(session).stem if session.endswith(".ipynb") else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
 
 
-_CONTROLLER_S = 120.0
-"""A controller that has ended is noticed at once; one that lives may be kept waiting by a busy machine."""
+_CONTROLLER_TIMEOUT_S = 120.0
+"""A controller that exits is noticed at once; one that runs may be slow on a busy machine."""
 _PORT_TAKEN = "Address already in use"
-"""ipyparallel looks for free ports and opens them a moment later: another process may have taken one meanwhile."""
+"""ipyparallel finds free ports and opens them a moment later: another process may take one in between."""
 
-# ipyparallel and tornado log what happens at a stop; the notebook is not their place.
+# ipyparallel and tornado log what happens at a stop; keep that out of the notebook.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
 
 
 @dataclass
 class Connection:
-    """Agent and client of one cluster, open."""
+    """Open connections to the agent and the controller of one cluster."""
 
     run_dir: RunDir
     agent: AgentClient
     client: RankClient
     ip: str = LOOPBACK
-    """The address on which the controller listens, and the rendezvous store for ranks on other hosts."""
+    """Address on which the controller listens, and the rendezvous store for ranks on other hosts."""
 
     def close(self) -> None:
-        """Leave the cluster as it is."""
+        """Disconnect, and leave the cluster running."""
         with contextlib.suppress(Exception):
             self.client.close(linger=0)
         self.agent.close()
 
     def stop(self) -> bool:
-        """End everything; True when the agent is gone."""
+        """Stop the cluster; return whether the agent has exited."""
         with contextlib.suppress(Exception):
             self.client.close(linger=0)
         return self.agent.stop()
 
 
 def open_new(*, ip: str = LOOPBACK) -> Connection:
-    """Start a host agent and a controller, and connect to both; the agent goes on importing meanwhile.
+    """Start a host agent and a controller, and connect to both; the agent imports torch meanwhile.
 
     Raises:
-        StartError: one of them did not come up.
+        StartError: one of them failed to start.
     """
     try:
         return _open_new(ip)
@@ -93,7 +93,7 @@ def _open_new(ip: str) -> Connection:
     run_dir = RunDir.create()
     try:
         pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
-        agent = AgentClient(run_dir, owner=owner_id(), agent_pid=pid)
+        agent = AgentClient(run_dir, owner=kernel_id(), agent_pid=pid)
     except BaseException:
         run_dir.remove()
         raise
@@ -101,16 +101,16 @@ def _open_new(ip: str) -> Connection:
 
 
 def open_existing(run_dir: RunDir) -> Connection:
-    """Connect to a cluster that runs already, and become its owner."""
-    agent = AgentClient(run_dir, owner=owner_id())
+    """Connect to a running cluster, and become its owner."""
+    agent = AgentClient(run_dir, owner=kernel_id())
     return _with_client(run_dir, agent, agent.hello_reply["info"].get("ip", LOOPBACK))
 
 
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
     try:
-        client = connect(run_dir.client_file, timeout_s=_CONTROLLER_S, alive=lambda: not agent.closed.is_set())
+        client = connect(run_dir.client_file, timeout_s=_CONTROLLER_TIMEOUT_S, alive=lambda: not agent.closed.is_set())
     except Exception:
-        reason = agent.end_reason  # before the agent is asked to stop, which ends a controller that was merely slow
+        reason = agent.end_reason  # read it first: stopping the agent also stops a controller that was only slow
         agent.stop()
         if reason:
             raise StartError(reason) from None

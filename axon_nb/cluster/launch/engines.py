@@ -1,4 +1,4 @@
-"""Launching one engine a rank with an ipyparallel launcher, and waiting until all are registered."""
+"""Launch one engine per rank with an ipyparallel launcher, and wait until all are registered."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["launch_engines", "launcher_class", "rank_environment", "shut_down_fo
 
 _ON_THIS_HOST = ("axon", "local")
 _SHUTDOWN_S = 30.0
-"""Seconds for the engines to end before their controller does.
+"""Seconds for the engines to exit before their controller does.
 
-ipyparallel's nanny of an engine never ends when the controller goes while an answer is on its way to it
-(its control socket lingers without limit; seen with 9.1), so a busy machine gets time.
+An engine's ipyparallel nanny never exits if the controller goes while a reply to it is on the way (its control socket
+lingers forever; seen with 9.1), so a busy machine gets time.
 """
 
 
 def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
-    """Launch one engine a rank with the ipyparallel launcher called `engines`, and wait until all are registered.
+    """Launch one engine per rank with the ipyparallel launcher called `engines`, and wait until all are registered.
 
     Raises:
-        StartError: one ended or did not register within `timeout_s` seconds; the message has its last lines.
+        StartError: one exited or did not register within `timeout_s` seconds; the message has its last lines.
     """
     run_dir = connection.run_dir
     cluster = ipp.Cluster(
@@ -64,18 +64,18 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         options |= {"agent": connection.agent, "rank_env": env}
     else:
         if connection.ip != LOOPBACK:
-            env.pop("OMP_NUM_THREADS")  # each host has its own number of cores; torch is told when the rank joins
+            env.pop("OMP_NUM_THREADS")  # each host has its own number of cores; torch's threads are set on joining
         options |= {"environment": env}
         _precreate_logs(connection, layout.num_ranks)
-    deaths: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     connection.agent.on_event(
-        lambda event: deaths.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
+        lambda event: exit_codes.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
     )
     end = time.monotonic() + timeout_s
     try:
         _start_engines(cluster, layout.num_ranks, options, name=engines, timeout_s=timeout_s)
         timeout_s = max(1.0, end - time.monotonic())
-        _await_engines(connection, cluster, set(range(layout.num_ranks)), deaths=deaths, timeout_s=timeout_s)
+        _await_engines(connection, cluster, set(range(layout.num_ranks)), exit_codes=exit_codes, timeout_s=timeout_s)
     except BaseException:
         stop_engines(cluster, engines)
         raise
@@ -85,7 +85,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
 def _start_engines(
     cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any], *, name: str, timeout_s: float
 ) -> None:
-    # ssh and the like block for as long as another host pleases: in a thread, which is left behind when it is too long.
+    # Launchers such as ssh block for as long as another host does: in a thread, which is abandoned on a timeout.
     launched: Future[Any] = Future()
 
     def start() -> None:
@@ -101,49 +101,49 @@ def _start_engines(
     try:
         launched.result(timeout_s)
     except TimeoutError:
-        raise StartError(f"The engine launcher {name!r} has not started the ranks within {timeout_s:.0f} s.") from None
+        raise StartError(f"The engine launcher {name!r} did not start the ranks within {timeout_s:.0f} s.") from None
     except Exception as error:
         raise StartError(f"The engine launcher {name!r} failed: {error}") from error
     started = int(cluster.engines["ranks"].n)
     if started < num_ranks:
         raise StartError(
-            f"The engine launcher {name!r} has places for {started} of {num_ranks} ranks: "
-            f"`ipcluster_config.py` in {_profile_folder()} names its hosts."
+            f"The engine launcher {name!r} has room for {started} of {num_ranks} ranks: "
+            f"set its hosts in `ipcluster_config.py` in {_profile_folder()}."
         )
 
 
 def _await_engines(
-    connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, deaths: dict[int, int], timeout_s: float
+    connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, exit_codes: dict[int, int], timeout_s: float
 ) -> None:
     end = time.monotonic() + timeout_s
-    hint = _far_hint(connection, cluster.engine_launcher_class)
+    hint = _remote_hint(connection, cluster.engine_launcher_class)
     while not connection.client.wait_registered(wanted, 0.1):
-        _raise_if_dead(connection, deaths)
-        _raise_if_ended(cluster.engines["ranks"], hint)
+        _raise_if_dead(connection, exit_codes)
+        _raise_if_exited(cluster.engines["ranks"], hint)
         if time.monotonic() > end:
-            there, said = connection.client.registered, _last_words(cluster.engines["ranks"])
+            registered, output = connection.client.registered, _last_output(cluster.engines["ranks"])
             raise StartError(
-                f"Only engines {there} of {sorted(wanted)} registered within {timeout_s:.0f} s"
-                f"{f', and the launcher says: {said}' if said else '.'}{hint}"
+                f"Only engines {registered} of {sorted(wanted)} registered within {timeout_s:.0f} s"
+                f"{f'; output of the launcher: {output}' if output else '.'}{hint}"
             )
 
 
 def stop_engines(cluster: ipp.Cluster, engines: str) -> None:
-    """End the engines of other launchers than ours; the host agent ends its own."""
+    """Stop the engines of other launchers than ours; the host agent stops its own."""
     if engines == "axon":
         return
-    with contextlib.suppress(Exception):  # whatever is left ends when it misses the controller's heartbeat
+    with contextlib.suppress(Exception):  # whatever is left exits once it misses the controller's heartbeat
         for launcher in getattr(cluster.engines["ranks"], "launchers", {}).values():
-            launcher._output = ""  # else the output file of each is fetched from its host first, and told as lost
+            launcher._output = ""  # else each output file is first fetched from its host, and reported as lost
         cluster.stop_engines_sync()
 
 
 def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engines: str, num_ranks: int) -> None:
-    """End the engines of other launchers than ours; the host agent ends its own.
+    """Stop the engines of other launchers than ours; the host agent stops its own.
 
     Args:
         client: The cluster's client.
-        launched: ipyparallel's own object of the engines; None: another process launched them.
+        launched: ipyparallel's object that launched the engines; None: another process launched them.
         engines: Name of the launcher.
         num_ranks: How many engines there are.
     """
@@ -152,14 +152,14 @@ def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engin
     elif engines != "axon":
         with contextlib.suppress(Exception):
             client.shutdown(targets="all", hub=False, block=False)
-            # A client that closes before the request is out takes it along.
+            # If the client closes before the request is sent, the request is lost.
             client.wait_unregistered(range(num_ranks), _SHUTDOWN_S)
 
 
 def launcher_config() -> Config:
-    """What the user has set for ipyparallel's launchers, such as the hosts of `ssh`.
+    """Return the user's configuration of ipyparallel's launchers, such as the hosts of `ssh`.
 
-    It is in `ipcluster_config.py` of IPython's default profile, where ipyparallel itself looks.
+    It is in `ipcluster_config.py` of IPython's default profile, where ipyparallel looks, too.
     """
     try:
         return PyFileConfigLoader("ipcluster_config.py", path=str(_profile_folder())).load_config()
@@ -172,10 +172,10 @@ def _profile_folder() -> Path:
 
 
 def launcher_class(engines: str) -> Any:
-    """The ipyparallel launcher of that name, or the class that a dotted name says.
+    """Return the ipyparallel launcher registered as `engines`, or the class with that dotted name.
 
     Raises:
-        UsageError: nobody has registered it.
+        UsageError: there is none.
     """
     if engines == "axon":
         return ForkedEngineSetLauncher
@@ -187,30 +187,31 @@ def launcher_class(engines: str) -> Any:
     known = {point.name: point for point in entry_points(group="ipyparallel.engine_launchers")}
     if engines.lower() not in known:
         raise UsageError(
-            f"--engines {engines}: no ipyparallel launcher of that name; there are {', '.join(sorted(known))}."
+            f"--engines must be an ipyparallel launcher: {', '.join(sorted(known))}, or a dotted class name; "
+            f"got {engines}."
         )
     return known[engines.lower()].load()
 
 
 def rank_environment(layout: Layout) -> dict[str, str]:
-    """Environment variables of ranks besides the notebook's own."""
+    """Return the environment variables that ranks get besides the notebook's own."""
     env = {"OMP_NUM_THREADS": str(layout.threads)}
     if layout.visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = layout.visible
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers the cards, which named them
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the layout numbers GPUs as nvidia-smi does
     return env
 
 
-def _far_hint(connection: Connection, launcher: type) -> str:
+def _remote_hint(connection: Connection, launcher: type) -> str:
     if launcher in (ForkedEngineSetLauncher, LocalEngineSetLauncher):
         return ""
     if connection.ip == LOOPBACK:
-        return " If they are on other hosts: `--interface NAME` names the network interface by which they reach this."
-    return f" They must reach {connection.ip}, and have axon_nb installed; `ipcluster_config.py` sets their Python."
+        return " If they are on other hosts, use `--interface NAME` to name the network interface that they connect to."
+    return f" They must reach {connection.ip} and have axon_nb installed; `ipcluster_config.py` sets their Python."
 
 
 def _precreate_logs(connection: Connection, num_ranks: int) -> None:
-    # ipyparallel opens its logs with the user's umask; a file that is there keeps its mode.
+    # ipyparallel opens its logs with the user's umask; an existing file keeps its mode.
     folder = connection.run_dir.profile / "log"
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in [*(f"ipengine--ranks-{index}" for index in range(num_ranks)), f"ipengine-ranks-{os.getpid()}"]:
@@ -219,23 +220,23 @@ def _precreate_logs(connection: Connection, num_ranks: int) -> None:
         path.chmod(0o600)
 
 
-def _raise_if_dead(connection: Connection, deaths: dict[int, int]) -> None:
+def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
     if connection.agent.closed.is_set():
-        raise StartError(connection.agent.end_reason or "The host agent ended while the ranks were starting.")
-    for rank, code in deaths.items():
+        raise StartError(connection.agent.end_reason or "The host agent exited while the ranks were starting.")
+    for rank, code in exit_codes.items():
         log = connection.run_dir.profile / "log" / f"rank{rank}.log"
         lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
         raise StartError(
-            f"Rank {rank} ended with code {code} while starting: {' | '.join(lines) or 'it wrote nothing'}"
+            f"Rank {rank} exited with code {code} while starting: {' | '.join(lines) or 'it printed nothing'}"
         )
 
 
-def _raise_if_ended(launcher: Any, hint: str) -> None:
-    """Notice processes that ipyparallel's own launchers started on this host and that are gone again."""
+def _raise_if_exited(launcher: Any, hint: str) -> None:
+    """Check the processes that ipyparallel's own launchers started on this host."""
     for part in _parts(launcher):
         process = getattr(part, "process", None)
         if process is not None and (not process.is_running() or _is_zombie(process)):
-            raise StartError(f"An engine ended while starting: {_output(part) or 'it wrote nothing'}{hint}")
+            raise StartError(f"An engine exited while starting: {_output(part) or 'it printed nothing'}{hint}")
 
 
 def _parts(launcher: Any) -> list[Any]:
@@ -243,16 +244,16 @@ def _parts(launcher: Any) -> list[Any]:
 
 
 def _is_zombie(process: psutil.Process) -> bool:
-    # Nobody has waited for it yet: it counts as running for psutil.
+    # Its parent has not waited for it yet, so psutil reports it as running.
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
 
-def _last_words(launcher: Any) -> str:
-    """What processes of ipyparallel's own launchers on this host wrote, where one of them still runs."""
-    with contextlib.suppress(Exception):  # launchers of others, and files that are not there yet
+def _last_output(launcher: Any) -> str:
+    """Return what a process of ipyparallel's own launchers on this host printed last; empty if there is none."""
+    with contextlib.suppress(Exception):  # other launchers, and files that do not exist yet
         parts = [part for part in _parts(launcher) if getattr(part, "process", None) is not None]
         return next(filter(None, map(_output, parts)), "")
     return ""

@@ -1,4 +1,4 @@
-"""From engines to ranks that have joined their world: each told its place, one barrier passed."""
+"""Turn registered engines into ranks: each gets its placement, joins the world and passes one barrier."""
 
 from __future__ import annotations
 
@@ -12,71 +12,72 @@ from typing import Any
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, Seat, seats
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout, Placement, place_ranks
 from axon_nb.cluster.rpc import requests
-from axon_nb.cluster.rpc.handshake import reach
+from axon_nb.cluster.rpc.handshake import handshake
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
-__all__ = ["await_reached", "gather", "join_settings", "join_world", "store_address"]
+__all__ = ["await_handshake", "gather", "join_settings", "join_world", "store_address"]
 
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 
 
 def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Have every rank join; returns what each says of itself (host, pid, device), by rank.
+    """Have every rank join the world; return what each reports about itself (host, pid, device), by rank.
 
     Raises:
-        StartError: a rank failed to join, or the world did not form within `timeout_s` seconds.
+        StartError: a rank failed to join, or not all have joined within `timeout_s` seconds.
     """
     client, ranks = connection.client, range(layout.num_ranks)
     end = time.monotonic() + timeout_s
-    await_reached(connection, ranks, timeout_s)
-    places = gather(
-        {rank: requests.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, _left(end), connection
+    await_handshake(connection, ranks, timeout_s)
+    described = gather(
+        {rank: requests.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, _remaining(end), connection
     )
-    seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
-    store = store_address(connection, {place["host"] for place in places.values()})
-    recoverable = can_recover(places.values(), layout.backend)
+    placements = place_ranks(layout, [described[rank] for rank in ranks], threads_per_rank=settings.threads)
+    store = store_address(connection, {info["host"] for info in described.values()})
+    recoverable = can_recover(described.values(), layout.backend)
     joins = {
         rank: requests.call(
             client,
             rank,
             f"{_BOOTSTRAP}:join",
-            **join_settings(layout, settings, rank, seated[rank], store, recoverable=recoverable),
+            **join_settings(layout, settings, rank, placements[rank], store, recoverable=recoverable),
         )
         for rank in ranks
     }
-    answers = gather(joins, _left(end), connection)
-    return [answers[rank] for rank in ranks]
+    joined = gather(joins, _remaining(end), connection)
+    return [joined[rank] for rank in ranks]
 
 
-def await_reached(connection: Connection, ranks: Iterable[int], timeout_s: float) -> None:
-    """Wait until all channels of ranks that have just registered are up: what is sent before is lost.
+def await_handshake(connection: Connection, ranks: Iterable[int], timeout_s: float) -> None:
+    """Wait until all channels of newly registered ranks are connected: what is sent before is lost.
 
     Raises:
-        StartError: one was not reached within `timeout_s` seconds or has ended, or the cluster is gone.
+        StartError: a rank exited or did not reply within `timeout_s` seconds, or the cluster is gone.
     """
     ranks = list(ranks)
-    if missed := reach(connection.client, ranks, timeout_s=timeout_s, give_up=lambda: _over(connection, ranks)):
-        _raise_if_ended(connection, ranks)
-        raise StartError(f"Ranks {format_ranks(missed)} did not join: {_why(connection, timeout_s)}.")
+    missed = handshake(connection.client, ranks, timeout_s=timeout_s, give_up=lambda: _any_exited(connection, ranks))
+    if missed:
+        _raise_if_exited(connection, ranks)
+        raise StartError(f"{name_ranks(missed).capitalize()} did not join: {_no_reply_reason(connection, timeout_s)}.")
 
 
 def store_address(connection: Connection, hosts: Collection[str]) -> str:
-    """Where ranks on these hosts find the rendezvous store: a Unix socket on this host, TCP from others.
+    """Return the address of the rendezvous store for ranks on these hosts: a Unix socket here, TCP for other hosts.
 
     Raises:
-        StartError: there are others, and the cluster listens on loopback alone.
+        StartError: there are other hosts, and the cluster listens on loopback only.
     """
     if set(hosts) <= {socket.gethostname()}:
         return str(connection.run_dir.store_socket)
     if connection.ip == LOOPBACK:
         raise StartError(
-            f"There are ranks on {', '.join(sorted(hosts))}: `--interface NAME` names the network interface on which "
-            "they reach this host."
+            f"There are ranks on {', '.join(sorted(hosts))}. Use `--interface NAME` to name the network interface on "
+            "which they reach this host."
         )
     key = store_key(connection.client.session.key)
     port = connection.agent.call("serve_store", ip=connection.ip, key=key.hex())["port"]
@@ -84,11 +85,11 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
 
 
 def join_settings(
-    layout: Layout, settings: Settings, rank: int, seat: Seat, store: str, *, recoverable: bool
+    layout: Layout, settings: Settings, rank: int, placement: Placement, store: str, *, recoverable: bool
 ) -> dict[str, Any]:
-    """How `rank` joins: the fields of the engine's `JoinConfig`."""
+    """Return how `rank` joins: the fields of the engine's `JoinConfig`."""
     return {
-        **dataclasses.asdict(seat),
+        **dataclasses.asdict(placement),
         "rank": rank,
         "world_size": layout.num_ranks,
         "backend": layout.backend,
@@ -100,41 +101,41 @@ def join_settings(
 
 
 def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connection) -> dict[int, Any]:
-    """The results of one future a rank; ends early when the cluster is gone.
+    """Return the results of one future per rank; stops early if a rank exits or the agent is gone.
 
     Raises:
-        StartError: a rank failed or ended, the agent is gone, or the time is over.
+        StartError: a rank failed or exited, the agent is gone, or `timeout_s` seconds have passed.
     """
     end = time.monotonic() + timeout_s
-    _wait(futures.values(), lambda: _over(connection, futures) or time.monotonic() > end)
+    _wait(futures.values(), lambda: _any_exited(connection, futures) or time.monotonic() > end)
     if not all(future.done() for future in futures.values()):
-        _raise_if_ended(connection, futures)
-    answers = {}
+        _raise_if_exited(connection, futures)
+    results = {}
     for rank, future in futures.items():
         if not future.done():
-            raise StartError(f"Rank {rank} did not join: {_why(connection, timeout_s)}.")
+            raise StartError(f"Rank {rank} did not join: {_no_reply_reason(connection, timeout_s)}.")
         try:
-            answers[rank] = future.result()
+            results[rank] = future.result()
         except Exception as error:
-            raise StartError(f"Rank {rank} could not join: {error}") from None
-    return answers
+            raise StartError(f"Rank {rank} failed to join: {error}") from None
+    return results
 
 
-def _over(connection: Connection, ranks: Iterable[int]) -> bool:
+def _any_exited(connection: Connection, ranks: Iterable[int]) -> bool:
     return connection.agent.closed.is_set() or any(rank in connection.agent.exits for rank in ranks)
 
 
-def _raise_if_ended(connection: Connection, ranks: Iterable[int]) -> None:
+def _raise_if_exited(connection: Connection, ranks: Iterable[int]) -> None:
     for rank in ranks:
         if event := connection.agent.exits.get(rank):
-            raise StartError(f"Rank {rank} has not answered: it {describe_death(event)}.")
+            raise StartError(f"Rank {rank} failed to start: it {describe_death(event)}.")
 
 
-def _why(connection: Connection, timeout_s: float) -> str:
-    return "the host agent is gone" if connection.agent.closed.is_set() else f"no answer in {timeout_s:.0f} s"
+def _no_reply_reason(connection: Connection, timeout_s: float) -> str:
+    return "the host agent is gone" if connection.agent.closed.is_set() else f"no reply within {timeout_s:.0f} s"
 
 
-def _left(end: float) -> float:
+def _remaining(end: float) -> float:
     return max(1.0, end - time.monotonic())
 
 
@@ -143,5 +144,5 @@ def _wait(futures: Iterable[Future[Any]], give_up: Callable[[], bool]) -> None:
         while not future.done() and not give_up():
             try:
                 future.exception(0.05)
-            except Exception:  # not done yet; a failure is raised by the caller, who names the rank
+            except Exception:  # not done yet; the caller raises failures, naming the rank
                 continue

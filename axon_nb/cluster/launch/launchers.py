@@ -1,7 +1,7 @@
-"""Launchers that ipyparallel knows as ``axon``: the controller and the engines of the host agent.
+"""The ipyparallel launchers called ``axon``, for the controller and the engines that the host agent runs.
 
-`ipyparallel.Cluster(engines="axon")` works by itself too: without an agent in the profile's parent folder the engine
-launcher starts one of its own.
+`ipyparallel.Cluster(engines="axon")` also works by itself: if there is no agent in the profile's parent folder, the
+engine launcher starts its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
 
-from axon_nb.cluster.rpc.client import tell_controller
+from axon_nb.cluster.rpc.client import forget_engine
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 
@@ -28,12 +28,12 @@ __all__ = ["ENGINE_ENTRY", "AgentControllerLauncher", "ForkedEngineSetLauncher",
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """What a forked rank runs."""
 
-# Set by the kernel, by pytest or by ipyparallel for this very process; a rank must not believe them.
+# Set by the kernel, pytest or ipyparallel for this process only; a rank must not inherit them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")
 
 
 def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
-    """The command line of an ipyparallel controller in one process, listening on `ip` alone."""
+    """Return the command line of an ipyparallel controller in one process that listens on `ip` only."""
     return [
         sys.executable,
         "-P",
@@ -44,12 +44,12 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
         f"--location={ip}",
         "--log-level=30",
         "--nodb",
-        # One process with threads: the default's eight scheduler processes survive a killed controller.
+        # One process with threads: by default there are eight scheduler processes, which survive a killed controller.
         "--IPController.use_threads=True",
-        # An engine is registered at its first heartbeat: the default of 3000 ms is most of a start's time.
+        # An engine is registered at its first heartbeat: the default of 3000 ms would be most of a start's time.
         "--HeartMonitor.period=100",
         "--HeartMonitor.max_heartmonitor_misses=600",
-        # A rank whose heart does not beat in the default of 30 s would not be told of any more, and wait for ever.
+        # A rank without a heartbeat within the default of 30 s would never be reported, and wait forever.
         "--IPController.registration_timeout=600",
     ]
 
@@ -57,7 +57,7 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
 def fork_request(
     rank: int, connection_file: Path, extra_env: Mapping[str, str], folder: str, engine_args: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What the agent needs to fork the engine of `rank`: environment and path are this process's as of now.
+    """Return what the agent needs to fork the engine of `rank`, with this process's current environment and path.
 
     Args:
         rank: The engine's id.
@@ -81,10 +81,10 @@ def fork_request(
             f"--file={connection_file}",
             f"--profile-dir={profile}",
             f"--IPEngine.id={rank}",
-            f"--work-dir={folder}",  # its default is the folder in which the agent imported it
+            f"--work-dir={folder}",  # the default is the folder in which the agent imported it
             "--IPEngine.enable_nanny=False",
             "--IPEngine.max_heartbeat_misses=0",
-            "--IPEngine.timeout=60",  # its default is 5 s, which a controller may need on a busy machine
+            "--IPEngine.timeout=60",  # the default of 5 s is too short for the controller of a busy machine
             "--log-level=30",
             *engine_args,
         ],
@@ -92,55 +92,55 @@ def fork_request(
 
 
 class AgentControllerLauncher(ControllerLauncher):
-    """The controller that the host agent has started already."""
+    """The controller, which the host agent has already started."""
 
     running_agent = AnyTrait(help="The notebook's connection to the host agent.")
 
     def find_args(self) -> list[str]:
-        """What ipyparallel logs."""
+        """Return what ipyparallel logs as the command."""
         return ["axon_nb host agent"]
 
     async def start(self) -> None:
-        """Nothing to do: the agent started the controller as its first act."""
+        """Do nothing: the agent has started the controller."""
         self.notify_start({})
 
     async def stop(self) -> None:
-        """Nothing to do: the controller ends with its agent."""
+        """Do nothing: the controller exits with its agent."""
         self.notify_stop({})
 
     def poll(self) -> int | None:
-        """None: while its agent lives, so does the controller."""
+        """Return None, which means running: the controller runs as long as its agent."""
         return None
 
 
 class ForkedEngineSetLauncher(EngineLauncher):
-    """Engines forked from the host agent, ids pinned: the engine of index i gets id i."""
+    """Engines forked from the host agent, with fixed ids: engine i gets id i."""
 
-    agent = AnyTrait(help="The notebook's connection to the host agent; None: found or started.")
+    agent = AnyTrait(help="The notebook's connection to the host agent; None: find or start one.")
     rank_env = Dict(help="Environment variables of the ranks besides the notebook's own.")
-    fork_timeout = Float(120.0, config=True, help="Limit in seconds for the agent to get ready and fork.")
+    fork_timeout = Float(120.0, config=True, help="Timeout in seconds for the agent to get ready and fork.")
     work_dir = Unicode(".")
 
     _own_run_dir: RunDir | None = None
     _stopping = False
 
     def find_args(self) -> list[str]:
-        """What ipyparallel logs."""
+        """Return what ipyparallel logs as the command."""
         return ["axon_nb forked engines"]
 
     async def start(self, n: int) -> list[int]:
-        """Fork `n` engines; returns their pids."""
+        """Fork `n` engines; return their pids."""
         self.n = n
         agent = self.agent or await asyncio.to_thread(self._find_agent)
         self.agent = agent
         agent.on_event(self._on_event)
-        self._living = set(range(n))
+        self._live = set(range(n))
         self._main_loop = self.loop
         futures = [agent.send("fork", **self._request(rank)) for rank in range(n)]
         replies = await asyncio.gather(*(asyncio.wait_for(asyncio.wrap_future(f), self.fork_timeout) for f in futures))
         for reply in replies:
             if "error" in reply:
-                raise RuntimeError(f"the host agent could not fork a rank: {reply['error']}")
+                raise RuntimeError(f"the host agent failed to fork a rank: {reply['error']}")
         pids = [reply["pid"] for reply in replies]
         self.notify_start(pids)
         return pids
@@ -161,37 +161,37 @@ class ForkedEngineSetLauncher(EngineLauncher):
         return client
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        gone = self._living if event["event"] == "closed" else {event.get("rank")}
-        self._living = self._living - gone
+        gone = self._live if event["event"] == "closed" else {event.get("rank")}
+        self._live = self._live - gone
         if self._own_run_dir is not None and event["event"] == "exit" and not self._stopping:
-            tell_controller(Path(self.connection_files["client"]), event["rank"])
-        if not self._living and self.state == "running":
+            forget_engine(Path(self.connection_files["client"]), event["rank"])
+        if not self._live and self.state == "running":
             self._main_loop.add_callback(self.notify_stop, {"exit_code": event.get("code")})
 
     def signal(self, sig: int) -> None:
         """Send a signal to every engine."""
-        for rank in sorted(self._living):
+        for rank in sorted(self._live):
             self.agent.send("signal", rank=rank, signal=int(sig))
 
     async def stop(self) -> None:
-        """End the engines; an agent of our own ends with them."""
+        """Stop the engines; an agent that this launcher started exits with them."""
         self._stopping = True
         if self._own_run_dir is not None:
-            self.agent.stop()  # in place: at the end of the interpreter no thread can be started
+            self.agent.stop()  # in this thread: no thread can be started at interpreter exit
             return
         self.signal(signal.SIGTERM)
         end = time.monotonic() + 5.0
-        while self._living and time.monotonic() < end:
+        while self._live and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        if self._living:
+        if self._live:
             self.signal(signal.SIGKILL)
 
     async def join(self, timeout: float | None = None) -> None:
-        """Wait for all engines to end."""
+        """Wait for all engines to exit."""
         end = None if timeout is None else time.monotonic() + timeout
-        while self._living:
+        while self._live:
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"engines {sorted(self._living)} did not end in {timeout} s")
+                raise TimeoutError(f"engines {sorted(self._live)} did not exit within {timeout} s")
             await asyncio.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""The limit of open files: what a cluster needs of it, and how to raise it."""
+"""The limit of open files: how many a cluster needs, and how to raise it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MANY = 65536
 
 
 def files_needed(num_ranks: int) -> int:
-    """Open files of the cluster's hungriest process, the controller: 107, and 6 a rank, and a few to spare."""
+    """Return the open files of the process that needs most, the controller: 107, 6 per rank, and a few to spare."""
     return 112 + 7 * num_ranks
 
 
 def how_to_raise(hard: int, *, wanted: int) -> str:
-    """The fix of a soft limit that is too low, a sentence.
+    """Return one sentence that says how to raise a soft limit that is too low.
 
     Args:
         hard: The hard limit of this process.
-        wanted: The least limit that suffices.
+        wanted: The lowest limit that suffices.
     """
     if hard == UNLIMITED or hard >= wanted:
         room = _MANY if hard == UNLIMITED else min(hard, _MANY)
@@ -46,5 +46,5 @@ def raise_if_too_few(num_ranks: int) -> None:
     if soft != UNLIMITED and soft < needed:
         ranks = "1 rank needs" if num_ranks == 1 else f"{num_ranks} ranks need"
         raise StartError(
-            f"{ranks} {needed} open files, and the limit here is {soft}. {how_to_raise(hard, wanted=needed)}"
+            f"{ranks} {needed} open files, but the limit here is {soft}. {how_to_raise(hard, wanted=needed)}"
         )

@@ -1,4 +1,4 @@
-"""Starting the host agent and the controller before anyone asks for ranks, in the background."""
+"""Start the host agent and the controller in the background, before ranks are needed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ipyparallel.serialize import serialize_object
 
 from axon_nb.cluster.launch.connection import Connection, open_new
 
-__all__ = ["begin", "discard", "take", "wait_until_idle"]
+__all__ = ["discard", "start", "take", "wait_until_idle"]
 
 _lock = threading.Lock()
 _pending: list[Future[Connection]] = []
 
 
-def begin() -> None:
-    """Start warming up, unless that is under way."""
+def start() -> None:
+    """Start the warm-up, unless there is one."""
     with _lock:
         if _pending:
             return
@@ -29,7 +29,7 @@ def begin() -> None:
     def work() -> None:
         try:
             connection = open_new()
-            serialize_object(None)  # the first use imports NumPy, which would be part of the first call's time
+            serialize_object(None)  # its first use imports NumPy, which would slow the first call
             future.set_result(connection)
         except BaseException as error:
             future.set_exception(error)
@@ -39,10 +39,13 @@ def begin() -> None:
 
 
 def take(timeout_s: float) -> Connection:
-    """The warm connection, waited for; a fresh one when there is none or it went wrong.
+    """Wait for the warm connection and return it; open a new one if there is none or it failed.
+
+    Args:
+        timeout_s: How long to wait for the warm one, in seconds.
 
     Raises:
-        StartError: the fresh one did not come up either.
+        StartError: the new one failed, too.
     """
     with _lock:
         future = _pending.pop() if _pending else None
@@ -52,22 +55,22 @@ def take(timeout_s: float) -> Connection:
             if not connection.agent.closed.is_set():
                 return connection
             connection.close()
-        except Exception:  # what kept the warm-up from working is told by the fresh start if it lasts
+        except Exception:  # if the cause persists, the new start reports it
             pass
     return open_new()
 
 
 def discard() -> None:
-    """End a warm-up that nobody took."""
+    """Stop a warm-up that was not used."""
     with _lock:
         future = _pending.pop() if _pending else None
     if future is not None:
-        with contextlib.suppress(Exception):  # it never came up, or is gone already
+        with contextlib.suppress(Exception):  # it failed to start, or is gone already
             future.result(30.0).stop()
 
 
 def wait_until_idle(timeout_s: float) -> bool:
-    """Wait until the warm agent has imported all it wants to; False without one, or after `timeout_s` seconds."""
+    """Wait until the warm agent has finished its imports; False if there is none, or after `timeout_s` seconds."""
     with _lock:
         future = _pending[0] if _pending else None
     end = time.monotonic() + timeout_s

@@ -1,6 +1,6 @@
-"""After a cell was ended from outside: the groups of all ranks are formed anew, or refused with the reason.
+"""Recovery after an aborted cell: rebuild the groups of all ranks, or disable them and say why.
 
-Whether an interrupt or a failure has left ranks a step apart, and what to tell of it.
+It also reports ranks that an interrupt or a failure left one optimizer step apart.
 """
 
 from __future__ import annotations
@@ -14,159 +14,155 @@ from typing import Any
 from axon_nb.cluster.failures.health import Health
 from axon_nb.cluster.rpc import requests
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
-__all__ = ["Recovery", "next_epoch", "steps_apart"]
+__all__ = ["Recovery", "describe_diverged_steps", "next_epoch"]
 
 
-def steps_apart(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A line for each optimizer of which some ranks have made a step more than others in the last cell.
+def describe_diverged_steps(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Describe, in a line per optimizer, which ranks made one step more than others in the last cell.
 
-    Nothing is told where ranks may differ on purpose: other optimizers, other models, other steps before the cell, no
+    Nothing is reported if ranks may differ on purpose: other optimizers, other models, other steps before the cell, no
     communication in it, or more than one step between them.
 
     Args:
-        reports: By rank what each says of its optimizers, which are numbered in the order of their first steps; those
-            that have made none (-1) are found by their variable's name.
+        reports: By rank, a record per optimizer. They are numbered in the order of their first steps; an optimizer that
+            has made none (-1) is matched by its variable's name.
     """
-    numbers = sorted({one["number"] for report in reports.values() for one in report} - {-1})
-    told = [_tell(found) for number in numbers if len(found := _everywhere(number, reports)) == len(reports)]
-    return [line for line in told if line]
+    numbers = sorted({record["number"] for report in reports.values() for record in report} - {-1})
+    matched = [_match_optimizer(number, reports) for number in numbers]
+    lines = [_describe_divergence(optimizers) for optimizers in matched if len(optimizers) == len(reports)]
+    return [line for line in lines if line]
 
 
-def _everywhere(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
-    found = {rank: one for rank, report in reports.items() for one in report if one["number"] == number}
-    names = {one["name"] for one in found.values()}
+def _match_optimizer(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
+    found = {rank: record for rank, report in reports.items() for record in report if record["number"] == number}
+    names = {record["name"] for record in found.values()}
     for rank in reports.keys() - found.keys():
-        found.update((rank, one) for one in reports[rank] if one["number"] == -1 and one["name"] in names)
+        unused = (record for record in reports[rank] if record["number"] == -1)
+        found.update((rank, record) for record in unused if record["name"] in names)
     return dict(sorted(found.items()))
 
 
-def _tell(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
+def _describe_divergence(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
     first = next(iter(optimizers.values()))
-    alike = all(one["shapes"] == first["shapes"] and one["before"] == first["before"] for one in optimizers.values())
-    steps = {rank: int(one["steps"]) for rank, one in optimizers.items()}
-    apart = max(steps.values()) - min(steps.values())
-    if not alike or apart != 1 or not all(one["communicated"] for one in optimizers.values()):
+    is_same = all(own["shapes"] == first["shapes"] and own["before"] == first["before"] for own in optimizers.values())
+    steps = {rank: int(record["steps"]) for rank, record in optimizers.items()}
+    most, least = max(steps.values()), min(steps.values())
+    if not is_same or most - least != 1 or not all(record["communicated"] for record in optimizers.values()):
         return ""
     name = f"`{first['name']}`" if first["name"] else "their optimizer"
-    ahead, behind = (
-        [rank for rank in steps if steps[rank] == step] for step in (max(steps.values()), min(steps.values()))
-    )
+    ahead, behind = ([rank for rank in steps if steps[rank] == count] for count in (most, least))
     verb = "is" if len(ahead) == 1 else "are"
-    where = (
-        f"{_who(ahead).capitalize()} {verb} at step {steps[ahead[0]]} of {name}, {_who(behind)} at {steps[behind[0]]}"
-    )
-    reasons = {str(one["not_replicated"]) for one in optimizers.values() if one["not_replicated"]}
+    line = f"{name_ranks(ahead).capitalize()} {verb} at step {most} of {name}, {name_ranks(behind)} at {least}."
+    reasons = {str(record["not_replicated"]) for record in optimizers.values() if record["not_replicated"]}
     if reasons:
-        return f"{where}. Its model {reasons.pop()}: load a checkpoint on all ranks, or build both anew."
-    return f"{where}: `%distributed sync` copies models and optimizers of rank 0 to all."
-
-
-def _who(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+        return f"{line} Its model {reasons.pop()}: load a checkpoint on all ranks, or recreate model and optimizer."
+    return f"{line} Run `%distributed sync` to copy models and optimizers of rank 0 to all ranks."
 
 
 _RECOVER = "axon_nb.engine.kernel.optimizer_steps:recover"
 _STAND_DOWN = "axon_nb.engine.groups.recovery:disable_groups"
 _ATTEMPTS = 3
-_ATTEMPT_S = 10.0
-_PATIENT_ATTEMPT_S = 60.0
-_AGAIN_S = 0.25
-_LEAKS_TOLD = 500
-"""Told each time so many groups more have been given up on one rank."""
+_ATTEMPT_TIMEOUT_S = 10.0
+_SLOW_ATTEMPT_TIMEOUT_S = 60.0
+_RESEND_INTERVAL_S = 0.25
+_REPORT_EVERY = 500
+"""Abandoned groups are reported each time this many more have accumulated on one rank."""
 
 _last = [int(time.time())]
 
 
 def next_epoch(*, above: int = 0) -> int:
-    """The number of the next forming: higher than any before, and than `above`, the last that some rank has seen."""
+    """Return the epoch of the next rebuild: higher than any before, and than `above`, the last that a rank has seen."""
     _last[0] = max(_last[0], above) + 1
     return _last[0]
 
 
 class Recovery:
-    """One recovery, stepped by whoever steps the cell; it cannot be interrupted half-way.
+    """One recovery, stepped by whoever steps the cell; it cannot be interrupted.
 
     Args:
         client: The cluster's client.
         ranks: All ranks of the world.
-        health: Told when the groups cannot be formed.
-        patient: Whether an attempt may last a minute rather than 10 seconds: NCCL's communicators connect slowly.
+        health: Updated if the groups cannot be rebuilt.
+        slow_connect: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
     """
 
-    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, patient: bool = False) -> None:
-        self._attempt_s = _PATIENT_ATTEMPT_S if patient else _ATTEMPT_S
+    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, slow_connect: bool = False) -> None:
+        self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if slow_connect else _ATTEMPT_TIMEOUT_S
         self._client = client
         self._ranks = list(ranks)
         self._health = health
         self._attempt = 0
         self._futures: dict[int, Future[Any]] = {}
         self._aborts: list[Future[Any]] = []
-        self._since = 0.0
+        self._started_at = 0.0
         self._aborted_at = 0.0
 
     def step(self) -> bool:
-        """Do what is due; True when the recovery is over, one way or the other."""
+        """Do what is due; return True once the recovery is done, whether it worked or not."""
         if self._health.gone:
             return True
         health = self._health
         missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost}]
         if missing:
-            return self._stand_down(missing)
+            return self._disable_groups(missing)
         now = time.monotonic()
         if not self._futures:
-            return self._begin(now)
+            return self._start_attempt(now)
         failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
         if all(future.done() for future in self._futures.values()):
             if not all(future.done() for future in self._aborts):
-                return False  # a late one would break what has been formed
+                return False  # a late one would break the rebuilt groups
             if not failed:
                 self._health.broken = ""
-                answers = {rank: future.result() for rank, future in self._futures.items()}
-                self._tell_leaks([answer["abandoned"] for answer in answers.values()])
-                for line in dict.fromkeys(line for answer in answers.values() for line in answer["not_reset"]):
+                reports = {rank: future.result() for rank, future in self._futures.items()}
+                self._report_abandoned([report["abandoned"] for report in reports.values()])
+                for line in dict.fromkeys(line for report in reports.values() for line in report["not_reset"]):
                     print(line, file=sys.stderr)
-                for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):
+                for line in describe_diverged_steps({rank: report["steps"] for rank, report in reports.items()}):
                     print(line)
                 return True
             self._futures = {}
             return False
-        if failed or now - self._since > self._attempt_s:
-            self._wake(now)
+        if failed or now - self._started_at > self._attempt_timeout_s:
+            self._abort_attempt(now)
         return False
 
-    def _tell_leaks(self, leaked: Sequence[int]) -> None:
-        # A poisoned Gloo group cannot be freed: each keeps 2 threads and some 0.14 MiB until the rank ends.
-        if max(leaked) // _LEAKS_TOLD > self._health.leaks_told:
-            self._health.leaks_told = max(leaked) // _LEAKS_TOLD
+    def _report_abandoned(self, counts: Sequence[int]) -> None:
+        # An aborted Gloo group cannot be freed: each keeps 2 threads and about 0.14 MiB until the rank exits.
+        if max(counts) // _REPORT_EVERY > self._health.leaks_told:
+            self._health.leaks_told = max(counts) // _REPORT_EVERY
             print(
-                f"The ranks keep the threads of {max(leaked)} process groups that were given up, which stay: "
-                "`%distributed restart` gets rid of them when it suits you."
+                f"{max(counts)} abandoned process groups still hold threads on the ranks. Run `%distributed restart` "
+                "when convenient to free them."
             )
 
-    def _begin(self, now: float) -> bool:
+    def _start_attempt(self, now: float) -> bool:
         if self._attempt == _ATTEMPTS:
-            self._health.broken = "the process groups could not be formed anew"
+            self._health.broken = "the process groups could not be rebuilt"
             return True
         self._attempt += 1
-        self._since = now
+        self._started_at = now
         epoch = next_epoch()
         self._futures = {r: requests.call(self._client, r, _RECOVER, epoch=epoch) for r in self._ranks}
         return False
 
-    def _wake(self, now: float) -> None:
-        # Ranks that wait for one that failed: the next attempt begins when all are idle.
-        if now - self._aborted_at > _AGAIN_S:
+    def _abort_attempt(self, now: float) -> None:
+        # Some ranks wait for one that failed: the next attempt starts when all are idle.
+        if now - self._aborted_at > _RESEND_INTERVAL_S:
             self._aborted_at = now
             for rank, future in self._futures.items():
                 if not future.done():
                     self._aborts.append(self._client.request(rank, "axon_abort", again=True))
 
-    def _stand_down(self, missing: Sequence[int]) -> bool:
-        what = "is stuck in an earlier cell" if missing[0] in self._health.stuck else "has lost its CUDA context"
-        what = "is dead" if missing[0] in self._health.dead else what
-        reason = f"rank {format_ranks(missing)} {what}; `%distributed repair` replaces it"
+    def _disable_groups(self, missing: Sequence[int]) -> bool:
+        one = len(missing) == 1
+        be = "is" if one else "are"
+        what = f"{be} stuck in an earlier cell" if missing[0] in self._health.stuck else "lost the CUDA context"
+        what = f"{be} dead" if missing[0] in self._health.dead else what
+        reason = f"{name_ranks(missing)} {what}; run `%distributed repair` to replace {'it' if one else 'them'}"
         self._health.broken = reason
         for rank in self._ranks:
             if rank not in missing or rank in self._health.lost:

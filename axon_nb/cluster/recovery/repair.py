@@ -1,6 +1,6 @@
-"""Replacing dead ranks in place: a forked newcomer takes the rank, the others keep everything they have.
+"""Replace dead ranks in place: a new process takes over the rank, and all other ranks keep their state.
 
-Variables of a living rank for those that were just replaced, straight from rank to rank.
+On request, the new ranks get the variables of a surviving rank, straight from rank to rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
 from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.join import await_reached, gather, join_settings, store_address
+from axon_nb.cluster.launch.join import await_handshake, gather, join_settings, store_address
 from axon_nb.cluster.launch.launchers import fork_request
-from axon_nb.cluster.launch.placement import seats
+from axon_nb.cluster.launch.placement import place_ranks
 from axon_nb.cluster.recovery.recovery import next_epoch
 from axon_nb.cluster.recovery.report import RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
@@ -31,51 +31,58 @@ if TYPE_CHECKING:
 __all__ = ["auto_repair", "copy_variables", "repair", "replace_stuck"]
 
 _COPIES = "axon_nb.engine.transfer.copy_namespace"
-_COPY_LIMIT_S = 60.0
-_SLOWEST_BYTES_S = 20e6
+_COPY_TIMEOUT_S = 60.0
+_MIN_BYTES_PER_S = 20e6
 
 
 def copy_variables(
     state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Copy variables of `source` to `ranks`; process groups are each rank's own of the same name.
+    """Copy variables of `source` to `ranks`; a process group becomes the rank's own group of the same name.
+
+    Args:
+        state: The cluster.
+        ranks: The ranks that were replaced.
+        survivors: The other ranks.
+        source: The rank to copy from.
+        names: Which variables; empty: all that can be copied.
 
     Returns:
         `copied` (names), `skipped` (name: why not) and `size` in bytes.
 
     Raises:
-        StartError: they were replaced, and could not take the variables over.
+        StartError: the ranks were replaced, but the variables could not be copied.
     """
     connection = state.connection
     client = connection.client
     try:
-        asked = {rank: requests.call(client, rank, f"{_COPIES}:group_variables") for rank in survivors}
+        futures = {rank: requests.call(client, rank, f"{_COPIES}:group_variables") for rank in survivors}
         groups: dict[str, str] = {}
-        for answer in gather(asked, _COPY_LIMIT_S, connection).values():
-            groups |= {name: group for name, group in answer.items() if not names or name in names}
-        packed = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
-        parcel = gather({source: packed}, _COPY_LIMIT_S * 10, connection)[source]
-        content = {key: parcel[key] for key in ("size", "digest", "environment")}
+        for own_groups in gather(futures, _COPY_TIMEOUT_S, connection).values():
+            groups |= {name: group for name, group in own_groups.items() if not names or name in names}
+        future = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
+        packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
+        content = {key: packed[key] for key in ("size", "digest", "environment")}
         calls = {
             rank: requests.call(client, rank, f"{_COPIES}:receive", source=source, groups=groups, **content)
             for rank in ranks
         }
         calls[source] = requests.call(client, source, f"{_COPIES}:send", ranks=list(ranks))
-        gather(calls, _COPY_LIMIT_S + parcel["size"] * len(ranks) / _SLOWEST_BYTES_S, connection)
+        gather(calls, _COPY_TIMEOUT_S + packed["size"] * len(ranks) / _MIN_BYTES_PER_S, connection)
     except StartError as error:
         raise StartError(
-            f"Ranks {format_ranks(ranks)} are replaced, but could not take over the variables of rank {source}, and "
-            f"are empty: {error}"
+            f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
+            f"{'rank is' if len(ranks) == 1 else 'ranks are'} empty. {error}"
         ) from None
-    skipped = {name: why for name, why in parcel["skipped"].items() if name not in groups}
-    return {"copied": sorted({*parcel["copied"], *groups}), "skipped": skipped, "size": parcel["size"]}
+    skipped = {name: why for name, why in packed["skipped"].items() if name not in groups}
+    return {"copied": sorted({*packed["copied"], *groups}), "skipped": skipped, "size": packed["size"]}
 
 
 _RECOVERY = "axon_nb.engine.groups.recovery"
 _BOOTSTRAP = "axon_nb.engine.bootstrap"
 _SHARDED = "axon_nb.engine.sharding.sharded"
-_REPAIR_S = 30.0
-_ABORTED_S = 2.0
+_REPAIR_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 2.0
 
 
 def repair(
@@ -86,82 +93,85 @@ def repair(
     names: Sequence[str] = (),
     all_allowed: bool = False,
 ) -> RepairReport:
-    """Replace ranks, and form the groups of all anew.
+    """Replace ranks, and rebuild the groups of all ranks.
 
     Args:
         state: The cluster.
-        ranks: Which, besides those that are dead; one that lives is killed first: the user asked for it.
+        ranks: Which, besides those that are dead. A live one is killed first, as the user asked for it.
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
-        all_allowed: Whether these may be all ranks, of which none keeps anything.
+        all_allowed: Whether these may be all ranks, so that none keeps its state.
 
     Raises:
-        UsageError: there is nothing to replace, these ranks cannot be, or the source cannot give.
-        StartError: a newcomer did not come up.
+        UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
+        StartError: a new rank failed to start.
     """
     chosen = sorted({*state.health.dead, *(ranks or ())})
-    _refuse(state, chosen, source, names, all_allowed)
+    _check_request(state, chosen, source, names, all_allowed)
     survivors = [rank for rank in state.ranks if rank not in chosen]
-    with _uninterrupted():
+    with _interrupts_ignored():
         reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
-        _end(state, [rank for rank in chosen if rank not in state.health.dead])
-        lost = _ask(state.connection, survivors, f"{_SHARDED}:only_on_ranks", ranks=chosen)
-        _replace(state, chosen, survivors)
+        _kill(state, [rank for rank in chosen if rank not in state.health.dead])
+        lost = _call_all(state.connection, survivors, f"{_SHARDED}:only_on_ranks", ranks=chosen)
+        _replace_ranks(state, chosen, survivors)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
 
 
 def auto_repair(state: ClusterState) -> None:
-    """Replace the ranks that are dead, if there are any and they can be, and say so in one line."""
+    """Replace the dead ranks, if there are any and they can be replaced, and print the report."""
     dead = state.health.dead
     possible = state.engines == "axon" and len(dead) < state.world_size and not state.health.gone
-    possible = possible and can_replace(state.places, state.backend)
+    possible = possible and can_replace(state.rank_info, state.backend)
     if dead and possible and not state.busy and not state.health.stuck:
         print("\n".join(repair(state, None).lines(why=True)))
 
 
 def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
-    """Replace ranks that do not react, all of them if need be; what to tell the user, also when it cannot be done."""
+    """Replace ranks that do not react, all of them if need be; return the lines to show, also if it fails."""
     if not ranks or state.health.gone:
         return []
     try:
         return repair(state, ranks, all_allowed=True).lines()
     except AxonError as error:
-        return [f"They could not be replaced: {error}"]
+        return [f"Failed to replace {name_ranks(ranks)}: {error}"]
 
 
-def _refuse(
+def _check_request(
     state: ClusterState, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
     if not chosen:
-        raise UsageError("Every rank is alive; `--ranks 2` replaces one all the same, and its variables are lost.")
-    if reason := refusal(state.places, state.backend):
+        raise UsageError("All ranks are alive. Use `--ranks 2` to replace one anyway; its variables will be lost.")
+    if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
     if state.engines != "axon":
         raise UsageError(
-            f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: `%distributed restart`."
+            f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: use `%distributed restart`."
         )
     if len(chosen) == state.world_size and not all_allowed:
-        raise UsageError("No rank would be left to keep anything: `%distributed restart` starts all ranks afresh.")
+        raise UsageError("That would replace every rank: use `%distributed restart`.")
     if names and source is None:
-        raise UsageError(f"Names are copied from a rank: `--from 0 {' '.join(names)}`.")
+        raise UsageError(f"Names need a rank to copy from: use `--from 0 {' '.join(names)}`.")
     if source is not None and source not in state.ranks:
-        raise UsageError(f"--from {source}: ranks are 0 to {state.world_size - 1}.")
+        raise UsageError(f"--from must be a rank from 0 to {state.world_size - 1}; got {source}.")
     if source is not None and (source in chosen or source in state.health.dead):
-        raise UsageError(f"--from {source}: that rank is replaced itself; variables come from one that lives on.")
+        raise UsageError(f"--from {source}: rank {source} is being replaced; choose a surviving rank.")
     stuck = sorted(state.health.stuck - set(chosen))
     if stuck:
-        both = format_ranks(sorted({*stuck, *chosen}))
+        both, one = format_ranks({*stuck, *chosen}), len(stuck) == 1
         raise UsageError(
-            f"Rank {format_ranks(stuck)} is stuck in an earlier cell and cannot join the groups anew: "
-            f"`%distributed repair --ranks {both}` replaces it too."
+            f"{name_ranks(stuck).capitalize()} {'is' if one else 'are'} stuck in an earlier cell and cannot rejoin: "
+            f"run `%distributed repair --ranks {both}` to replace {'it' if one else 'them'} too."
         )
     busy = [rank for rank in state.busy if rank not in chosen]
     if busy:
-        raise UsageError(f"Ranks {format_ranks(busy)} still run a cell: wait for its end or interrupt it, then repair.")
+        are = "is" if len(busy) == 1 else "are"
+        raise UsageError(
+            f"{name_ranks(busy).capitalize()} {are} still running a cell: wait for it or interrupt it, then repair."
+        )
 
 
-def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int]) -> None:
     connection = state.connection
     groups = _groups(connection, survivors)
     _fork(connection, state, chosen)
@@ -170,37 +180,37 @@ def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int
         rank: requests.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
         for rank in survivors
     }
-    seated = seats(state.layout, state.places)
-    store = store_address(connection, {place["host"] for place in state.places})
+    placements = place_ranks(state.layout, state.rank_info)
+    store = store_address(connection, {info["host"] for info in state.rank_info})
     for rank in chosen:
-        arguments = join_settings(state.layout, state.settings, rank, seated[rank], store, recoverable=True)
+        arguments = join_settings(state.layout, state.settings, rank, placements[rank], store, recoverable=True)
         own = [group for group in groups if rank in group["ranks"]]
         calls[rank] = requests.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
     try:
-        answers = gather(calls, _REPAIR_S, connection)
+        infos = gather(calls, _REPAIR_TIMEOUT_S, connection)
     except AxonError:
-        _leave(connection, chosen, survivors)
+        _release_survivors(connection, chosen, survivors)
         raise
     for rank in chosen:
-        state.replaced(rank, answers[rank])
+        state.mark_replaced(rank, infos[rank])
     state.health.broken = ""
 
 
-def _leave(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
-    """A newcomer has failed: the others need not wait for it until their limit."""
+def _release_survivors(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+    """Release the survivors from waiting, until their timeout, for a new rank that failed."""
     client = connection.client
-    ended = [client.request(rank, "axon_abort", again=True) for rank in survivors]
-    end = time.monotonic() + _ABORTED_S
-    for future in ended:
+    aborts = [client.request(rank, "axon_abort", again=True) for rank in survivors]
+    end = time.monotonic() + _ABORT_TIMEOUT_S
+    for future in aborts:
         future.wait(max(0.0, end - time.monotonic()))
-    reason = f"rank {format_ranks(chosen)} could not be replaced; `%distributed repair` tries again"
+    reason = f"{name_ranks(chosen)} could not be replaced; run `%distributed repair` to try again"
     for rank in survivors:
         requests.call(client, rank, f"{_RECOVERY}:disable_groups", reason=reason)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A repair that is given up half-way leaves ranks that wait for one that never joins."""
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore interrupts: a repair that stops half-way leaves ranks that wait for one that never joins."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -211,40 +221,43 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _end(state: ClusterState, ranks: Sequence[int]) -> None:
+def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.awaited.update(ranks)
     for rank in ranks:
         state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
-    end = time.monotonic() + _REPAIR_S
+    end = time.monotonic() + _REPAIR_TIMEOUT_S
     while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
-            raise StartError(f"ranks {format_ranks(ranks)} did not end within {_REPAIR_S:.0f} s of SIGKILL.")
+            raise StartError(
+                f"{name_ranks(ranks).capitalize()} did not exit within {_REPAIR_TIMEOUT_S:.0f} s of SIGKILL."
+            )
         time.sleep(0.005)
 
 
-def _ask(connection: Connection, asked: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
-    calls = {rank: requests.call(connection.client, rank, target, **arguments) for rank in asked}
-    return gather(calls, _REPAIR_S, connection)
+def _call_all(connection: Connection, ranks: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
+    calls = {rank: requests.call(connection.client, rank, target, **arguments) for rank in ranks}
+    return gather(calls, _REPAIR_TIMEOUT_S, connection)
 
 
 def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
-    for answer in _ask(connection, survivors, f"{_RECOVERY}:list_groups").values():
-        by_name.update({group["name"]: group for group in answer})
+    for groups in _call_all(connection, survivors, f"{_RECOVERY}:list_groups").values():
+        by_name.update({group["name"]: group for group in groups})
     return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
 
 
 def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> None:
     client = connection.client
     for rank in ranks:
-        client.unregister(rank)  # its id is free only when the controller has forgotten it
-    if not client.wait_unregistered(ranks, _REPAIR_S):
-        raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_REPAIR_S:.0f} s.")
+        client.unregister(rank)  # its id is free only once the controller has forgotten it
+    if not client.wait_unregistered(ranks, _REPAIR_TIMEOUT_S):
+        raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_REPAIR_TIMEOUT_S:.0f} s.")
     env = rank_environment(state.layout)
     for rank in ranks:
         connection.agent.call("fork", **fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
-    if not client.wait_registered(ranks, _REPAIR_S):
+    if not client.wait_registered(ranks, _REPAIR_TIMEOUT_S):
         raise StartError(
-            f"Ranks {format_ranks(ranks)} did not come up within {_REPAIR_S:.0f} s: see {connection.run_dir.path}."
+            f"{name_ranks(ranks).capitalize()} did not start within {_REPAIR_TIMEOUT_S:.0f} s; the logs are in "
+            f"{connection.run_dir.path}."
         )
-    await_reached(connection, ranks, _REPAIR_S)
+    await_handshake(connection, ranks, _REPAIR_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What a repair did, what it copied, and what is lost: as a record and as the lines that the user reads."""
+"""The report of a repair: what it replaced, copied and lost, as a record and as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
 __all__ = ["LostPart", "RepairReport"]
@@ -14,17 +14,17 @@ __all__ = ["LostPart", "RepairReport"]
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """A variable whose part on the replaced ranks no other rank holds."""
+    """A variable of which the replaced ranks held a part that no other rank has."""
 
     name: str
     kind: str
     """``module``, ``optimizer``, ``tensor`` or ``stage``."""
     parts: Any
-    """How many tensors of it are split so; for a stage the indices of the lost ones."""
+    """How many of its tensors are affected; for a stage, the indices of the lost stages."""
     of: int
-    """Of how many in all."""
+    """How many it has in all."""
     bytes: int
-    """Of the lost parts."""
+    """Size of the lost parts."""
 
     def __str__(self) -> str:
         if self.kind == "stage":
@@ -36,22 +36,22 @@ class LostPart:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The result of `Cluster.repair`; its text says what the user needs to know."""
+    """The result of `Cluster.repair`; displays as text."""
 
     ranks: tuple[int, ...]
-    """The ranks that were replaced."""
+    """The replaced ranks."""
     kept: tuple[int, ...]
-    """The other ranks, which keep all they have."""
+    """The other ranks, which keep their state."""
     reasons: dict[int, str]
-    """Why each was dead; reads after its name. Empty for one that lived and was replaced on request."""
+    """Why each replaced rank was dead; reads after its name. Empty for a live one that was replaced on request."""
     source: int | None = None
     """The rank whose variables were copied; None: the replaced ranks are empty."""
     copied: tuple[str, ...] = ()
-    """Names of the variables that were copied."""
+    """Names of the copied variables."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why each of the others could not be; reads after its name."""
+    """Why each other variable could not be copied; reads after its name."""
     size: int = 0
-    """Bytes that were copied to each replaced rank."""
+    """Bytes copied to each replaced rank."""
     lost: tuple[LostPart, ...] = ()
     """What only the replaced ranks held."""
 
@@ -66,10 +66,10 @@ class RepairReport:
         copied: Mapping[str, Any] | None,
         lost: Mapping[int, Sequence[Mapping[str, Any]]],
     ) -> RepairReport:
-        """From what the survivors say; `lost` is their answers by rank, of which the largest part counts."""
+        """Build the report; `lost` is what each survivor reports, of which the largest part of a variable counts."""
         parts: dict[str, LostPart] = {}
-        for told in lost.values():
-            for record in told:
+        for records in lost.values():
+            for record in records:
                 part = LostPart(**record)
                 if part.name not in parts or part.bytes > parts[part.name].bytes:
                     parts[part.name] = part
@@ -86,25 +86,25 @@ class RepairReport:
         )
 
     def lines(self, *, why: bool = False) -> list[str]:
-        """What to tell the user; with `why` also what became of the ranks."""
-        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {format_ranks(self.ranks)}"
+        """Return the report as lines; with `why`, also say why the ranks were dead."""
+        one, replaced = len(self.ranks) == 1, name_ranks(self.ranks)
         reasons = ", ".join(dict.fromkeys(reason for reason in self.reasons.values() if reason)) if why else ""
-        began = "fresh and empty" if self.source is None else self._copied()
-        told = f", which {reasons}" if reasons else ""
-        others = "the other ranks keep all they have" if self.kept else "no rank keeps anything"
-        lines = [f"Replaced {who}{told}: {began}; {others}."]
+        content = "new and empty" if self.source is None else self._copied()
+        clause = f", which {reasons}" if reasons else ""
+        others = "All other ranks keep their state." if self.kept else "No rank keeps its state."
+        lines = [f"Replaced {replaced}{clause}: {content}. {others}"]
         lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
         if self.lost:
-            plural = "its part" if len(self.ranks) == 1 else "their part"
-            parts = " and ".join(str(part).replace("its part", plural) for part in self.lost)
-            lines.append(f"Only {who} held {parts}: load a checkpoint into them on all ranks, or build them anew.")
+            pronoun = "its part" if one else "their part"
+            parts = " and ".join(str(part).replace("its part", pronoun) for part in self.lost)
+            lines.append(f"Only {replaced} held {parts}: load a checkpoint on all ranks, or recreate them.")
         return lines
 
     def _copied(self) -> str:
         shown = ", ".join(f"`{name}`" for name in self.copied[:8])
         more = f" and {len(self.copied) - 8} more" if len(self.copied) > 8 else ""
         what = f"{shown}{more} ({format_bytes(self.size)})" if self.copied else "no variable"
-        return f"fresh, with {what} and the random state of rank {self.source}"
+        return f"new, with {what} and the random state of rank {self.source}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

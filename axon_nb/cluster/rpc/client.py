@@ -1,10 +1,8 @@
-"""The ipyparallel client that cells travel through, and all private hooks into ipyparallel.
+"""The ipyparallel client that sends cells, and all private hooks into ipyparallel.
 
-Cells are plain `execute_request` messages on ipyparallel's own channels. What is ours: replies and output of cells go
-straight to their handler, without ipyparallel's caches (which grow with every message and join all output so far into
-one string at each chunk). `missing()` names what a newer ipyparallel no longer has; a test fails when it does.
-
-Telling ipyparallel's controller that an engine is gone: by itself it misses one after half a minute.
+Cells are plain `execute_request` messages on ipyparallel's own channels. Unlike in ipyparallel, replies and output of
+cells go straight to their handler, without its caches: these grow with every message, and join all output so far into
+one string at each chunk. `missing()` names the hooks that a newer ipyparallel no longer has; a test fails if it does.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import ipyparallel as ipp
 
 from axon_nb.errors import StartError
 
-__all__ = ["CellHandler", "RankClient", "connect", "missing", "tell_controller"]
+__all__ = ["CellHandler", "RankClient", "connect", "execute_content", "forget_engine", "missing"]
 
 _NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send", "_update_engines")
-_ASK_S = 0.5
+_QUERY_INTERVAL_S = 0.5
 
 
 def missing() -> list[str]:
@@ -34,17 +32,29 @@ def missing() -> list[str]:
     return absent
 
 
+def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
+    """Return the content of the `execute_request` that runs `code` on a rank."""
+    return {
+        "code": code,
+        "silent": silent,
+        "store_history": False,
+        "user_expressions": {},
+        "allow_stdin": False,
+        "stop_on_error": False,
+    }
+
+
 class CellHandler(Protocol):
-    """Takes what comes back from one cell; called on the client's IO thread."""
+    """Processes the messages of one cell; called on the client's IO thread."""
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """A message of the output channel."""
+        """Process a message of the output channel."""
 
     def on_idle(self, rank: int) -> None:
-        """The rank has sent all output of the cell."""
+        """Record that the rank has sent all output of the cell."""
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
-        """The rank has ended the cell."""
+        """Process the rank's reply: it has finished the cell."""
 
 
 class RankClient(ipp.Client):
@@ -54,13 +64,13 @@ class RankClient(ipp.Client):
         self._cells: dict[str, tuple[int, CellHandler]] = {}
         self._on_telemetry: Callable[[dict[str, Any]], None] | None = None
         self._registered = threading.Condition()
-        self._asked_at = 0.0
+        self._queried_at = 0.0
         super().__init__(str(connection_file), **kwargs)
         self._queue_handlers["execute_reply"] = self._on_execute_reply
         self._registration_callbacks.append(self._notify_registered)
 
     def activate(self, targets: Any = "all", suffix: str = "") -> Any:
-        """Nothing: a cluster of ours must not put %px into the user's notebook by itself."""
+        """Do nothing: our clusters must not add %px to the user's notebook unasked."""
 
     def _notify_registered(self, event: dict[str, Any]) -> None:
         with self._registered:
@@ -68,35 +78,35 @@ class RankClient(ipp.Client):
 
     @property
     def registered(self) -> list[int]:
-        """The engine ids that are registered now, without asking the controller."""
+        """The engine ids that are registered now, without querying the controller."""
         return sorted(self._engines)
 
     def wait_registered(self, ranks: Iterable[int], timeout_s: float) -> bool:
         """Wait until engines with these ids are registered, at most `timeout_s` seconds.
 
-        The controller is asked, too: what it told before its connection to this client was up is lost.
+        The controller is queried, too: what it sent before its connection to this client was up is lost.
         """
         wanted, end = set(ranks), time.monotonic() + timeout_s
         while not wanted <= set(self._engines):
             if (left := end - time.monotonic()) <= 0:
                 return False
-            self._ask_registered()
+            self._query_registered()
             with self._registered:
-                self._registered.wait_for(lambda: wanted <= set(self._engines), min(_ASK_S, left))
+                self._registered.wait_for(lambda: wanted <= set(self._engines), min(_QUERY_INTERVAL_S, left))
         return True
 
-    def _ask_registered(self) -> None:
-        if time.monotonic() - self._asked_at < _ASK_S:
+    def _query_registered(self) -> None:
+        if time.monotonic() - self._queried_at < _QUERY_INTERVAL_S:
             return
-        self._asked_at = time.monotonic()
+        self._queried_at = time.monotonic()
 
-        def take(answer: Any) -> None:
-            there = {int(key): ident for key, ident in answer.result()["content"]["engines"].items()}
-            # One that is known already may have been replaced since this was said.
-            self._update_engines({rank: ident for rank, ident in there.items() if rank not in self._engines})
+        def update(reply: Any) -> None:
+            registered = {int(key): ident for key, ident in reply.result()["content"]["engines"].items()}
+            # An engine that is already known may have been replaced since the controller replied.
+            self._update_engines({rank: ident for rank, ident in registered.items() if rank not in self._engines})
             self._notify_registered({})
 
-        self._send(self._query_stream, "connection_request").add_done_callback(take)
+        self._send(self._query_stream, "connection_request").add_done_callback(update)
 
     def wait_unregistered(self, ranks: Iterable[int], timeout_s: float) -> bool:
         """Wait until no engine with one of these ids is registered, at most `timeout_s` seconds."""
@@ -107,7 +117,7 @@ class RankClient(ipp.Client):
     def send_cells(
         self, ranks: Iterable[int], content: dict[str, Any], metadata: dict[str, Any], handler: CellHandler
     ) -> list[str]:
-        """Send one `execute_request` to each rank; returns the message ids, for `forget`."""
+        """Send one `execute_request` to each rank; return the message ids, for `forget`."""
         messages = []
         for rank in ranks:
             message = self.session.msg("execute_request", content=content, metadata=metadata)
@@ -122,14 +132,24 @@ class RankClient(ipp.Client):
         return [message["header"]["msg_id"] for _, message in messages]
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """What still comes of these messages is dropped."""
+        """Drop whatever else arrives for these messages."""
         for message_id in message_ids:
             self._cells.pop(message_id, None)
 
     def request(self, rank: int, msg_type: str, *, handler: CellHandler | None = None, **content: Any) -> Any:
-        """Ask a rank on its control channel, which answers while the main thread is stuck; a future of the reply.
+        """Send a request on a rank's control channel, which replies even if the main thread is stuck.
 
-        With a `handler`, that is told when the rank's output so far has come; until `forget` is called.
+        Args:
+            rank: The rank.
+            msg_type: Type of the request.
+            handler: Notified, until `forget` is called, once the rank's output so far has arrived; None: nobody is.
+            **content: The request's fields.
+
+        Returns:
+            A future of the reply.
+
+        Raises:
+            KeyError: the rank is not registered.
         """
         future = self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
         if handler is not None:
@@ -137,15 +157,15 @@ class RankClient(ipp.Client):
         return future
 
     def on_telemetry(self, handler: Callable[[dict[str, Any]], None] | None) -> None:
-        """Have `handler` called, on the IO thread, with each telemetry message's content."""
+        """Call `handler`, on the IO thread, with the content of each telemetry message."""
         self._on_telemetry = handler
 
     def on_registration(self, handler: Callable[[dict[str, Any]], None]) -> None:
-        """Have `handler` called, on the IO thread, when an engine comes or goes."""
+        """Call `handler`, on the IO thread, when an engine registers or unregisters."""
         self._registration_callbacks.append(handler)
 
     def unregister(self, rank: int) -> None:
-        """Tell the controller that this engine is gone, so that its id is free again; nothing if it knows."""
+        """Have the controller forget this engine, which frees its id; does nothing if it already has."""
         if rank not in self._engines:
             return
         self._send(self._query_stream, "unregistration_request", content={"id": rank})
@@ -153,7 +173,7 @@ class RankClient(ipp.Client):
     def _on_execute_reply(self, message: dict[str, Any]) -> None:
         entry = self._cells.get(message["parent_header"].get("msg_id"))
         if entry is None:
-            # A cell that was given up; ipyparallel would print a line about it.
+            # A cell that we no longer wait for; ipyparallel would print a line about it.
             if message["parent_header"].get("msg_id") in self.outstanding:
                 self._handle_execute_reply(message)
             return
@@ -186,37 +206,42 @@ class RankClient(ipp.Client):
 def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool]) -> RankClient:
     """Wait for the controller's connection file and connect.
 
+    Args:
+        connection_file: The controller's file for clients.
+        timeout_s: How long to wait, in seconds.
+        alive: Whether the host agent is alive, which runs the controller.
+
     Raises:
-        StartError: the controller ended, or did not come up in `timeout_s` seconds.
+        StartError: the controller exited, or did not start within `timeout_s` seconds.
     """
     end = time.monotonic() + timeout_s
-    # The engines' file is written last: when it is there, the clients' one is complete.
+    # The engines' file is written last: once it exists, the clients' file is complete.
     last = connection_file.with_name(connection_file.name.replace("client", "engine"))
     while not (last.exists() and last.stat().st_size):
         if not alive():
-            raise StartError("The host agent is gone: `%distributed start` starts a new cluster.")
+            raise StartError("The host agent is gone. Run `%distributed start` to start a new cluster.")
         if time.monotonic() > end:
             raise StartError(
-                f"The ipyparallel controller did not come up within {timeout_s:.0f} s: no {connection_file}."
+                f"The ipyparallel controller did not start within {timeout_s:.0f} s: no {connection_file}."
             )
         time.sleep(0.005)
     return RankClient(connection_file)
 
 
-_LIMIT_S = 2.0
+_FORGET_TIMEOUT_S = 2.0
 
 
-def tell_controller(client_file: Path, rank: int) -> None:
-    """Have the controller forget the engine `rank`; where that fails it misses the engine's heartbeat after a while.
+def forget_engine(client_file: Path, rank: int) -> None:
+    """Have the controller forget the engine `rank`; if that fails, it misses its heartbeat after half a minute.
 
     Args:
         client_file: The controller's connection file for clients.
         rank: The engine's id.
     """
     with contextlib.suppress(Exception):  # the controller may be gone as well
-        client = RankClient(client_file, timeout=_LIMIT_S)
+        client = RankClient(client_file, timeout=_FORGET_TIMEOUT_S)
         try:
             client.unregister(rank)
-            client.wait_unregistered([rank], _LIMIT_S)
+            client.wait_unregistered([rank], _FORGET_TIMEOUT_S)
         finally:
             client.close(linger=0)

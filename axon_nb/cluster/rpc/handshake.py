@@ -1,8 +1,8 @@
-"""Ranks that are registered, but not yet reached: asking again until each channel of theirs has answered.
+"""The handshake with registered ranks: requests are repeated until each of their channels has replied.
 
-ZeroMQ drops what is sent to a peer that has not connected yet. An engine connects its channels in the background, and
-the controller tells of it as soon as one of them, the heartbeat's, has: on a machine that is busy the others follow
-later. So what a rank is asked first may never come to it, and what it prints first may never come to the notebook.
+ZeroMQ drops what is sent to a peer that has not connected yet. An engine connects its channels in the background. The
+controller reports it as soon as the first of them, the heartbeat's, is connected; on a busy machine the others follow
+later. So the first request may never reach the rank, and its first output may never reach the notebook.
 """
 
 from __future__ import annotations
@@ -13,97 +13,89 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.cluster.rpc.client import RankClient, execute_content
 
-__all__ = ["hear", "reach"]
+__all__ = ["handshake", "wait_for_output"]
 
-_AGAIN_S = 0.25
-_LOOK_S = 0.02
-_NOTHING = {
-    "code": "",
-    "silent": True,
-    "store_history": False,
-    "user_expressions": {},
-    "allow_stdin": False,
-    "stop_on_error": False,
-}
+_RESEND_INTERVAL_S = 0.25
+_POLL_INTERVAL_S = 0.02
 
 
-class _Heard:
-    """Which ranks have answered on which channel; called on the client's IO thread."""
+class _ChannelAcks:
+    """Which ranks have replied on which channel; updated on the client's IO thread."""
 
     def __init__(self) -> None:
         self.cells: set[int] = set()
         self.output: set[int] = set()
         self.control: set[int] = set()
-        self.something = threading.Event()
+        self.changed = threading.Event()
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Nothing: an empty cell has none."""
+        """Do nothing: an empty cell has no output."""
 
     def on_idle(self, rank: int) -> None:
         self.output.add(rank)
-        self.something.set()
+        self.changed.set()
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
         self.cells.add(rank)
-        self.something.set()
+        self.changed.set()
 
     def on_control(self, rank: int) -> None:
         self.control.add(rank)
-        self.something.set()
+        self.changed.set()
 
-    def all(self) -> set[int]:
+    def complete(self) -> set[int]:
         return self.cells & self.output & self.control
 
 
-def reach(client: RankClient, ranks: Iterable[int], *, timeout_s: float, give_up: Callable[[], bool]) -> list[int]:
-    """Ask idle ranks for nothing until each has answered on its channels for cells, for control and for output.
+def handshake(client: RankClient, ranks: Iterable[int], *, timeout_s: float, give_up: Callable[[], bool]) -> list[int]:
+    """Send idle ranks empty requests until each has replied on its channels for cells, control and output.
 
     Args:
         client: The notebook's connection to the controller.
         ranks: Registered ranks that run no cell.
         timeout_s: How long to go on, in seconds.
-        give_up: Called every 20 ms; whether to end before that.
+        give_up: Called every 20 ms; whether to stop early.
 
     Returns:
-        The ranks that were not reached.
+        The ranks that have not completed the handshake.
     """
     waiting = set(ranks)
-    heard, sent = _Heard(), []
-    end, again = time.monotonic() + timeout_s, 0.0
+    acks, sent = _ChannelAcks(), []
+    end, next_send = time.monotonic() + timeout_s, 0.0
     try:
         while waiting and not give_up() and (now := time.monotonic()) < end:
-            if now >= again:
-                again = now + _AGAIN_S
+            if now >= next_send:
+                next_send = now + _RESEND_INTERVAL_S
                 for rank in waiting:
-                    with contextlib.suppress(KeyError):  # it has died meanwhile
-                        sent += client.send_cells([rank], _NOTHING, {}, heard)
-                        answer = client.request(rank, "kernel_info_request")
-                        answer.add_done_callback(lambda _, rank=rank: heard.on_control(rank))
-            heard.something.wait(_LOOK_S)
-            heard.something.clear()
-            waiting -= heard.all()
+                    with contextlib.suppress(KeyError):  # it has died
+                        sent += client.send_cells([rank], execute_content("", silent=True), {}, acks)
+                        reply = client.request(rank, "kernel_info_request")
+                        reply.add_done_callback(lambda _, rank=rank: acks.on_control(rank))
+            acks.changed.wait(_POLL_INTERVAL_S)
+            acks.changed.clear()
+            waiting -= acks.complete()
     finally:
         client.forget(sent)
     return sorted(waiting)
 
 
-def hear(client: RankClient, ranks: Iterable[int], *, timeout_s: float) -> bool:
-    """Wait until output of any of these ranks comes to a client that has just connected; they may be busy.
+def wait_for_output(client: RankClient, ranks: Iterable[int], *, timeout_s: float) -> bool:
+    """Wait until output of any of these ranks, which may be busy, reaches a client that has just connected.
 
     Returns:
-        Whether it came within `timeout_s` seconds.
+        Whether it did within `timeout_s` seconds.
     """
-    heard, sent = _Heard(), []
+    acks, sent = _ChannelAcks(), []
     end = time.monotonic() + timeout_s
     try:
-        while not heard.output and (now := time.monotonic()) < end:
+        while not acks.output and (now := time.monotonic()) < end:
             for rank in ranks:
-                with contextlib.suppress(KeyError):  # it has died meanwhile
-                    sent.append(client.request(rank, "kernel_info_request", handler=heard).msg_id)
-            heard.something.wait(min(_AGAIN_S, end - now))
-            heard.something.clear()
+                with contextlib.suppress(KeyError):  # it has died
+                    sent.append(client.request(rank, "kernel_info_request", handler=acks).msg_id)
+            acks.changed.wait(min(_RESEND_INTERVAL_S, end - now))
+            acks.changed.clear()
     finally:
         client.forget(sent)
-    return bool(heard.output)
+    return bool(acks.output)

@@ -1,9 +1,9 @@
-"""The cluster that this notebook's cells run on.
+"""The cluster that this notebook's cells run on, and what happens to it when the kernel exits.
 
-What becomes of the cluster when the kernel ends: shut down means the end, restarted means wait for the next kernel.
+A shutdown of the kernel stops the cluster; a restart leaves it running for the next kernel.
 
-Private hook into ipykernel: `Kernel.do_shutdown(restart)` is the only place that says which of the two it is. Where it
-is missing a restart counts as a shutdown.
+Private hook into ipykernel: only `Kernel.do_shutdown(restart)` says which of the two it is. If it is missing, a restart
+counts as a shutdown.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ _current: list[Cluster] = []
 
 
 def get() -> Cluster | None:
-    """The current cluster; None when there is none or it has ended."""
+    """Return the current cluster; None if there is none, or it is no longer running."""
     with _lock:
         return _current[0] if _current and _current[0].running else None
 
 
 def require(command: str) -> Cluster:
-    """The current cluster.
+    """Return the current cluster.
+
+    Args:
+        command: What needs it, such as ``%push``; named in the error.
 
     Raises:
         NoClusterError: there is none.
@@ -46,10 +49,10 @@ def require(command: str) -> Cluster:
 
 
 def put(cluster: Cluster) -> None:
-    """Make `cluster` the current one; it ends with this process unless the kernel is being restarted."""
+    """Make `cluster` the current one; it is stopped with this process unless the kernel is being restarted."""
     from axon_nb.cluster import history
 
-    history.started(cluster.state)
+    history.record_start(cluster.state)
     settings.running = get
     with _lock:
         _current[:] = [cluster]
@@ -69,12 +72,12 @@ _clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
 
 
 def restarting() -> bool:
-    """Whether the kernel ends in order to come back."""
+    """Whether the kernel is shutting down in order to restart."""
     return _state["restart"]
 
 
 def watch_shutdown(cluster: Cluster | None = None) -> None:
-    """Watch for the kernel's shutdown request, on behalf of `cluster` too; safe to call again, and without a kernel."""
+    """Watch for the kernel's shutdown request, also for `cluster`; safe to call again, and without a kernel."""
     if cluster is not None:
         _clusters.add(cluster)
     app = sys.modules.get("ipykernel.kernelapp")
@@ -85,8 +88,8 @@ def watch_shutdown(cluster: Cluster | None = None) -> None:
 
     def do_shutdown(restart: bool) -> Any:
         _state["restart"] = bool(restart)
-        for mine in list(_clusters) if restart else ():
-            mine.leave_cells()  # Jupyter has interrupted the cell that runs: that was not meant for the ranks
+        for own in list(_clusters) if restart else ():
+            own.leave_cells()  # Jupyter has interrupted the running cell; that was not meant for the ranks
         return original(restart)
 
     kernel.do_shutdown = do_shutdown
@@ -94,7 +97,7 @@ def watch_shutdown(cluster: Cluster | None = None) -> None:
 
 
 def at_exit(cluster: Cluster) -> None:
-    """At the end of this process: leave the cluster to the next kernel, or end it."""
+    """Detach from the cluster if the kernel is restarting, else stop it; called at interpreter exit."""
     prewarm.discard()
     if not cluster.running:
         return

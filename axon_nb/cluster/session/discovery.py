@@ -1,21 +1,21 @@
-"""Clusters that outlived their kernel: found, listed, ended."""
+"""Find, list and stop clusters of this user, such as those that outlived their kernel."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
 
-from axon_nb.cluster.launch.connection import owner_id
+from axon_nb.cluster.launch.connection import kernel_id
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.client import AgentClient
 from axon_nb.host.run_dir import RunDir, list_run_dirs
 
-__all__ = ["KeptCluster", "end_kept", "find", "mine", "running"]
+__all__ = ["ClusterEntry", "find", "own_detached", "running", "stop_detached"]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCluster:
-    """A cluster of this user that runs, whoever uses it."""
+class ClusterEntry:
+    """A running cluster of this user, in whichever notebook it is used."""
 
     run_dir: RunDir
     name: str
@@ -23,20 +23,20 @@ class KeptCluster:
     owner: str
     attached: bool
     """Whether a notebook is connected."""
-    formed: bool
-    """Whether its ranks have joined a world; false for engines that a program started with ipyparallel itself."""
+    has_world: bool
+    """Whether its ranks have joined a world; False for engines that a program started through ipyparallel."""
 
 
-def running() -> list[KeptCluster]:
-    """All clusters of this user with ranks."""
+def running() -> list[ClusterEntry]:
+    """Return all clusters of this user that have ranks."""
     found = []
     for run_dir in list_run_dirs():
         info = run_dir.read_info()
         if info.get("world_size"):
             attached = _attached(run_dir)
-            formed = "layout" in info
+            has_world = "layout" in info
             found.append(
-                KeptCluster(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached, formed)
+                ClusterEntry(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached, has_world)
             )
     return found
 
@@ -51,47 +51,51 @@ def _attached(run_dir: RunDir) -> bool:
     return False
 
 
-def mine() -> list[KeptCluster]:
-    """Clusters that this notebook's former kernel left behind."""
-    me = owner_id()
-    return [entry for entry in running() if entry.owner == me and not entry.attached]
+def own_detached() -> list[ClusterEntry]:
+    """Return the detached clusters that this notebook's previous kernel left running."""
+    own = kernel_id()
+    return [entry for entry in running() if entry.owner == own and not entry.attached]
 
 
-def end_kept() -> list[str]:
-    """End what this notebook's former kernel left behind; one line for each."""
+def stop_detached() -> list[str]:
+    """Stop the clusters that this notebook's previous kernel left running; return a line for each."""
     lines = []
-    for entry in mine():
+    for entry in own_detached():
         with contextlib.suppress(AxonError):
-            AgentClient(entry.run_dir, owner=owner_id()).stop()
+            AgentClient(entry.run_dir, owner=kernel_id()).stop()
             lines.append(
-                f"Ended the cluster {entry.name!r} ({entry.num_ranks} ranks) that this notebook had left running."
+                f"Stopped the cluster {entry.name!r} ({entry.num_ranks} rank{'s' * (entry.num_ranks != 1)}) that this "
+                "notebook had left running."
             )
     return lines
 
 
-def find(name: str | None) -> KeptCluster:
-    """The cluster to attach to.
+def find(name: str | None) -> ClusterEntry:
+    """Return the cluster to attach to.
+
+    Args:
+        name: Its name; None: this notebook's own, or the only detached one.
 
     Raises:
-        UsageError: none fits, or several do; the message names them.
+        UsageError: none matches, or several do; the message names them.
     """
     everything = running()
     if name is not None:
         entries = [entry for entry in everything if entry.name == name]
     else:
-        free = [entry for entry in everything if entry.formed and not entry.attached]
-        me = owner_id()
-        entries = [entry for entry in free if entry.owner == me] or free
+        free = [entry for entry in everything if entry.has_world and not entry.attached]
+        own = kernel_id()
+        entries = [entry for entry in free if entry.owner == own] or free
     names = ", ".join(repr(entry.name) for entry in everything) or "none"
     if not entries:
-        wanted = f"No cluster {name!r} is running" if name else "No cluster waits for a notebook"
-        raise UsageError(f"{wanted}; running: {names}. `%distributed start` starts one.")
+        problem = f"No cluster {name!r} is running" if name else "No detached cluster found"
+        raise UsageError(f"{problem}; running: {names}. Run `%distributed start` to start one.")
     if len(entries) > 1:
-        raise UsageError(f"Several clusters wait for a notebook: {', '.join(repr(e.name) for e in entries)}; name one.")
-    if not entries[0].formed:
+        raise UsageError(f"Several detached clusters: {', '.join(repr(e.name) for e in entries)}. Name one of them.")
+    if not entries[0].has_world:
         raise UsageError(
-            f"{entries[0].name!r} is no cluster of ranks, but engines that a program started with "
-            "ipyparallel.Cluster(engines='axon'): connect to them with ipyparallel, or `%distributed start` ranks."
+            f"{entries[0].name!r} has no ranks: a program started its engines with "
+            "ipyparallel.Cluster(engines='axon'). Connect to them with ipyparallel, or run `%distributed start`."
         )
     if entries[0].attached:
         raise UsageError(f"The cluster {entries[0].name!r} is in use by another notebook.")

@@ -1,6 +1,6 @@
-"""After an attach: the cells that ran, or ended, while no notebook was connected, and groups left half-way.
+"""Reattach to the cells that ran, or finished, while no notebook was connected, and repair groups left half-way.
 
-Following a cell that a notebook before this one has sent: its output and its end are fetched from the ranks.
+The output and the outcome of such a cell, sent by an earlier kernel, are fetched from the ranks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from axon_nb.cluster.output import NotebookSink
 from axon_nb.cluster.recovery.recovery import next_epoch
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Follower", "resume"]
+__all__ = ["OutputReplay", "reattach_cells"]
 
-_EVERY_S = 0.1
-_NEVER_CAME_S = 2.0
-"""A rank that is idle and does not know the cell for this long never got it."""
+_POLL_INTERVAL_S = 0.1
+_NEVER_SENT_AFTER_S = 2.0
+"""A rank that has been idle for this long and does not know the cell never got it."""
 
 
-class Follower:
-    """Asks the ranks of one cell ten times a second over the control channel, which answers while they are busy.
+class OutputReplay:
+    """Polls the ranks of one cell ten times per second over the control channel, which replies while they are busy.
 
-    Fetching, rather than listening, loses nothing and shows nothing twice: each answer begins where the one before
-    ended. What came to be lost before anyone asked is told in a note.
+    Polling, rather than listening, loses nothing and shows nothing twice: each reply starts where the previous one
+    ended. Output that the rank had to discard before is reported in a note.
 
     Args:
         client: The cluster's client.
@@ -46,181 +46,183 @@ class Follower:
         self._client = client
         self._run = run
         self._last: dict[int, int] = {}
-        self._asked: dict[int, Any] = {}
+        self._requests: dict[int, Any] = {}
         self._due = 0.0
         self._idle_since: dict[int, float] = {}
 
     def step(self, now: float) -> None:
-        """Hand on what has come, and ask again when it is due."""
-        for rank, future in list(self._asked.items()):
+        """Pass on what has arrived, and send the requests that are due."""
+        for rank, future in list(self._requests.items()):
             if future.done():
-                del self._asked[rank]
-                self._take(rank, future.result()["content"], now)
+                del self._requests[rank]
+                self._process(rank, future.result()["content"], now)
         if now < self._due:
             return
-        self._due = now + _EVERY_S
+        self._due = now + _POLL_INTERVAL_S
         for rank in self._run.unfinished:
-            if rank not in self._asked:
-                with contextlib.suppress(KeyError):  # it is gone; the host agent tells
+            if rank not in self._requests:
+                with contextlib.suppress(KeyError):  # it is gone; the host agent reports that
                     since = self._last.get(rank, 0)
-                    self._asked[rank] = self._client.request(rank, "axon_cells", run=self._run.token, since=since)
+                    self._requests[rank] = self._client.request(rank, "axon_cells", run=self._run.token, since=since)
 
-    def _take(self, rank: int, content: Mapping[str, Any], now: float) -> None:
+    def _process(self, rank: int, content: Mapping[str, Any], now: float) -> None:
         if rank not in self._run.unfinished:
             return
         if content.get("cells"):
             self.feed(rank, content["cells"][0])
         elif content.get("running", True):
             self._idle_since.pop(rank, None)
-        elif now - self._idle_since.setdefault(rank, now) > _NEVER_CAME_S:
-            why = "the notebook went away before it had sent the cell to this rank"
-            self._end(rank, {"status": "error", "ename": "CellLost", "evalue": why})
+        elif now - self._idle_since.setdefault(rank, now) > _NEVER_SENT_AFTER_S:
+            why = "the notebook disconnected before sending the cell to this rank"
+            self._finish(rank, {"status": "error", "ename": "CellLostError", "evalue": why})
 
     def feed(self, rank: int, report: Mapping[str, Any]) -> None:
-        """Hand on one rank's report."""
+        """Pass on one rank's report."""
         run = self._run
-        if note := _cut_note(report["omitted"], first=rank not in self._last):
+        if note := _omission_note(report["omitted"], first=rank not in self._last):
             run.on_output(rank, "stream", {"name": "stderr", "text": note}, {})
         self._last[rank] = report["last"]
         for kind, content in report["messages"]:
             run.on_output(rank, kind, content, {})
         if report["outcome"] is not None:
-            self._end(rank, report["outcome"])
+            self._finish(rank, report["outcome"])
 
-    def _end(self, rank: int, outcome: dict[str, Any]) -> None:
+    def _finish(self, rank: int, outcome: dict[str, Any]) -> None:
         self._run.on_idle(rank)
         self._run.on_reply(rank, outcome)
 
-    def wait_for_late(self, limit_s: float) -> None:
-        """After the cell was given up: go on until its stuck ranks have come back, at most `limit_s` seconds."""
-        end = time.monotonic() + limit_s
+    def wait_for_late(self, timeout_s: float) -> None:
+        """Go on until the stuck ranks of a failed cell have replied, at most `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
         while self._run.unfinished and not self._run.lost and time.monotonic() < end:
             self.step(time.monotonic())
-            time.sleep(_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
-def _cut_note(cut: Mapping[str, int], *, first: bool) -> str:
+def _omission_note(omitted: Mapping[str, int], *, first: bool) -> str:
     parts = [
-        f"{cut[name]:,} {noun}{'s' * (cut[name] != 1)}"
+        f"{omitted[name]:,} {noun}{'s' * (omitted[name] != 1)}"
         for name, noun in (("lines", "line"), ("displays", "display"))
-        if cut[name]
+        if omitted[name]
     ]
-    if not (parts or cut["size"]):
+    if not (parts or omitted["size"]):
         return ""
-    when = "before the notebook came back" if first else "in between"
-    return f"… {' and '.join(parts) or 'text'} ({cut['size'] / 1e3:.1f} kB) {when} not kept on the rank …\n"
+    when = "before the notebook reconnected" if first else "in between"
+    return f"… {' and '.join(parts) or 'text'} ({omitted['size'] / 1e3:.1f} kB) printed {when}: discarded …\n"
 
 
-_ANSWER_S = 10.0
-"""A rank that has not answered by then is in C code that keeps Python's lock; all others answer in milliseconds, unless
-the machine is busy, and what they are in would be lost if they were not waited for."""
-_LOOK_S = 0.05
-"""Between two looks whether a rank that is waited for still lives."""
-_ENDED_S = 0.3
-"""A cell that has ended already is shown before `attach` returns, if that takes no longer."""
-_LATE_S = 3600.0
-_RECOVERY_S = 40.0
+_REPLY_TIMEOUT_S = 10.0
+"""A rank that has not replied by then is in C code that holds the GIL. All others reply in milliseconds, unless the
+machine is busy; without waiting for them, their cells would be lost."""
+_DEATH_POLL_S = 0.05
+"""How often to check whether a rank that has not replied is still alive."""
+_SHOW_RESULT_S = 0.3
+"""A cell that has already finished is shown before `attach` returns, if that takes no longer."""
+_LATE_TIMEOUT_S = 3600.0
+_RECOVERY_TIMEOUT_S = 40.0
 
-Answers = Mapping[int, Mapping[str, Any]]
+Replies = Mapping[int, Mapping[str, Any]]
 
 
-def resume(cells: CellManager, *, left_ns: int) -> CellHandle | None:
-    """Take up what the notebook before this one has left on the ranks.
+def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
+    """Reattach to the cells that the previous kernel left on the ranks.
 
     Args:
-        cells: Those of a cluster just attached to.
-        left_ns: When that notebook left: monotonic time of the host in nanoseconds.
+        cells: The cells of a cluster just attached to.
+        left_ns: When that kernel disconnected: monotonic time of the host in nanoseconds.
 
     Returns:
-        The cell that runs last, or has ended since; None: no cell was under way.
+        The last cell that is running, or has finished since; None if there is none.
     """
-    answers = _ask(cells.state, left_ns)
-    harmed = _harmed(cells.state, answers)
-    next_epoch(above=max((answer["epoch"] for answer in answers.values()), default=0))
+    replies = _request_cells(cells.state, left_ns)
+    needs_recovery = _needs_recovery(cells.state, replies)
+    next_epoch(above=max((reply["epoch"] for reply in replies.values()), default=0))
     reports: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for rank, answer in answers.items():
-        for report in answer["cells"]:
+    for rank, reply in replies.items():
+        for report in reply["cells"]:
             reports.setdefault(report["run"], {})[rank] = report
-    handles = [_adopt(cells, run, by_rank, answers, harmed=harmed) for run, by_rank in reports.items()]
-    if harmed and not handles:
-        _recover(cells, answers)
+    handles = [
+        _reattach(cells, run, by_rank, replies, needs_recovery=needs_recovery) for run, by_rank in reports.items()
+    ]
+    if needs_recovery and not handles:
+        _recover(cells, replies)
     return handles[-1] if handles else None
 
 
-def _ask(state: ClusterState, left_ns: int) -> dict[int, Mapping[str, Any]]:
+def _request_cells(state: ClusterState, left_ns: int) -> dict[int, Mapping[str, Any]]:
     client = state.connection.client
     ranks = [rank for rank in client.registered if rank not in state.health.dead]
-    asked = {rank: client.request(rank, "axon_cells", after_ns=left_ns) for rank in ranks}
-    end = time.monotonic() + _ANSWER_S
-    answers = {}
-    for rank, future in asked.items():
-        while not future.wait(_LOOK_S) and rank not in state.health.dead and time.monotonic() < end:
+    requests = {rank: client.request(rank, "axon_cells", after_ns=left_ns) for rank in ranks}
+    end = time.monotonic() + _REPLY_TIMEOUT_S
+    replies = {}
+    for rank, future in requests.items():
+        while not future.wait(_DEATH_POLL_S) and rank not in state.health.dead and time.monotonic() < end:
             pass
         if future.done() and "cells" in (content := future.result()["content"]):
-            answers[rank] = content
-    return answers
+            replies[rank] = content
+    return replies
 
 
-def _harmed(state: ClusterState, answers: Answers) -> bool:
-    """Whether the groups cannot be used as they are: a rank is dead, or an abort or a forming was cut short."""
+def _needs_recovery(state: ClusterState, replies: Replies) -> bool:
+    """Whether the groups are unusable: a rank is dead, or an abort or a rebuild did not complete."""
     if state.backend != "gloo":
         return False
-    halfway = any(answer["aborted"] or answer["rebuilding"] for answer in answers.values())
-    return bool(state.health.dead) or halfway or len({answer["epoch"] for answer in answers.values()}) > 1
+    half_way = any(reply["aborted"] or reply["rebuilding"] for reply in replies.values())
+    return bool(state.health.dead) or half_way or len({reply["epoch"] for reply in replies.values()}) > 1
 
 
-def _adopt(
-    cells: CellManager, name: str, reports: Mapping[int, Mapping[str, Any]], answers: Answers, *, harmed: bool
+def _reattach(
+    cells: CellManager, name: str, reports: Mapping[int, Mapping[str, Any]], replies: Replies, *, needs_recovery: bool
 ) -> CellHandle:
     facts = next(iter(reports.values()))["facts"]
     ranks = list(facts["ranks"])
     title = f"Cell In[{facts['cell']}]"
     running = [rank for rank in ranks if rank not in reports or reports[rank]["outcome"] is None]
     if running:
-        print(f"{title} still runs on ranks {format_ranks(running)}: its output goes on here.")
+        print(f"{title} is still running on {name_ranks(running)}. Its output continues here.")
     else:
-        print(f"{title} has ended on ranks {format_ranks(ranks)} while no notebook was connected.")
+        print(f"{title} finished on {name_ranks(ranks)} while no notebook was connected.")
     run = cells.new_run(
         ranks, {"quiet": facts["quiet"], "timeout": facts["timeout"], "show_value": facts["show_value"]}
     )
-    run.harmed = harmed
-    follower = Follower(cells.state.connection.client, run)
-    run.adopt(name, follower.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
+    run.needs_recovery = needs_recovery
+    replay = OutputReplay(cells.state.connection.client, run)
+    run.reattach(name, replay.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
     for rank, report in reports.items():
-        follower.feed(rank, report)
+        replay.feed(rank, report)
     cells.state.health.tell(run)
-    if any(answers[rank]["aborted"] for rank in reports) and not run.errors:
-        run.interrupt()  # somebody has pressed the stop button, and the notebook went away before it had its effect
-    end = _ending(cells, run, follower, title, values=facts["token"] is not None)
-    handle = CellHandle(run, end)
+    if any(replies[rank]["aborted"] for rank in reports) and not run.errors:
+        run.interrupt()  # the user interrupted the cell, and the kernel disconnected before that had its effect
+    finish = _finisher(cells, run, replay, title, values=facts["token"] is not None)
+    handle = CellHandle(run, finish)
     if not running:
-        handle.wait(_ENDED_S)
+        handle.wait(_SHOW_RESULT_S)
     return handle
 
 
-def _ending(
-    cells: CellManager, run: CellRun, follower: Follower, title: str, *, values: bool
+def _finisher(
+    cells: CellManager, run: CellRun, replay: OutputReplay, title: str, *, values: bool
 ) -> Callable[[], CellResult]:
-    def end() -> CellResult:
+    def finish() -> CellResult:
         sink = NotebookSink()
         try:
-            result = cells.end(run, {"values": values})
+            result = cells.finish(run, {"values": values})
         except (CellError, CellInterrupt, ClusterLostError) as error:
             sink.stream("stderr", f"{title} failed.\n" + "\n".join(error._render_traceback_()) + "\n")
             if run.unfinished and not run.lost:
-                threading.Thread(target=follower.wait_for_late, args=(_LATE_S,), daemon=True).start()
+                threading.Thread(target=replay.wait_for_late, args=(_LATE_TIMEOUT_S,), daemon=True).start()
             raise
         sink.stream("stdout", f"{title} is done: {max(run.seconds.values()):.3g} s.\n")
         return result
 
-    return end
+    return finish
 
 
-def _recover(cells: CellManager, answers: Answers) -> None:
-    for rank, answer in answers.items():
-        if answer["rebuilding"]:  # it may wait for ranks that were never told to form their groups
+def _recover(cells: CellManager, replies: Replies) -> None:
+    for rank, reply in replies.items():
+        if reply["rebuilding"]:  # it may wait for ranks that were never asked to rebuild their groups
             cells.state.connection.client.request(rank, "axon_abort", again=False)
     recovery = cells.recovery()
-    end = time.monotonic() + _RECOVERY_S
+    end = time.monotonic() + _RECOVERY_TIMEOUT_S
     while not recovery.step() and time.monotonic() < end:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Starting, attaching to, restarting and stopping clusters."""
+"""Start, reattach to and restart clusters."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from axon_nb.cluster.launch.engines import launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, plan_layout
-from axon_nb.cluster.rpc.handshake import hear
+from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
-from axon_nb.cluster.session.discovery import end_kept, find, running
-from axon_nb.cluster.session.reattach import resume
+from axon_nb.cluster.session.discovery import find, running, stop_detached
+from axon_nb.cluster.session.reattach import reattach_cells
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
 
 __all__ = ["attach", "restart", "start"]
 
-_REGISTERED_S = 20.0
-"""The controller tells a new client of engines within milliseconds; longer on a machine that is busy."""
-_HEARD_S = 5.0
-"""For output to come to a new client; longer only where all ranks are in C code that keeps Python's lock."""
+_REGISTRATION_TIMEOUT_S = 20.0
+"""The controller reports engines to a new client within milliseconds; it takes longer on a busy machine."""
+_OUTPUT_TIMEOUT_S = 5.0
+"""For output to reach a new client; it takes longer only if all ranks are in C code that holds the GIL."""
+_FOREIGN_REGISTRATION_TIMEOUT_S = 2.0
+"""For engines of other launchers, of which it is unknown how many are alive."""
 
 
 def start(
@@ -41,20 +43,20 @@ def start(
     name: str | None = None,
     interface: str | None = None,
 ) -> Cluster:
-    """Start a cluster and make it the current one. Returns when every rank is in the group and one barrier has passed.
+    """Start a cluster and make it the current one. Returns once every rank is in the group and has passed a barrier.
 
     Args:
-        n: Number of ranks; None: one a free GPU, without GPUs min(4, max(2, cores)).
+        n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs.
         devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
         backend: ``auto``, ``gloo`` or ``nccl``.
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.
-        name: What the cluster is called; several clusters of one user need different names.
+        name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
-            all ranks are here, and nothing but loopback and Unix sockets listens.
+            all ranks are on this host, and only loopback and Unix sockets are opened.
 
     Raises:
-        UsageError: the wish cannot be met.
-        StartError: the ranks did not come up.
+        UsageError: the request cannot be satisfied.
+        StartError: the ranks failed to start.
     """
     ip = LOOPBACK if interface is None else interface_ip(interface)
     several_hosts = interface is not None
@@ -64,18 +66,19 @@ def start(
     )
     chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     if current.get() is not None:
-        there = current.require("start")
+        existing = current.require("start")
+        ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
         raise UsageError(
-            f"The cluster {there.name!r} with {there.world_size} ranks is running: "
-            "`%distributed stop` ends it, `%distributed restart` starts its ranks afresh."
+            f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
+            "`%distributed restart` to restart its ranks."
         )
-    for line in end_kept():
+    for line in stop_detached():
         print(line)
     if several_hosts and chosen in ("axon", "local"):
         raise UsageError(
-            f"--interface {interface}: the launcher {chosen!r} starts ranks on this host alone; see --engines."
+            f"--interface {interface}: the launcher {chosen!r} starts ranks on this host only; use another --engines."
         )
-    title = _free_name(name)
+    cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
         print(note)
@@ -89,11 +92,11 @@ def start(
     launched = None
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
-        places = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
-        limit_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
-        for note in compatibility.at_start(places, layout.backend, timeout_s=limit_s):
+        rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
+        timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
+        for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)
-        cluster = _publish(connection, layout, chosen_settings, name=title, engines=chosen, places=places)
+        cluster = _publish(connection, layout, chosen_settings, name=cluster_name, engines=chosen, rank_info=rank_info)
     except BaseException:
         if launched is not None:
             stop_engines(launched, chosen)
@@ -111,7 +114,7 @@ def _publish(
     *,
     name: str,
     engines: str,
-    places: list[dict[str, Any]],
+    rank_info: list[dict[str, Any]],
 ) -> Cluster:
     facts = {
         "name": name,
@@ -120,10 +123,10 @@ def _publish(
         "world_size": layout.num_ranks,
         **settings_facts(own),
         "layout": dataclasses.asdict(layout),
-        "places": places,
+        "rank_info": rank_info,
     }
     connection.agent.call("set_info", info=facts)
-    return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, places=places))
+    return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, rank_info=rank_info))
 
 
 def _free_name(name: str | None) -> str:
@@ -131,7 +134,7 @@ def _free_name(name: str | None) -> str:
     if name is not None:
         if name in taken:
             raise UsageError(
-                f"A cluster {name!r} is running already: `%distributed attach {name}`, or choose another name."
+                f"A cluster {name!r} is already running. Run `%distributed attach {name}`, or choose another name."
             )
         return name
     base, number = default_name(), 1
@@ -141,20 +144,21 @@ def _free_name(name: str | None) -> str:
 
 
 def attach(name: str | None = None) -> Cluster:
-    """Get back a cluster whose kernel was restarted or has died, with everything on its ranks.
+    """Reconnect to a cluster whose kernel was restarted or died; its ranks keep their state.
 
-    A cell that was running goes on: its output is shown here, and `Cluster.running_cell` is its handle. The cluster's
-    settings become those of this notebook, except those that have been set here.
+    A running cell continues: its output is shown here, and `Cluster.running_cell` is its handle. The notebook takes
+    over the cluster's settings, except those that were set here.
 
     Args:
-        name: Which; None: this notebook's own, or the only one there is.
+        name: Which; None: this notebook's own, or the only detached one.
 
     Raises:
-        UsageError: there is none, or it belongs to a notebook that is connected.
+        UsageError: there is none, or it is used by another notebook that is connected.
+        StartError: none of its ranks is alive.
     """
     if current.get() is not None:
-        there = current.require("attach")
-        raise UsageError(f"This notebook has the cluster {there.name!r} already: `%distributed stop` it first.")
+        existing = current.require("attach")
+        raise UsageError(f"This notebook already has the cluster {existing.name!r}. Run `%distributed stop` first.")
     entry = find(name)
     prewarm.discard()
     connection = open_existing(entry.run_dir)
@@ -162,48 +166,50 @@ def attach(name: str | None = None) -> Cluster:
     info = hello_reply["info"]
     facts = dict(info["layout"])
     layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    living = _living(connection, info["engines"], layout.num_ranks)
-    if not living:
+    live_ranks = _live_ranks(connection, info["engines"], layout.num_ranks)
+    if not live_ranks:
         connection.stop()
-        raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
-    hear(connection.client, living, timeout_s=_HEARD_S)
-    own = settings.take_over(info.get("settings", {}))
+        raise StartError(
+            f"No rank of the cluster {info['name']!r} is alive. Run `%distributed start` to start a new cluster."
+        )
+    wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
+    own = settings.inherit(info.get("settings", {}))
     cluster = Cluster(
-        ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
+        ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], rank_info=info["rank_info"])
     )
-    for rank in set(cluster.ranks) - living:
+    for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply["deaths"].get(str(rank))
         cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
-    settings.act_again()
-    cluster.running_cell = resume(cluster.cells, left_ns=hello_reply["left_ns"])
+    settings.apply_again()
+    cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply["left_ns"])
     return cluster
 
 
-def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
+def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int]:
     client = connection.client
     if engines != "axon":
-        client.wait_registered(range(num_ranks), 2.0)
+        client.wait_registered(range(num_ranks), _FOREIGN_REGISTRATION_TIMEOUT_S)
         return set(client.registered)
-    # The controller takes a minute to miss an engine that died while nobody was there to tell it.
-    living = set(map(int, connection.agent.hello_reply["ranks"]))
-    client.wait_registered(living, _REGISTERED_S)
-    return living
+    # The controller takes a minute to miss an engine that died while no notebook could report it.
+    live_ranks = set(map(int, connection.agent.hello_reply["ranks"]))
+    client.wait_registered(live_ranks, _REGISTRATION_TIMEOUT_S)
+    return live_ranks
 
 
 def restart() -> Cluster:
-    """Stop the current cluster and start one of the same shape; variables on ranks are lost."""
+    """Stop the current cluster and start one with the same options; variables on ranks are lost."""
     old = current.require("restart")
-    shape = {
+    options = {
         "devices": old.layout.visible or ("cpu" if old.layout.devices[0] == "cpu" else "auto"),
         "backend": old.backend,
         "engines": old.engines,
         "name": old.name,
     }
     if old.connection.ip != LOOPBACK:
-        shape["interface"] = old.connection.ip
+        options["interface"] = old.connection.ip
     else:
-        prewarm.begin()  # the next agent comes up while the old one ends
+        prewarm.start()  # the next agent starts while the old one stops
     old.stop()
     current.drop(old)
-    return start(old.world_size, **shape)
+    return start(old.world_size, **options)

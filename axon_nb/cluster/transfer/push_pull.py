@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.cells.values import RANK_SIDE, await_answer, ranks_on_this_host, read_value
+from axon_nb.cluster.cells.values import RANK_SIDE, await_reply, ranks_on_this_host, read_value
 from axon_nb.cluster.failures.hints import hint_for
 from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.cluster.rpc import requests
@@ -176,4 +176,4 @@ def _ask_far(
     """Call a function of ranks that share no memory with the notebook; what it was sent and gave is cached nowhere."""
     client = state.connection.client
     futures = {rank: requests.call(client, rank, f"{RANK_SIDE}:{function}", **arguments(rank)) for rank in ranks}
-    return {rank: await_answer(state, rank, future, what) for rank, future in futures.items()}
+    return {rank: await_reply(state, rank, future, what) for rank, future in futures.items()}

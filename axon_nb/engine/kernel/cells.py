@@ -114,7 +114,7 @@ class CellRunner:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
-        activity.set_exclusive_ranks(ranks if facts.get("alone") else None)
+        activity.set_exclusive_ranks(ranks if facts.get("exclusive") else None)
         return None
 
     def _keep_value(self, token: str, value: Any) -> None:

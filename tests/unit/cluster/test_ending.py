@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from axon_nb.cluster.cells.abort import Ending
+from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
 
 WAITS = {
@@ -63,12 +63,12 @@ def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
 
 def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
     ranks: Any = Ranks()
-    ending, now = Ending(ranks, [0, 1]), 100.0
-    ending.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
+    controller, now = AbortController(ranks, [0, 1]), 100.0
+    controller.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
     assert len(ranks.late) == 2
     ranks.late[0].set_result({"content": {}})
-    assert not ending.settled(now + 5.0, set())
-    assert not ending.settled(now + 1.0, {1})
-    assert ending.settled(now + 5.0, {1}), "one that has died answers no more"
+    assert not controller.acknowledged(now + 5.0, set())
+    assert not controller.acknowledged(now + 1.0, {1})
+    assert controller.acknowledged(now + 5.0, {1}), "one that has died answers no more"
     ranks.late[1].set_result({"content": {}})
-    assert ending.settled(now + 0.1, set())
+    assert controller.acknowledged(now + 0.1, set())

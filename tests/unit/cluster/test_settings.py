@@ -21,7 +21,7 @@ class Running:
         self.settings = settings
         self.taken: list[dict[str, Value]] = []
 
-    def take_settings(self, changed: Mapping[str, Value]) -> None:
+    def apply_settings(self, changed: Mapping[str, Value]) -> None:
         self.taken.append(dict(changed))
         self.settings = Settings(**{**vars(self.settings), **changed})
 
@@ -180,7 +180,7 @@ def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
     def gone(changed: Mapping[str, Value]) -> None:
         raise ClusterLostError("gone")
 
-    cluster.take_settings = gone  # type: ignore[method-assign]
+    cluster.apply_settings = gone  # type: ignore[method-assign]
     with pytest.raises(ClusterLostError):
         own.set("debug=off keep_alive=5")
     assert own.snapshot() == Settings()
@@ -190,9 +190,9 @@ def test_the_settings_of_an_attached_cluster_are_taken_over_except_those_set_her
     own = LiveSettings()
     own.set("keep_alive=9 threads=4")
     kept = {"keep_alive": 60.0, "output_limit": 4096, "collective_timeout": 30.0, "threads": 1}
-    cluster = Running(own.take_over(kept))
+    cluster = Running(own.inherit(kept))
     own.running = lambda: cluster
-    own.act_again()
+    own.apply_again()
     assert cluster.taken == [{"keep_alive": 9.0}]
     assert own.lines()[:5] == [
         "keep_alive = 9 s (default 300 s)",

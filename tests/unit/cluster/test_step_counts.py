@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.cells.consistent_cut import moving_group, place_of_cut
-from axon_nb.cluster.recovery.recovery import steps_apart
+from axon_nb.cluster.cells.consistent_cut import cut_sequence_number, progressing_group
+from axon_nb.cluster.recovery.recovery import describe_diverged_steps
 from axon_nb.cluster.transfer.broadcast import plan_sync
 from axon_nb.errors import UsageError
 
@@ -19,10 +19,10 @@ def optimizer(steps: int, **other: Any) -> dict[str, Any]:
 
 def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
     reports = {rank: [optimizer(12 if rank < 2 else 11)] for rank in range(4)}
-    assert steps_apart(reports) == [
+    assert describe_diverged_steps(reports) == [
         (
-            "Ranks 0-1 are at step 12 of `adam`, ranks 2-3 at 11: "
-            "`%distributed sync` copies models and optimizers of rank 0 to all."
+            "Ranks 0-1 are at step 12 of `adam`, ranks 2-3 at 11. "
+            "Run `%distributed sync` to copy models and optimizers of rank 0 to all ranks."
         )
     ]
 
@@ -31,10 +31,10 @@ def test_a_single_rank_and_a_split_model_read_well() -> None:
     reports = {
         rank: [optimizer(7 if rank == 3 else 6, name="", not_replicated="is sharded over ranks")] for rank in range(4)
     }
-    assert steps_apart(reports) == [
+    assert describe_diverged_steps(reports) == [
         (
             "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is sharded over ranks: "
-            "load a checkpoint on all ranks, or build both anew."
+            "load a checkpoint on all ranks, or recreate model and optimizer."
         )
     ]
 
@@ -51,19 +51,19 @@ def test_a_single_rank_and_a_split_model_read_well() -> None:
     ],
 )
 def test_ranks_that_may_differ_are_not(other: dict[str, Any]) -> None:
-    assert steps_apart({0: [optimizer(12)], 1: [optimizer(**other)]}) == []
+    assert describe_diverged_steps({0: [optimizer(12)], 1: [optimizer(**other)]}) == []
 
 
 def test_a_first_step_is_compared_with_the_variable_of_that_name() -> None:
     first, none = optimizer(1, before=0), optimizer(0, before=0, number=-1)
-    (line,) = steps_apart({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
+    (line,) = describe_diverged_steps({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
     assert line.startswith("Rank 1 is at step 1 of `adam`, rank 0 at 0")
-    assert steps_apart({0: [{**none, "name": "other"}], 1: [first]}) == []
-    assert steps_apart({0: [none], 1: [none]}) == []
+    assert describe_diverged_steps({0: [{**none, "name": "other"}], 1: [first]}) == []
+    assert describe_diverged_steps({0: [none], 1: [none]}) == []
 
 
 def test_a_rank_that_trains_alone_is_not_told() -> None:
-    assert steps_apart({0: [optimizer(12)], 1: []}) == []
+    assert describe_diverged_steps({0: [optimizer(12)], 1: []}) == []
 
 
 @pytest.mark.parametrize(
@@ -77,22 +77,22 @@ def test_a_rank_that_trains_alone_is_not_told() -> None:
 def test_the_cut_is_in_a_group_that_moves_on_all_ranks(
     first: dict[str, int], last: dict[str, int], group: str | None
 ) -> None:
-    assert moving_group({0: first, 1: first}, {0: last, 1: last}) == group
+    assert progressing_group({0: first, 1: first}, {0: last, 1: last}) == group
 
 
 def test_the_cut_is_in_all_groups_together_where_no_group_has_all_ranks() -> None:
     first = {0: {"0": 1, "a": 3, "": 4}, 1: {"0": 1, "b": 3, "": 4}}
     last = {0: {"0": 1, "a": 7, "": 8}, 1: {"0": 1, "b": 7, "": 8}}
-    assert moving_group(first, last) == ""
-    assert moving_group(first, {**last, 1: first[1]}) is None
+    assert progressing_group(first, last) == ""
+    assert progressing_group(first, {**last, 1: first[1]}) is None
 
 
 def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
     first, last = {"0": 3, "": 3}, {"0": 3, "new": 1, "": 4}
-    assert moving_group({0: first, 1: first}, {0: last, 1: last}) == "new"
-    assert place_of_cut("new", {0: first, 1: first}, {0: last, 1: last}, seconds=0.015) == 1 + 2
+    assert progressing_group({0: first, 1: first}, {0: last, 1: last}) == "new"
+    assert cut_sequence_number("new", {0: first, 1: first}, {0: last, 1: last}, seconds=0.015) == 1 + 2
     fast = {**last, "0": 103}
-    assert place_of_cut("0", {0: first, 1: first}, {0: fast, 1: fast}, seconds=0.1) == 103 + 40
+    assert cut_sequence_number("0", {0: first, 1: first}, {0: fast, 1: fast}, seconds=0.1) == 103 + 40
 
 
 def has(kind: str = "module", **other: Any) -> dict[str, Any]:
