@@ -57,7 +57,7 @@ class Cluster:
         """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""
 
     def __repr__(self) -> str:
-        how = self.health.gone or "running"
+        how = self.health.disconnect_reason or "running"
         return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {how})"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
@@ -229,9 +229,9 @@ class Cluster:
 
     def stop(self) -> None:
         """End all ranks, the controller and the agent; nothing is left behind. A second call does nothing."""
-        if self.health.gone:
+        if self.health.disconnect_reason:
             return
-        self.health.gone = "was stopped"
+        self.health.disconnect_reason = "was stopped"
         shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
         self.cells.lose("was stopped")
@@ -239,7 +239,7 @@ class Cluster:
     def detach(self) -> None:
         """Leave the cluster running for its keep-alive time; `axon_nb.attach` gets it back, and the cell that runs."""
         self.leave_cells()
-        self.health.gone = LEFT
+        self.health.disconnect_reason = LEFT
         self.connection.close()
 
     def leave_cells(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
-from axon_nb.cluster.failures.report import REPAIR
+from axon_nb.cluster.failures.report import REPAIR_HINT
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
@@ -50,8 +50,8 @@ class ClusterState:
         """What each rank says of its host: host, pid, device, cores, gpus."""
         self.active_cells: list[ActiveCell] = []
         """The cells that have been sent and not ended."""
-        way_back = REPAIR if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
-        self.health = Health(name, lambda: list(self.active_cells), way_back=way_back)
+        way_back = REPAIR_HINT if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
+        self.health = Health(name, lambda: list(self.active_cells), remedy=way_back)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
 
@@ -88,12 +88,12 @@ class ClusterState:
     @property
     def running(self) -> bool:
         """Whether cells can be sent."""
-        return not self.health.gone
+        return not self.health.disconnect_reason
 
     def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
         """A fresh process has taken the place of `rank`."""
         self.places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
-        self.health.lost.discard(rank)
+        self.health.lost_contexts.discard(rank)
         self.connection.agent.call("set_info", info={"places": self.places})

@@ -23,7 +23,7 @@ from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, measured
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
-from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws
+from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws_hint
 from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
@@ -55,7 +55,7 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseE
         run.errors,
         first=run.failed_order,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or hint_for(run.errors.values(), way_back=way_back),
+        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=way_back),
         timeout_s=run.timeout_s if run.timed_out else None,
     )
 
@@ -140,7 +140,7 @@ class CellManager:
         chosen = resolve_ranks(options.get("ranks"), state.world_size)
         if process_settings.auto_repair:
             auto_repair(state)
-        state.health.refuse(chosen)
+        state.health.ensure_available(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout {timeout:g}: it is a number of seconds above 0.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in chosen]
@@ -152,7 +152,7 @@ class CellManager:
         now = {"keep_failure": process_settings.debug, "output_limit": state.settings.output_limit}
         facts = {**now, **options.get("facts", {})}
         run.send(code, number, keep_value=options.get("values", True), alone=alone, more=facts)
-        state.health.tell(run)  # what has happened while we were sending
+        state.health.report_to(run)  # what has happened while we were sending
         return run
 
     def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
@@ -188,13 +188,13 @@ class CellManager:
         """
         state = self.state
         for run in state.active_cells:
-            state.health.follow_stuck(run)
+            state.health.track_stuck(run)
         limit_s = collective_timeout(state.settings, recoverable=False)
         if note := after_failure(state.places, state.backend, timeout_s=limit_s):
             print(note, file=sys.stderr)
         if state.backend == "nccl":
-            state.health.tell_unproven()
-            state.health.lost.update(lost_contexts(ended.errors) if ended is not None else [])
+            state.health.warn_nccl_untested()
+            state.health.lost_contexts.update(lost_contexts(ended.errors) if ended is not None else [])
         return Recovery(state.client, state.ranks, state.health, patient=state.backend == "nccl")
 
     def end(self, run: CellRun, options: CellOptions) -> CellResult:
@@ -206,15 +206,15 @@ class CellManager:
         if run.lost:
             way_back = _BACK if run.lost == LEFT else _AFRESH
             raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell ran: {way_back}.")
-        state.health.follow_stuck(run)
+        state.health.track_stuck(run)
         replaced = replace_stuck(state, run.to_replace)
-        failure = failure_of(run, replaced, way_back=state.health.way_back)
+        failure = failure_of(run, replaced, way_back=state.health.remedy)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", shared_draws(run.told, run.ranks))
+            state.health.hint("draws", shared_draws_hint(run.told, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
         told: dict[str, Any] = measured(run.told)
         return CellResult(fetched, run.errors, run.seconds, text, **told)

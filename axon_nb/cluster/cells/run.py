@@ -140,7 +140,7 @@ class CellRun:
         if self._given_up:
             self.on_late_reply(rank)
         if self._view is not None:
-            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
+            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "aborted")
 
     def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
         ours = self.told[rank] = content.get("axon_nb", {})
@@ -153,7 +153,7 @@ class CellRun:
             ended = was_ended(ename, evalue, begun=self._ending.begun)
             evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
-            self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
+            self._fail(rank, RankError(rank, "aborted" if ended else "raised", ename, evalue, traceback))
 
     def on_death(self, rank: int, reason: str) -> None:
         """From any thread: the rank's process is gone; `reason` reads after its name."""

@@ -63,10 +63,12 @@ def await_answer(state: ClusterState, rank: int, future: Any, what: str) -> Any:
     """The result of a call, as soon as it is there, or the rank is known to be dead."""
     try:
         while not future.wait(_LOOK_S):
-            if state.health.gone:
-                raise ClusterLostError(f"The cluster {state.name!r} {state.health.gone}: it cannot {what}.")
+            if state.health.disconnect_reason:
+                raise ClusterLostError(
+                    f"The cluster {state.name!r} {state.health.disconnect_reason}: it cannot {what}."
+                )
             if rank in state.health.dead:
-                why, way_back = state.health.dead[rank], state.health.way_back
+                why, way_back = state.health.dead[rank], state.health.remedy
                 raise ClusterLostError(f"rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
     except (ClusterLostError, KeyboardInterrupt):

@@ -108,10 +108,10 @@ class Recovery:
 
     def step(self) -> bool:
         """Do what is due; True when the recovery is over, one way or the other."""
-        if self._health.gone:
+        if self._health.disconnect_reason:
             return True
         health = self._health
-        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost}]
+        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost_contexts}]
         if missing:
             return self._stand_down(missing)
         now = time.monotonic()
@@ -138,8 +138,8 @@ class Recovery:
 
     def _tell_leaks(self, leaked: Sequence[int]) -> None:
         # A poisoned Gloo group cannot be freed: each keeps 2 threads and some 0.14 MiB until the rank ends.
-        if max(leaked) // _LEAKS_TOLD > self._health.leaks_told:
-            self._health.leaks_told = max(leaked) // _LEAKS_TOLD
+        if max(leaked) // _LEAKS_TOLD > self._health.leaks_reported:
+            self._health.leaks_reported = max(leaked) // _LEAKS_TOLD
             print(
                 f"The ranks keep the threads of {max(leaked)} process groups that were given up, which stay: "
                 "`%distributed restart` gets rid of them when it suits you."
@@ -169,6 +169,6 @@ class Recovery:
         reason = f"rank {format_ranks(missing)} {what}; `%distributed repair` replaces it"
         self._health.broken = reason
         for rank in self._ranks:
-            if rank not in missing or rank in self._health.lost:
+            if rank not in missing or rank in self._health.lost_contexts:
                 requests.call(self._client, rank, _STAND_DOWN, reason=reason)
         return True

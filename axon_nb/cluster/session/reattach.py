@@ -188,7 +188,7 @@ def _adopt(
     run.adopt(name, follower.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
     for rank, report in reports.items():
         follower.feed(rank, report)
-    cells.state.health.tell(run)
+    cells.state.health.report_to(run)
     if any(answers[rank]["aborted"] for rank in reports) and not run.errors:
         run.interrupt()  # somebody has pressed the stop button, and the notebook went away before it had its effect
     end = _ending(cells, run, follower, title, values=facts["token"] is not None)

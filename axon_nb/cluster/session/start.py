@@ -173,7 +173,9 @@ def attach(name: str | None = None) -> Cluster:
     )
     for rank in set(cluster.ranks) - living:
         event = hello_reply["deaths"].get(str(rank))
-        cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
+        cluster.health.mark_dead(
+            rank, "died while no notebook was connected" if event is None else describe_death(event)
+        )
     current.put(cluster)
     settings.act_again()
     cluster.running_cell = resume(cluster.cells, left_ns=hello_reply["left_ns"])
