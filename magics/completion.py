@@ -67,7 +67,7 @@ def _find(text: str, line_number: int, column: int) -> Found | None:
     rank = target_rank(text, cluster.world_size) if cluster is not None else None
     if cluster is None or rank is None:
         return None
-    fragment, texts = completion.of(cluster.state).complete(rank, line, column)
+    fragment, texts = completion.client_for(cluster.state).complete(rank, line, column)
     if fragment.startswith(".") and all(text.startswith(".") for text in texts):
         fragment, texts = fragment[1:], [text[1:] for text in texts]
     return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
@@ -95,7 +95,7 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     if name == "auto":
         return partial, _beginning(("on", "off"), partial), "value"
     if name in _RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _beginning(completion.of(cluster.state).names(), partial), "rank 0"
+        return partial, _beginning(completion.client_for(cluster.state).names(), partial), "rank 0"
     return None
 
 
@@ -155,4 +155,4 @@ def forget() -> None:
 def _refresh() -> None:
     cluster = current.get()
     if cluster is not None:
-        completion.of(cluster.state).refresh()
+        completion.client_for(cluster.state).refresh()

@@ -110,7 +110,7 @@ class FrontEnd:
         name = token_at_cursor(code, cursor_pos)
         if cluster is not None and rank is not None and name and not name.startswith("%"):
             omit = tuple(omit_sections)
-            data = completion.of(cluster.state).inspect(rank, name, detail=detail_level, omit=omit)
+            data = completion.client_for(cluster.state).inspect(rank, name, detail=detail_level, omit=omit)
             if data:
                 return {"status": "ok", "found": True, "data": data, "metadata": {}}
         reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)

@@ -186,7 +186,7 @@ class Cluster:
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """What each rank does right now; ranks that do not answer within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return asking.sample(self.client, [rank for rank in chosen if rank not in self.health.dead])
+        return asking.request_states(self.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Everything about the cluster in one record, asked of the ranks now."""

@@ -37,7 +37,7 @@ class LiveView(Protocol):
     def flush(self) -> None:
         """Show what has come since."""
 
-    def rank_over(self, rank: int, *, failed: bool) -> None:
+    def rank_finished(self, rank: int, *, failed: bool) -> None:
         """From any thread: a rank has ended the cell."""
 
 

@@ -140,7 +140,7 @@ class CellRun:
         if self._given_up:
             self.on_late_reply(rank)
         if self._view is not None:
-            self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "aborted")
+            self._view.rank_finished(rank, failed=part.error is not None and part.error.kind != "aborted")
 
     def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
         ours = self.told[rank] = content.get("axon_nb", {})

@@ -90,10 +90,7 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
     if source not in cells.state.ranks:
         raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
     if busy := cells.state.busy:
-        raise UsageError(
-            f"{name_ranks(busy).capitalize()} {'is' if len(busy) == 1 else 'are'} still running a cell: "
-            "wait until it finishes, or interrupt it first."
-        )
+        raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
     reports = _call(cells, f"describe({list(names)!r})")
     chosen, skipped = plan_sync(reports, source, names)
     _call(cells, f"give_and_take({source}, {chosen!r})")
