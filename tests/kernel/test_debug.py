@@ -101,4 +101,4 @@ def test_a_front_end_without_input_is_told(kernel: Kernel) -> None:
     kernel.run(FAIL)
     reply = kernel.collect(str(kernel.client.execute("%distributed debug", allow_stdin=False)))
     assert reply.ename == "UsageError"
-    assert "this front end gives none" in reply.traceback
+    assert "this one has none" in reply.traceback
