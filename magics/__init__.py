@@ -18,7 +18,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Take the magics back; a running cluster is left alone."""
+    """Unregister the magics; a running cluster keeps running."""
     from axon_nb.magics import extension
 
     extension.unload(ipython)

@@ -1,7 +1,4 @@
-"""Parsing what stands behind a magic, with errors that say what is possible.
-
-An example of each magic and of each sub-command of `%distributed`, shown by its help.
-"""
+"""Parses the arguments of magics, with errors that suggest a fix; holds the examples that their help shows."""
 
 from __future__ import annotations
 
@@ -14,41 +11,41 @@ from typing import Any, NoReturn
 from axon_nb.errors import UsageError
 from axon_nb.usage import nearest_option, unknown_command
 
-__all__ = ["EXAMPLES", "HelpAsked", "LineParser", "example_of", "parse", "telling_help", "unknown_command"]
+__all__ = ["EXAMPLES", "HelpRequest", "LineParser", "example_of", "parse", "unknown_command", "with_help"]
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
     "%%rank": "%%rank 0                             and below it: print(model)",
-    "%gather": "%gather predictions --as everyone    what %scatter dealt out comes together again",
-    "%memory": "%memory model optimizer              or without names: all that the ranks' variables hold",
-    "%pull": "%pull losses --ranks 0               binds what rank 0 has; of all ranks a dict without --ranks",
-    "%push": "%push images labels                  all ranks get those of the notebook",
-    "%scatter": "%scatter images labels               each rank gets its part",
+    "%gather": "%gather predictions --as everyone    joins the parts that %scatter made",
+    "%memory": "%memory model optimizer              without names: everything that the ranks' variables hold",
+    "%pull": "%pull losses --ranks 0               fetches the value of rank 0; without --ranks a dict of all",
+    "%push": "%push images labels                  sends the notebook's variables to all ranks",
+    "%scatter": "%scatter images labels               sends each rank its part",
     "%shards": "%shards model optimizer --gradients",
-    "%timeline": "%timeline --save trace.json          for Perfetto; or %timeline alone: a live view",
+    "%timeline": "%timeline --save trace.json          for Perfetto; without --save: a live view",
     "%watch": "%watch                               before the cell that trains",
-    "attach": "%distributed attach                  after the kernel was restarted",
-    "auto": "%distributed auto on                 and `%distributed auto off`",
-    "cancel": "%distributed cancel                  ends a cell that was started with --noblock",
-    "config": "%distributed config keep_alive=10min  or without key=value: shows all settings",
-    "debug": "%distributed debug --ranks 2         after a cell has failed on rank 2; `p loss` shows a variable",
-    "diff": "%distributed diff model --from 0     where other ranks' model is not as that of rank 0",
-    "doctor": "%distributed doctor               what to send along with an issue",
-    "export": "%distributed export train.py         the cells that ran, as a script for torchrun",
-    "repair": "%distributed repair --from 0         a dead rank comes back with what rank 0 has",
-    "restart": "%distributed restart                 all ranks anew, as many as before",
-    "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1 and so on",
-    "stacks": "%distributed stacks --ranks 1        where rank 1 is, also while it is stuck",
+    "attach": "%distributed attach                  after a kernel restart",
+    "auto": "%distributed auto on                 undo it with `%distributed auto off`",
+    "cancel": "%distributed cancel                  interrupts a cell that was started with --noblock",
+    "config": "%distributed config keep_alive=10min  without key=value: shows all settings",
+    "debug": "%distributed debug --ranks 2         after a cell failed on rank 2; `p loss` shows a variable",
+    "diff": "%distributed diff model --from 0     shows where other ranks' model differs from that of rank 0",
+    "doctor": "%distributed doctor                  attach its output to bug reports",
+    "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
+    "repair": "%distributed repair --from 0         replaces a dead rank, with the variables of rank 0",
+    "restart": "%distributed restart                 starts as many new ranks as before",
+    "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1, and so on",
+    "stacks": "%distributed stacks --ranks 1        shows where rank 1 is, even while it is stuck",
     "start": "%distributed start -n 4 --backend gloo",
-    "status": "%distributed status                  a row for each rank",
-    "stop": "%distributed stop                    ends all ranks; nothing is left behind",
-    "sync": "%distributed sync model optimizer    all ranks get those of rank 0",
-    "vars": "%distributed vars                    a row for each variable of the ranks",
+    "status": "%distributed status                  one row per rank",
+    "stop": "%distributed stop                    stops all ranks; nothing is left behind",
+    "sync": "%distributed sync model optimizer    copies them from rank 0 to all ranks",
+    "vars": "%distributed vars                    one row per variable of the ranks",
 }
 
 
 def example_of(prog: str) -> str:
-    """What help shows of a magic, or of a command such as ``%distributed start``; empty: nothing."""
+    """Return the help's example for a magic or a command such as ``%distributed start``; empty if there is none."""
     example = EXAMPLES.get(prog.removeprefix("%distributed "))
     return f"\n\nexample:\n  {example}" if example else ""
 
@@ -57,22 +54,22 @@ _HELP = ("--help", "?", "??")
 
 
 class LineParser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError with one sentence, and never exits."""
+    """An argument parser that raises UsageError with one sentence instead of exiting."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, add_help=False, allow_abbrev=False, exit_on_error=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
+        """Raise UsageError."""
         raise UsageError(f"{self.prog}: {message}.")
 
     def options(self) -> list[str]:
-        """All options, long forms first."""
+        """Return all option strings."""
         return [option for action in self._actions for option in action.option_strings]
 
 
-class HelpAsked(UsageError):
-    """Help was asked for instead of anything being done; shows it."""
+class HelpRequest(UsageError):
+    """Raised instead of running the command if the user asked for help; its message is the help."""
 
     def __init__(self, parser: LineParser) -> None:
         super().__init__(parser.format_help().rstrip() + example_of(parser.prog))
@@ -82,41 +79,41 @@ class HelpAsked(UsageError):
         return str(self).splitlines()
 
 
-def telling_help(magic: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A line magic that prints its help when it is asked for, which is no failure of the cell."""
+def with_help(magic: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap a line magic so that it prints its help on request instead of failing the cell."""
 
     @functools.wraps(magic)
-    def told(line: str) -> Any:
+    def run(line: str) -> Any:
         try:
             return magic(line)
-        except HelpAsked as asked:
-            print(asked)
+        except HelpRequest as help_text:
+            print(help_text)
             return None
 
-    return told
+    return run
 
 
 def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
     """Parse a magic's line.
 
     Raises:
-        HelpAsked: the line ends with ``--help`` or ``?``.
-        UsageError: an unknown option, a missing or a wrong value; names the nearest option.
+        HelpRequest: the line ends with ``--help`` or ``?``.
+        UsageError: an option is unknown, or a value is missing or invalid; suggests the nearest option.
     """
     try:
         words = shlex.split(line) if isinstance(line, str) else list(line)
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error} in {line!r}.") from None
     if words and words[-1] in _HELP:
-        raise HelpAsked(parser)
+        raise HelpRequest(parser)
     try:
         values, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise UsageError(f"{parser.prog}: {_lower(error.argument_name)}{error.message}.") from None
+        raise UsageError(f"{parser.prog}: {_prefix(error.argument_name)}{error.message}.") from None
     if unknown:
         raise UsageError(f"{parser.prog} has no {unknown[0]!r}{nearest_option(unknown[0], parser.options())}")
     return values
 
 
-def _lower(name: Any) -> str:
+def _prefix(name: Any) -> str:
     return f"{name}: " if name else ""

@@ -1,4 +1,4 @@
-"""`%distributed auto on`: plain cells run on ranks; `%%local` cells and our own line magics stay in the notebook."""
+"""`%distributed auto on`: plain cells run on ranks; `%%local` cells and axon_nb's line magics run in the notebook."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from axon_nb.magics.cell_head import auto_mode
 
 __all__ = ["AutoMagics", "Piece", "auto_cells", "split_cell"]
 
-_NOTEBOOKS_OWN = ("load_ext", "reload_ext", "unload_ext")
-"""Line magics of IPython that would make no sense on ranks."""
+_NOTEBOOK_MAGICS = ("load_ext", "reload_ext", "unload_ext")
+"""IPython's line magics that would be useless on ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Successive lines of a cell that run in one place."""
+    """Consecutive lines of a cell that run in one place."""
 
     magic: str
     """Name of the line magic that runs in the notebook; empty: code for ranks."""
     text: str
-    """What stands behind the magic; or the code, with a comment for each line above it: its line numbers stay."""
+    """The magic's arguments; or the code, below a comment for each line above it, so that its line numbers stay."""
 
 
-def split_cell(body: str, own: Callable[[str], bool]) -> list[Piece]:
-    """A plain cell in the order in which it runs.
+def split_cell(body: str, is_local: Callable[[str], bool]) -> list[Piece]:
+    """Split a plain cell into pieces, in the order in which they run.
 
     Args:
         body: The cell.
-        own: Whether the line magic of this name runs in the notebook.
+        is_local: Returns whether the line magic with this name runs in the notebook.
     """
     pieces: list[Piece] = []
     chunk: list[str] = []
     lines = body.splitlines(keepends=True)
 
-    def close(end: int) -> None:
+    def close_chunk(end: int) -> None:
         code = "".join(chunk)
         if not cell_code.is_empty(code):
             pieces.append(Piece("", "#\n" * (end - len(chunk)) + code))
@@ -51,17 +51,17 @@ def split_cell(body: str, own: Callable[[str], bool]) -> list[Piece]:
     for number, line in enumerate(lines):
         name, _, rest = line[1:].strip().partition(" ")
         bare = name.rstrip("?")
-        if line.startswith("%") and own(bare) and _is_whole("".join(chunk)):
-            close(number)
+        if line.startswith("%") and is_local(bare) and _is_complete("".join(chunk)):
+            close_chunk(number)
             pieces.append(Piece(name, rest.strip()) if name == bare else Piece("pinfo", f"%{bare}"))
         else:
             chunk.append(line)
-    close(len(lines))
+    close_chunk(len(lines))
     return pieces
 
 
-def _is_whole(code: str) -> bool:
-    """Whether `code` parses by itself: a line that follows is no part of a text or of brackets."""
+def _is_complete(code: str) -> bool:
+    """Return whether `code` parses by itself, so that the next line is not inside a string or brackets."""
     try:
         python = TransformerManager().transform_cell(code)
         compile(python, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
@@ -71,7 +71,7 @@ def _is_whole(code: str) -> bool:
 
 
 def auto_cells(lines: list[str]) -> list[str]:
-    """An input transformer: with auto mode on a plain cell becomes one call; a `%%local` cell becomes a plain one."""
+    """An input transformer: in auto mode a plain cell becomes one call; a `%%local` cell becomes a plain one."""
     if not lines:
         return lines
     if lines[0].split() == ["%%local"]:
@@ -87,12 +87,13 @@ def auto_cells(lines: list[str]) -> list[str]:
     return [f"await {registry}.run({body!r})\n" if shell.autoawait else f"{registry}.run_blocking({body!r})\n"]
 
 
-# `check_complete` leaves such transformers out: in a terminal an unfinished block is not to look finished.
+# `check_complete` skips transformers with side effects. Otherwise an unfinished block would look complete in a
+# terminal.
 vars(auto_cells)["has_side_effects"] = True
 
 
 def _from_front_end(shell: Any, lines: list[str]) -> bool:
-    """Whether these lines are the cell that the user has sent: no script that it runs, nothing the front end asks."""
+    """Return whether these lines are the cell that the user sent, not a script that it runs or a request."""
     kernel = getattr(shell, "kernel", None)
     if kernel is None:
         return True
@@ -109,11 +110,11 @@ def _from_front_end(shell: Any, lines: list[str]) -> bool:
 
 @magics_class
 class AutoMagics(Magics):
-    """Plain cells on ranks, and `%%local`."""
+    """Runs plain cells on ranks; `%%local`."""
 
     @cell_magic
     def local(self, line: str, cell: str) -> None:
-        """Run the cell in the notebook, as it would be without `%distributed auto on`.
+        """Run the cell in the notebook, as without `%distributed auto on`.
 
         Example: a cell of the two lines `%%local` and `import matplotlib.pyplot as plt`.
         """
@@ -130,7 +131,7 @@ class AutoMagics(Magics):
                 await self._cells().run("distributed", _line(), piece.text, plain=True)
 
     def run_blocking(self, body: str) -> None:
-        """As `run`, where IPython does not await."""
+        """Run a plain cell piece by piece, if IPython does not await."""
         for piece in self._pieces(body):
             if piece.magic:
                 self._run_magic(piece)
@@ -143,11 +144,11 @@ class AutoMagics(Magics):
     def _pieces(self, body: str) -> list[Piece]:
         magics = self.shell.magics_manager.magics["line"]
 
-        def own(name: str) -> bool:
-            ours = getattr(magics.get(name), "__module__", "").startswith("axon_nb.")
-            return ours or name in _NOTEBOOKS_OWN
+        def is_local(name: str) -> bool:
+            is_ours = getattr(magics.get(name), "__module__", "").startswith("axon_nb.")
+            return is_ours or name in _NOTEBOOK_MAGICS
 
-        return split_cell(body, own)
+        return split_cell(body, is_local)
 
     def _run_magic(self, piece: Piece) -> None:
         value = self.shell.run_line_magic(piece.magic, piece.text)

@@ -1,6 +1,6 @@
-"""The first line of a cell: whether it sends the cell to ranks, and to which.
+"""Reads the first line of a cell: whether it sends the cell to ranks, and to which.
 
-`%%distributed` on a cell's first line becomes an awaited call: widgets stay clickable while the cell runs.
+A `%%distributed` cell becomes an awaited call, so that widgets stay responsive while it runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = [
     "RANK_MAGICS",
     "AutoMode",
     "CellHead",
-    "asked_help",
     "auto_mode",
     "awaited_cells",
+    "help_requests",
     "read_head",
     "target_rank",
 ]
@@ -31,11 +31,11 @@ _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
 
 @dataclass
 class AutoMode:
-    """Whether plain cells run on ranks, as `%distributed auto` has set it."""
+    """Whether plain cells run on ranks; set by `%distributed auto`."""
 
     on: bool = False
     ranks: str | None = None
-    """Which ranks, as for `--ranks`; None: all."""
+    """The ranks, as for `--ranks`; None: all."""
 
 
 auto_mode = AutoMode()
@@ -47,13 +47,13 @@ class CellHead:
     """The magic of a cell."""
 
     name: str
-    """Without the percent signs; empty in a plain cell."""
+    """Name of the magic without percent signs; empty for a plain cell."""
     arguments: str
-    """What stands behind it."""
+    """The text after the name."""
 
 
 def read_head(text: str) -> CellHead:
-    """The head of a cell, also of one that is half written."""
+    """Read the head of a cell, which may be incomplete."""
     first = text.lstrip().partition("\n")[0].rstrip()
     if not first.startswith("%%"):
         return CellHead("", "")
@@ -62,7 +62,7 @@ def read_head(text: str) -> CellHead:
 
 
 def target_rank(text: str, world_size: int) -> int | None:
-    """The first rank that a cell runs on; None when it runs in the notebook."""
+    """Return the first rank that a cell runs on; None if it runs in the notebook."""
     head = read_head(text)
     if head.name == "" and auto_mode.on:
         spec = auto_mode.ranks or ""
@@ -84,7 +84,7 @@ _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 
 
 def awaited_cells(lines: list[str]) -> list[str]:
-    """An input transformer: a cell that begins with one of our magics becomes one awaited call; others stay."""
+    """An input transformer: a cell that starts with one of our magics becomes one awaited call; others stay."""
     if not lines or not lines[0].startswith("%%"):
         return lines
     name, _, arguments = lines[0][2:].strip().partition(" ")
@@ -96,12 +96,12 @@ def awaited_cells(lines: list[str]) -> list[str]:
     return [f"await {call}\n"]
 
 
-# `check_complete` leaves such transformers out: in a terminal a cell goes on until an empty line.
+# `check_complete` skips transformers with side effects, so that in a terminal a cell continues until an empty line.
 vars(awaited_cells)["has_side_effects"] = True
 
 
-def asked_help(lines: list[str]) -> list[str]:
-    """An input transformer: `%distributed start?` asks us for help, where IPython would look for a `start`."""
+def help_requests(lines: list[str]) -> list[str]:
+    """An input transformer: `%distributed start?` shows the command's help; IPython would look for a name `start`."""
     if not lines or lines[0].startswith("%%"):
         return lines
     return [f"{match.group(1)} --help\n" if (match := _HELP_LINE.match(line)) else line for line in lines]

@@ -1,4 +1,4 @@
-"""`%%distributed` and `%%rank`: a cell on ranks."""
+"""`%%distributed` and `%%rank`: run a cell on ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.session import current, start
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import HelpAsked, LineParser, parse
+from axon_nb.magics.arguments import HelpRequest, LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
-from axon_nb.records.ranks import format_ranks, resolve_ranks
+from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
     from axon_nb.widgets.cell.views import CellViews
@@ -29,26 +29,26 @@ __all__ = ["CellMagics", "cell_parser"]
 def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
     return value
 
 
 @functools.cache
 def cell_parser(name: str) -> LineParser:
-    """The options of `%%distributed` or `%%rank`."""
+    """Create the parser of `%%distributed` or `%%rank`."""
     parser = LineParser(f"%%{name}", "Run the cell on the ranks.")
     if name == "rank":
         parser.add_argument("ranks", metavar="RANKS", help="which ranks: 0 or 0,2-3")
     else:
         parser.add_argument("--ranks", metavar="RANKS", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
-    parser.add_argument("--noblock", action="store_true", help="return at once, with a handle")
+    parser.add_argument("--noblock", action="store_true", help="return a handle at once")
     parser.add_argument("--out", metavar="NAME", default=None, help="bind the result, or the handle, to this name")
     parser.add_argument("--local", action="store_true", help="run the cell in the notebook too, after the ranks")
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=None, help="end the cell after this long"
+        "--timeout", metavar="SECONDS", type=_seconds, default=None, help="abort the cell after this time"
     )
-    parser.add_argument("--quiet", action="store_true", help="show nothing of what ranks print")
-    parser.add_argument("--watch", action="store_true", help="show live what each rank does")
+    parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
+    parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
     add_measures(parser)
     return parser
 
@@ -63,12 +63,12 @@ class _Request:
     watch: bool
     measures: Measures
     options: dict[str, Any]
-    """What goes to `Cluster.run` and its kin."""
+    """The keyword arguments of `Cluster.run`, `run_async` and `run_noblock`."""
 
 
 @magics_class
 class CellMagics(Magics):
-    """A cell on ranks."""
+    """Runs cells on ranks."""
 
     @cell_magic
     def distributed(self, line: str, cell: str) -> Any:
@@ -78,15 +78,15 @@ class CellMagics(Magics):
                       [--time] [--repeat N] [--profile [RANKS]]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
-        --noblock       return at once, with a handle: .result(), .done(), .cancel()
+        --noblock       return a handle at once: .result(), .done(), .cancel()
         --out NAME      bind the CellResult, or the handle, to NAME
         --local         run the cell in the notebook too, after the ranks
-        --timeout S     end the cell after S seconds
-        --quiet         show nothing of what ranks print
-        --watch         show live what each rank does
-        --time          tell how long each rank took, and name the slowest
-        --repeat N      run the cell N times, ranks in step, and tell best, mean and spread of each rank
-        --profile [R]   profile the cell with torch.profiler on all ranks, or on ranks R: a table and a trace for each
+        --timeout S     abort the cell after S seconds
+        --quiet         do not show what ranks print
+        --watch         show live what each rank is doing
+        --time          show how long each rank took, and which was slowest
+        --repeat N      run the cell N times, ranks in step; show each rank's best and mean time and the spread
+        --profile [R]   profile the cell with torch.profiler on all ranks, or on ranks R; show a table, save traces
 
         Example: `%%distributed --ranks 0-1 --time`, and below it `dist.all_reduce(torch.ones(8))`.
         """
@@ -94,20 +94,20 @@ class CellMagics(Magics):
 
     @cell_magic
     def rank(self, line: str, cell: str) -> Any:
-        """Run the cell on one or a few ranks, with the options of %%distributed.
+        """Run the cell on one or several ranks, with the options of %%distributed.
 
         Example: `%%rank 0`, and below it `print(model)`.
         """
         return self.run_blocking("rank", line, cell)
 
     async def run(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
-        """Run one cell; the awaited form of both magics, which leaves the event loop free.
+        """Run one cell; the awaited form of both magics, which does not block the event loop.
 
         Args:
-            name: Of the magic.
-            line: What stands behind it.
+            name: Name of the magic.
+            line: The magic's arguments.
             cell: The lines below it.
-            plain: Whether there is no magic: the cell is one that auto mode sends to ranks.
+            plain: Whether it is a plain cell, without a magic, that auto mode sends to ranks.
         """
         request = self._prepare(name, line, cell, plain=plain)
         if request is None:
@@ -128,7 +128,7 @@ class CellMagics(Magics):
         return None
 
     def run_blocking(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
-        """As `run`, where nothing is awaited."""
+        """Run one cell and block until it finishes."""
         request = self._prepare(name, line, cell, plain=plain)
         if request is None:
             return None
@@ -147,23 +147,23 @@ class CellMagics(Magics):
     def _prepare(self, name: str, line: str, cell: str, *, plain: bool) -> _Request | None:
         try:
             options = parse(cell_parser(name), line)
-        except HelpAsked as asked:
-            print(asked)
+        except HelpRequest as help_text:
+            print(help_text)
             return None
         if cell_code.is_empty(cell):
             print(f"Nothing to run: put code for the ranks below the %%{name} line.")
             return None
         if options.out is not None and not options.out.isidentifier():
-            raise UsageError(f"--out {options.out}: it is no variable name.")
+            raise UsageError(f"--out {options.out}: not a valid variable name.")
         code = cell if plain else cell_code.with_head(cell, f"%%{name} {line}")
         number = _prompt(self.shell)
         if current.get() is None:
-            cell_code.check(code, name=f"Cell In[{number}]")  # before ranks are started for it
+            cell_code.check(code, name=f"Cell In[{number}]")  # do not start ranks for a cell with a syntax error
         cluster = _cluster()
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         measures = read_measures(options, ranks, number)
         if plain:
-            where = f"On ranks {format_ranks(ranks)}"
+            where = f"On {name_ranks(ranks)}"
             print(f"{where} (`%distributed auto on`; a `%%local` cell runs in the notebook):", flush=True)
         return _Request(
             cluster=cluster,
@@ -194,7 +194,7 @@ class CellMagics(Magics):
 
 
 def _prompt(shell: Any) -> int:
-    # execution_count is one ahead while a cell runs; the history's last entry is the running cell.
+    # While a cell runs, execution_count is one ahead; the last entry of the history is the running cell.
     return len(shell.history_manager.input_hist_parsed) - 1
 
 
@@ -202,7 +202,8 @@ def _cluster() -> Cluster:
     cluster = current.get()
     if cluster is None:
         cluster = start.start()
-        print(f"Started {cluster.world_size} ranks ({cluster.backend}); `%distributed start -n N` chooses.")
+        count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
+        print(f"Started {count} ({cluster.backend}). Use `%distributed start -n N` to choose how many.")
     return cluster
 
 

@@ -1,6 +1,6 @@
-"""Completions in cells that run on ranks, and of our own magics: a matcher of IPython's public matcher interface.
+"""Completes cells that run on ranks, and our own magics, through IPython's public matcher interface.
 
-After each cell the names of ranks are asked for, so that they can be completed while ranks do not answer.
+After each cell the ranks' names are fetched, so that they can be completed while ranks do not answer.
 """
 
 from __future__ import annotations
@@ -18,62 +18,62 @@ from IPython.core.getipython import get_ipython
 from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.cluster.settings import settings
-from axon_nb.magics.arguments import HelpAsked
+from axon_nb.magics.arguments import HelpRequest
 from axon_nb.magics.cell_head import RANK_MAGICS, target_rank
 from axon_nb.magics.cells import cell_parser
 
-__all__ = ["after_cell", "forget", "rank_matcher"]
+__all__ = ["after_cell", "cancel_refresh", "rank_matcher"]
 
 _MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
-_NOTEBOOKS = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
-"""What is the same in the notebook, which need not ask: names of magics, commands of the shell, modules."""
+_LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
+"""What the notebook completes without asking a rank: names of magics, shell commands, modules."""
 _VALUES = {
     "--backend": ("auto", "gloo", "nccl"),
     "--devices": ("auto", "cpu"),
     "--engines": ("axon", "local", "mpi", "ssh", "slurm"),
 }
-"""What can stand behind an option."""
-_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
-"""Magics and sub-commands that take names of variables of ranks."""
+"""The possible values of options."""
+_TAKES_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
+"""Magics and subcommands that accept names of variables on the ranks."""
 
-Found = tuple[str, list[str], str]
-"""(text before the cursor that is replaced, what by, what a front end shows beside each)"""
+Match = tuple[str, list[str], str]
+"""(text before the cursor to replace, candidates, the type that a front end shows beside them)"""
 
 
 def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
-    """IPython's completions for one place in a cell; where there are some, nothing of the notebook's is mixed in."""
-    found = _find(context.full_text, context.cursor_line, context.cursor_position)
-    if found is None:
+    """Complete at one position in a cell; if there are candidates, those of the notebook are suppressed."""
+    match = _match(context.full_text, context.cursor_line, context.cursor_position)
+    if match is None:
         return {"completions": [], "suppress": False}
-    fragment, texts, kind = found
+    fragment, texts, kind = match
     completions = [SimpleCompletion(text=text, type=kind) for text in texts]
     return {"completions": completions, "matched_fragment": fragment, "suppress": bool(texts)}
 
 
-# What IPython's decorator `completion_matcher` sets; above all others, which then need not be asked.
+# What IPython's decorator `completion_matcher` sets; the highest priority, so that it runs before other matchers.
 vars(rank_matcher).update(matcher_priority=1000, matcher_identifier="axon_nb.rank_matcher", matcher_api_version=2)
 
 
-def _find(text: str, line_number: int, column: int) -> Found | None:
+def _match(text: str, line_number: int, column: int) -> Match | None:
     line = text.split("\n")[line_number]
     before = line[:column]
-    if match := _MAGIC.match(before):
-        found = _of_magic(*match.groups())
-        if found is not None or before.startswith("%%") or match.group(2) in _own_line_magics():
-            return found
-    if _NOTEBOOKS.match(before):
+    if magic := _MAGIC.match(before):
+        match = _match_magic(*magic.groups())
+        if match is not None or before.startswith("%%") or magic.group(2) in _own_line_magics():
+            return match
+    if _LOCAL.match(before):
         return None
     cluster = current.get()
     rank = target_rank(text, cluster.world_size) if cluster is not None else None
     if cluster is None or rank is None:
         return None
-    fragment, texts = completion.of(cluster.state).complete(rank, line, column)
+    fragment, texts = completion.client_for(cluster.state).complete(rank, line, column)
     if fragment.startswith(".") and all(text.startswith(".") for text in texts):
         fragment, texts = fragment[1:], [text[1:] for text in texts]
     return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
 
 
-def _of_magic(percents: str, name: str, rest: str) -> Found | None:
+def _match_magic(percents: str, name: str, rest: str) -> Match | None:
     words = rest.split()
     partial = "" if not rest or rest[-1].isspace() else words.pop()
     if percents == "%%":
@@ -81,21 +81,21 @@ def _of_magic(percents: str, name: str, rest: str) -> Found | None:
     elif name == "distributed":
         commands = _commands()
         if not words:
-            return partial, _beginning(commands, partial), "command"
+            return partial, _with_prefix(commands, partial), "command"
         name = words.pop(0)
         options = _options(commands.get(name), [])
     else:
         options = _options(_own_line_magics().get(name), "")
     if partial.startswith("-"):
-        return partial, _beginning(options, partial), "option"
+        return partial, _with_prefix(options, partial), "option"
     if words and words[-1] in _VALUES:
-        return partial, _beginning(_VALUES[words[-1]], partial), "value"
+        return partial, _with_prefix(_VALUES[words[-1]], partial), "value"
     if name == "config":
-        return partial, _beginning(settings.assignments(), partial), "setting"
+        return partial, _with_prefix(settings.assignments(), partial), "setting"
     if name == "auto":
-        return partial, _beginning(("on", "off"), partial), "value"
-    if name in _RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _beginning(completion.of(cluster.state).names(), partial), "rank 0"
+        return partial, _with_prefix(("on", "off"), partial), "value"
+    if name in _TAKES_RANK_NAMES and (cluster := current.get()) is not None:
+        return partial, _with_prefix(completion.client_for(cluster.state).names(), partial), "rank 0"
     return None
 
 
@@ -107,47 +107,47 @@ def _commands() -> dict[str, Callable[..., Any]]:
 
 def _own_line_magics() -> dict[str, Callable[..., Any]]:
     shell = get_ipython()
-    found = shell.magics_manager.magics["line"] if shell is not None else {}
-    return {name: magic for name, magic in found.items() if getattr(magic, "__module__", "").startswith("axon_nb.")}
+    magics = shell.magics_manager.magics["line"] if shell is not None else {}
+    return {name: magic for name, magic in magics.items() if getattr(magic, "__module__", "").startswith("axon_nb.")}
 
 
 def _options(command: Callable[..., Any] | None, empty: Any) -> list[str]:
-    """The options of a command: each parses its words before it does anything, and asked for help tells its parser."""
+    """Return the options of a command by requesting its help: commands parse before they do anything else."""
     if command is None:
         return []
-    asked_for = inspect.unwrap(command)
+    unwrapped = inspect.unwrap(command)
     with contextlib.suppress(Exception):
         try:
-            asked_for([*empty, "--help"] if isinstance(empty, list) else "--help")
-        except HelpAsked as asked:
-            return asked.parser.options()
+            unwrapped([*empty, "--help"] if isinstance(empty, list) else "--help")
+        except HelpRequest as request:
+            return request.parser.options()
     return []
 
 
-def _beginning(words: Iterable[str], partial: str) -> list[str]:
-    return sorted(word for word in words if word.startswith(partial))
+def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
+    return sorted(word for word in words if word.startswith(prefix))
 
 
-_QUIET_S = 0.2
-"""The ranks are asked when no other cell has ended for so long: cells that follow each other are not held up."""
+_REFRESH_DELAY_S = 0.2
+"""Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
 _timers: list[asyncio.TimerHandle] = []
 
 
 def after_cell(result: Any = None) -> None:
-    """A cell of the notebook has ended; IPython's event `post_run_cell`."""
-    forget()
+    """Schedule a refresh of the ranks' names; handles IPython's event `post_run_cell`."""
+    cancel_refresh()
     if current.get() is None:
         return
     try:
         loop = asyncio.get_running_loop()
-    except RuntimeError:  # a terminal
+    except RuntimeError:  # a terminal has no event loop
         _refresh()
         return
-    _timers.append(loop.call_later(_QUIET_S, _refresh))
+    _timers.append(loop.call_later(_REFRESH_DELAY_S, _refresh))
 
 
-def forget() -> None:
-    """Ask no more for what has run so far."""
+def cancel_refresh() -> None:
+    """Cancel the scheduled refresh."""
     while _timers:
         _timers.pop().cancel()
 
@@ -155,4 +155,4 @@ def forget() -> None:
 def _refresh() -> None:
     cluster = current.get()
     if cluster is not None:
-        completion.of(cluster.state).refresh()
+        completion.client_for(cluster.state).refresh()

@@ -26,56 +26,56 @@ def _parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
     return parser
 
 
-def _fetching(prog: str, description: str, *, dim: bool = False) -> LineParser:
+def _fetch_parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
     parser = _parser(prog, description, dim=dim)
     parser.add_argument("--as", dest="target", default=None, metavar="NAME", help="bind the value to this name")
     parser.add_argument("--force", action="store_true", help="overwrite a variable of the notebook")
-    parser.add_argument("--numpy", action="store_true", help="tensors come as NumPy arrays")
+    parser.add_argument("--numpy", action="store_true", help="return tensors as NumPy arrays")
     return parser
 
 
 @magics_class
 class DataMagics(Magics):
-    """Variables in and out."""
+    """Moves variables between the notebook and ranks."""
 
     @line_magic
     def push(self, line: str) -> None:
         """Send notebook variables to ranks: `%push x y [--ranks 0,2-3]`.
 
-        Example: `%push images labels`. Functions bring what they use of the notebook, where a rank has no such name.
+        Example: `%push images labels`. Functions bring the notebook's names that they use, unless a rank has them.
         """
         options = parse(_parser("%push", "Send notebook variables to ranks."), line)
-        variables = self._own(options)
+        variables = self._notebook_variables(options)
         current.require("%push").push(variables, ranks=options.ranks)
 
     @line_magic
     def scatter(self, line: str) -> None:
-        """Deal notebook variables out, a part to each rank: `%scatter x [--ranks R] [--dim 0]`.
+        """Split notebook variables, one part per rank: `%scatter x [--ranks R] [--dim 0]`.
 
         Example: `%scatter images labels`. Tensors and arrays are split along --dim, tables by rows, lists by items.
         """
-        options = parse(_parser("%scatter", "Deal variables out to ranks.", dim=True), line)
-        variables = self._own(options)
+        options = parse(_parser("%scatter", "Split notebook variables, one part per rank.", dim=True), line)
+        variables = self._notebook_variables(options)
         current.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
     def pull(self, line: str) -> None:
         """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy]`.
 
-        Example: `%pull losses --ranks 0`. Binds a dict rank -> value, or the value itself when --ranks names a single
-        rank. A distributed tensor comes whole, with --shards each rank's own part. A notebook variable of that name is
-        overwritten only if an earlier %pull made it, or with --force.
+        Example: `%pull losses --ranks 0`. Binds a dict from rank to value, or the value itself if --ranks names a
+        single rank. A distributed tensor is fetched in full, or with --shards as each rank's shard. A notebook variable
+        with the same name is overwritten only if an earlier %pull bound it, or with --force.
         """
-        parser = _fetching("%pull", "Fetch variables from ranks.")
-        parser.add_argument("--shards", action="store_true", help="of distributed tensors each rank's own part")
+        parser = _fetch_parser("%pull", "Fetch variables from ranks.")
+        parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
         options = parse(parser, line)
         cluster = current.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         single = options.ranks is not None and len(ranks) == 1
 
         def fetch(name: str) -> Any:
-            asked: Any = ranks[0] if single else ranks
-            value = cluster.pull(name, ranks=asked, shards=options.shards, arrays=options.numpy)
+            source: Any = ranks[0] if single else ranks
+            value = cluster.pull(name, ranks=source, shards=options.shards, arrays=options.numpy)
             return value if single else _ByRank(value)
 
         self._bind(options, fetch)
@@ -84,15 +84,15 @@ class DataMagics(Magics):
     def gather(self, line: str) -> None:
         """Fetch variables and join the ranks' parts: `%gather x [--ranks R] [--dim 0] [--as NAME] [--force] [--numpy]`.
 
-        Example: `%gather predictions --as all_predictions`. What %scatter dealt out comes together again.
+        Example: `%gather predictions --as all_predictions`. It joins the parts that %scatter made.
         """
-        options = parse(_fetching("%gather", "Fetch variables and join them.", dim=True), line)
+        options = parse(_fetch_parser("%gather", "Fetch variables and join them.", dim=True), line)
         cluster = current.require("%gather")
         self._bind(
             options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, arrays=options.numpy)
         )
 
-    def _own(self, options: argparse.Namespace) -> dict[str, Any]:
+    def _notebook_variables(self, options: argparse.Namespace) -> dict[str, Any]:
         missing = [name for name in options.names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"The notebook has no variable {missing[0]!r}: assign it in a plain cell first.")
@@ -100,28 +100,29 @@ class DataMagics(Magics):
 
     def _bind(self, options: argparse.Namespace, fetch: Callable[[str], Any]) -> None:
         if options.target and len(options.names) > 1:
-            raise UsageError(f"--as {options.target} names one variable, and {len(options.names)} are fetched.")
+            raise UsageError(f"--as {options.target} names one variable, but {len(options.names)} are fetched.")
         targets = [options.target or name for name in options.names]
         for target in targets:
-            self._may_bind(target, forced=options.force)
+            self._check_target(target, force=options.force)
         for name, target in zip(options.names, targets, strict=True):
             self.shell.user_ns[target] = value = fetch(name)
             _fetched[target] = identity_check(value)
 
-    def _may_bind(self, name: str, *, forced: bool) -> None:
+    def _check_target(self, name: str, *, force: bool) -> None:
         if not name.isidentifier():
-            raise UsageError(f"{name!r} is no variable name: choose one with --as.")
-        space = self.shell.user_ns
-        ours = _fetched.get(name, lambda value: False)
-        if name in space and not forced and not ours(space[name]):
+            raise UsageError(f"{name!r} is not a valid variable name: choose one with --as.")
+        namespace = self.shell.user_ns
+        is_ours = _fetched.get(name, lambda value: False)
+        if name in namespace and not force and not is_ours(namespace[name]):
             raise UsageError(
-                f"The notebook already has a variable {name!r}: `--as OTHER_NAME` keeps it, `--force` overwrites it."
+                f"The notebook already has a variable {name!r}: use `--as OTHER_NAME` to keep it, or `--force` to "
+                "overwrite it."
             )
 
 
 class _ByRank(dict[int, Any]):
-    """A dictionary that can be recognised later without being kept alive."""
+    """A dictionary that can be weakly referenced, and so recognised later without being kept alive."""
 
 
 _fetched: dict[str, Callable[[Any], bool]] = {}
-"""Tells of the names that %pull and %gather have bound whether a value is the one that they bound."""
+"""By name that %pull or %gather bound: a function that returns whether a value is the one that they bound."""

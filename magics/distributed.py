@@ -13,9 +13,9 @@ from IPython.display import display
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.session import current, start
 from axon_nb.cluster.settings import settings
-from axon_nb.magics.arguments import HelpAsked, LineParser, parse, unknown_command
-from axon_nb.magics.subcommands import COMFORTS, doctor, export_session
-from axon_nb.records.ranks import format_ranks
+from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
+from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
+from axon_nb.records.ranks import name_ranks
 
 __all__ = ["DistributedMagics"]
 
@@ -24,7 +24,7 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: it is a whole number of ranks") from None
+        raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
 
 
 def _start_parser() -> LineParser:
@@ -33,41 +33,43 @@ def _start_parser() -> LineParser:
     parser.add_argument("--devices", default="auto", help="auto, cpu, or GPU numbers such as 2,5")
     parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
     parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
-    parser.add_argument("--name", default=None, help="what the cluster is called")
-    parser.add_argument("--interface", default=None, help="network interface on which other hosts' ranks reach this")
+    parser.add_argument("--name", default=None, help="name of the cluster")
+    parser.add_argument(
+        "--interface", default=None, help="network interface through which ranks on other hosts connect"
+    )
     return parser
 
 
 def _attach_parser() -> LineParser:
-    parser = LineParser("%distributed attach", "Take up a cluster that is still running.")
+    parser = LineParser("%distributed attach", "Reconnect to a cluster that is still running.")
     parser.add_argument("name", nargs="?", default=None, metavar="NAME")
     return parser
 
 
 def _config_parser() -> LineParser:
-    parser = LineParser("%distributed config", "Show or change settings; says when a change takes effect.")
+    parser = LineParser("%distributed config", "Show or change settings, and report when a change takes effect.")
     parser.add_argument("assignments", nargs="*", metavar="key=value", help="such as keep_alive=5min output_limit=4MiB")
     return parser
 
 
 @magics_class
 class DistributedMagics(Magics):
-    """Start, attach, status, stacks, stop, restart, repair, sync, config."""
+    """The subcommands of `%distributed`."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed COMMAND`, such as `%distributed start -n 4`; `%distributed start?` tells of one command.
+        """`%distributed COMMAND`, such as `%distributed start -n 4`; `%distributed start?` documents one command.
 
         status · stop · restart, and:
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
-        sync [--from R] [names …]: copy models and optimizers of rank R (0) to all ranks
+        sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
-        export FILE [--live-only] [--force]: the cells that ran on ranks, as a script for torchrun
+        export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
-        start -n N --engines ssh --interface eth0: ranks on several hosts
-        auto on|off: plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
-        doctor [--json]: versions, GPUs, limits, network and clusters of this machine, each problem with its fix
+        start -n N --engines ssh --interface eth0: start ranks on several hosts
+        auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
+        doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem
 
         Example: `%distributed start -n 4`.
         """
@@ -80,12 +82,12 @@ class DistributedMagics(Magics):
             raise unknown_command("%distributed", word, commands)
         try:
             return commands[word](rest)
-        except HelpAsked as asked:
-            print(asked)
+        except HelpRequest as help_text:
+            print(help_text)
             return None
 
     def commands(self) -> dict[str, Callable[[list[str]], Any]]:
-        """What each command does, by its name; each takes the words behind it."""
+        """Return the functions of the commands by name; each takes the command's arguments."""
         return {
             "start": self._start,
             "status": self._status,
@@ -101,7 +103,7 @@ class DistributedMagics(Magics):
             "config": self._config,
             "export": self._export,
             "doctor": doctor,
-            **COMFORTS,
+            **SUBCOMMANDS,
         }
 
     def _start(self, words: list[str]) -> None:
@@ -127,11 +129,12 @@ class DistributedMagics(Magics):
     def _diff(self, words: list[str]) -> Any:
         parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
         parser.add_argument("name", metavar="NAME")
-        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="compare with (0)")
+        help_text = "the rank to compare with (default: 0)"
+        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help=help_text)
         options = parse(parser, words)
-        found = current.require("%distributed diff").diff(options.name, options.source)
-        if len(found):
-            return found
+        differences = current.require("%distributed diff").diff(options.name, options.source)
+        if len(differences):
+            return differences
         print(f"{options.name!r} is the same on all ranks.")
         return None
 
@@ -142,18 +145,19 @@ class DistributedMagics(Magics):
         print(current.require("%distributed stacks").stacks(options.ranks))
 
     def _stop(self, words: list[str]) -> None:
-        parse(LineParser("%distributed stop", "End the cluster."), words)
+        parse(LineParser("%distributed stop", "Stop the cluster."), words)
         cluster = current.require("%distributed stop")
         cluster.stop()
         current.drop(cluster)
-        print(f"Stopped the cluster {cluster.name!r}: {cluster.world_size} ranks ended.")
+        count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
+        print(f"Stopped the cluster {cluster.name!r} ({count}).")
 
     def _restart(self, words: list[str]) -> None:
-        parse(LineParser("%distributed restart", "Start all ranks afresh."), words)
+        parse(LineParser("%distributed restart", "Stop all ranks and start new ones."), words)
         display(start.restart())
 
     def _repair(self, words: list[str]) -> None:
-        parser = LineParser("%distributed repair", "Replace dead ranks by fresh ones.")
+        parser = LineParser("%distributed repair", "Replace dead ranks; all others keep their state.")
         parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
         parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
         parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
@@ -178,7 +182,7 @@ class DistributedMagics(Magics):
     def _cancel(self, words: list[str]) -> None:
         parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
         ranks = current.require("%distributed cancel").cancel()
-        print(f"Interrupted the cell on ranks {format_ranks(ranks)}." if ranks else "No cell is running.")
+        print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
 
     def _export(self, words: list[str]) -> None:
         print(export_session(self.shell, words))

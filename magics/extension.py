@@ -1,4 +1,4 @@
-"""What loading and unloading the extension does."""
+"""Loads and unloads the extension: registers magics, transformers, completion and hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from axon_nb.cluster.session import current as lifecycle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics import completion, kernel_requests
-from axon_nb.magics.arguments import telling_help
+from axon_nb.magics.arguments import with_help
 from axon_nb.magics.auto import AutoMagics, auto_cells
-from axon_nb.magics.cell_head import asked_help, auto_mode, awaited_cells
+from axon_nb.magics.cell_head import auto_mode, awaited_cells, help_requests
 from axon_nb.magics.cells import CellMagics
 from axon_nb.magics.completion import rank_matcher
 from axon_nb.magics.data import DataMagics
@@ -35,18 +35,18 @@ _CLASSES = (
     TimelineMagics,
     ViewMagics,
 )
-_TRANSFORMERS = (awaited_cells, asked_help, auto_cells)
+_TRANSFORMERS = (awaited_cells, help_requests, auto_cells)
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics; say in one line if a cluster waits for this notebook, else warm up."""
+    """Register the magics; report a cluster of this notebook that is still running, else start warming up."""
     for cls in _CLASSES:
         shell.register_magics(cls)
-        _tell_help(shell, cls)
+        _add_help(shell, cls)
     for transformer in _TRANSFORMERS:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
-    _assist(shell)
+    _install_completion(shell)
     shell.events.register("post_run_cell", history.record_cell)
     lifecycle.watch_shutdown()
     kernel_interrupts.install()
@@ -60,22 +60,23 @@ def load(shell: InteractiveShell) -> None:
         return
     if waiting:
         entry = waiting[0]
+        count = f"{entry.num_ranks} rank{'' if entry.num_ranks == 1 else 's'}"
         print(
-            f"The cluster {entry.name!r} ({entry.num_ranks} ranks) of this notebook is still running: "
-            "`%distributed attach` takes it up again, `%distributed start` ends it and starts afresh."
+            f"The cluster {entry.name!r} ({count}) of this notebook is still running. Run `%distributed attach` to "
+            "reconnect, or `%distributed start` to stop it and start a new one."
         )
     elif settings.warm_up:
         prewarm.start()
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take back what `load` registered."""
+    """Undo `load`."""
     for transformer in _TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.remove(transformer)
     settings.callbacks.pop("warm_up", None)
     auto_mode.on = False
-    _stop_assisting(shell)
+    _uninstall_completion(shell)
     if history.record_cell in shell.events.callbacks["post_run_cell"]:
         shell.events.unregister("post_run_cell", history.record_cell)
     kernel_interrupts.uninstall()
@@ -88,30 +89,30 @@ def unload(shell: InteractiveShell) -> None:
 
 
 def _warm(on: bool) -> None:
-    """The setting `warm_up` has been set."""
+    """Apply the setting `warm_up`."""
     if not on:
-        # One that is still coming up is waited for.
+        # On a thread, because it waits for a host agent that is still starting.
         threading.Thread(target=prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
     elif current.get() is None:
         prewarm.start()
 
 
-def _tell_help(shell: InteractiveShell, cls: type[Magics]) -> None:
+def _add_help(shell: InteractiveShell, cls: type[Magics]) -> None:
     magics = shell.magics_manager.magics["line"]
     for name in cls.magics.get("line", ()):
-        magics[name] = telling_help(magics[name])
+        magics[name] = with_help(magics[name])
 
 
-def _assist(shell: InteractiveShell) -> None:
+def _install_completion(shell: InteractiveShell) -> None:
     if rank_matcher not in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.append(rank_matcher)
         shell.events.register("post_run_cell", completion.after_cell)
     kernel_requests.install()
 
 
-def _stop_assisting(shell: InteractiveShell) -> None:
+def _uninstall_completion(shell: InteractiveShell) -> None:
     if rank_matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(rank_matcher)
         shell.events.unregister("post_run_cell", completion.after_cell)
-    completion.forget()
+    completion.cancel_refresh()
     kernel_requests.uninstall()

@@ -1,15 +1,15 @@
-"""What the front end asks of the kernel besides cells: help on names of ranks, and answers during a cell.
+"""Answers the front end's requests: help on names of ranks, and completions, help and widget states during a cell.
 
-Private hooks into ipykernel, all here, each guarded by `missing()`; where one is missing Jupyter's own ways are left:
+It uses private hooks of ipykernel, each guarded by `missing()`. If one is missing, Jupyter's own behaviour remains:
 help is on the notebook's names, and completions wait for the end of the cell.
 
-- `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
-- ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
-  through in the same way while the cell is one of ours, which only waits for ranks.
-- So is what a page asks that is loaded again. It first asks what the kernel is, and sends nothing else until it knows
-  or 3 s are over (`DEFAULT_KERNEL_INFO_TIMEOUT` in @jupyterlab/services). Then it asks for all states of widgets at
-  once, and where these do not come within 4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager) for the list of
-  widgets and each state by itself: held back, that would leave the page without its views until the cell is over.
+- `do_inspect` answers Shift+Tab; in a cell for ranks, a rank provides the help.
+- While an async cell runs, ipykernel holds back all requests except widgets' messages. While a cell of ours waits for
+  ranks, completions and help are let through in the same way.
+- So are the requests of a reloaded page. It first requests the kernel's info, and sends nothing else until it has it or
+  3 s have passed (`DEFAULT_KERNEL_INFO_TIMEOUT` in @jupyterlab/services). It then requests all widget states at once.
+  If they do not arrive within 4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager), it requests the list of
+  widgets and each state separately. If that were held back, the page would have no views until the cell finishes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NEEDED = (
     "set_parent",
     "shell_main",
 )
-_MOST_A_CORE = 3.0
-"""Processes that want to run, of the last minute: with more the machine is overloaded."""
+_MAX_LOAD_PER_CORE = 3.0
+"""With a higher load average of the last minute, per core, the machine counts as overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
 
 
 def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this kernel does not have."""
+    """Return the names of the hooks that this kernel lacks."""
     absent = [name for name in _NEEDED if not hasattr(kernel, name)]
     if not hasattr(getattr(_thread(kernel), "manager", None), "set_on_recv_callback"):
         absent.append("shell_channel_thread.manager.set_on_recv_callback")
@@ -61,12 +61,12 @@ def _thread(kernel: Any) -> Any:
     return getattr(kernel, "shell_channel_thread", None)
 
 
-_aside: ContextVar[bool] = ContextVar("axon_nb_aside", default=False)
-"""Whether a question is answered beside the cell that runs."""
+_is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
+"""Whether the current request is answered while a cell runs."""
 
 
-class FrontEnd:
-    """Answers for one kernel.
+class RequestHandler:
+    """Answers the front end's requests to one kernel.
 
     Args:
         kernel: The kernel of this process.
@@ -75,31 +75,31 @@ class FrontEnd:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._inspect: Any = getattr(kernel, "do_inspect", None)
-        self._set_for_all: Any = getattr(kernel, "set_parent", None)
-        self.lets_through = False
-        """Whether it answers during a cell, too."""
+        self._kernel_set_parent: Any = getattr(kernel, "set_parent", None)
+        self.answers_during_cells = False
+        """Whether it also answers while a cell runs."""
         self._cell: dict[str, Any] = {}
         """The message of the last cell."""
 
     def install(self) -> None:
-        """Take over what can be; call it on the main thread."""
+        """Install the hooks that the kernel has; call it on the main thread."""
         absent = missing(self._kernel)
         if self._inspect is not None:
             self._kernel.do_inspect = self._do_inspect
-        here = threading.current_thread() is threading.main_thread()
-        if here and not [name for name in absent if name != "do_inspect"]:
-            self.lets_through = True
-            self._cell_begins()  # the one that installs it
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not [name for name in absent if name != "do_inspect"]:
+            self.answers_during_cells = True
+            self._on_cell_start()  # the cell that runs `install`
             self._kernel.set_parent = self._set_parent
-            self._kernel.shell.events.register("pre_execute", self._cell_begins)
+            self._kernel.shell.events.register("pre_execute", self._on_cell_start)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
 
     def uninstall(self) -> None:
-        """Leave it to ipykernel again."""
+        """Remove the hooks."""
         vars(self._kernel).pop("do_inspect", None)
-        if self.lets_through:
+        if self.answers_during_cells:
             del self._kernel.set_parent
-            self._kernel.shell.events.unregister("pre_execute", self._cell_begins)
+            self._kernel.shell.events.unregister("pre_execute", self._on_cell_start)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
 
     def _do_inspect(
@@ -110,7 +110,7 @@ class FrontEnd:
         name = token_at_cursor(code, cursor_pos)
         if cluster is not None and rank is not None and name and not name.startswith("%"):
             omit = tuple(omit_sections)
-            data = completion.of(cluster.state).inspect(rank, name, detail=detail_level, omit=omit)
+            data = completion.client_for(cluster.state).inspect(rank, name, detail=detail_level, omit=omit)
             if data:
                 return {"status": "ok", "found": True, "data": data, "metadata": {}}
         reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)
@@ -126,24 +126,25 @@ class FrontEnd:
         if kind not in _SIDE_REQUESTS or (kind == "kernel_info_request" and _is_overloaded()):
             await kernel.shell_main(subshell_id, msg)
             return
-        # As `shell_main` does for widgets' messages. The front end waits for "idle", and is told that the cell runs on.
-        aside = copy_context()
-        aside.run(_aside.set, True)
-        side = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
-        await asyncio.create_task(side, context=aside)
+        # As `shell_main` does for widgets' messages. The front end waits for "idle"; "busy" then says that the cell
+        # is still running.
+        context = copy_context()
+        context.run(_is_side_request.set, True)
+        dispatch = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
+        await asyncio.create_task(dispatch, context=context)
         kernel._publish_status("idle", "shell", parent={"header": header})
-        if kernel._main_asyncio_lock.locked():  # else the cell has ended meanwhile, and said "idle" for the last time
+        if kernel._main_asyncio_lock.locked():  # else the cell has finished meanwhile and published its last "idle"
             kernel._publish_status("busy", "shell", parent=self._cell)
 
     def _set_parent(self, ident: Any, parent: dict[str, Any], channel: str = "shell") -> None:
-        # Not for all threads: what one of the notebook shows meanwhile is the cell's.
-        if _aside.get():
+        # Only in this context: what other threads of the notebook show meanwhile belongs to the cell.
+        if _is_side_request.get():
             self._kernel._shell_parent_ident.set(ident)
             self._kernel._shell_parent.set(parent)
         else:
-            self._set_for_all(ident, parent, channel)
+            self._kernel_set_parent(ident, parent, channel)
 
-    def _cell_begins(self) -> None:
+    def _on_cell_start(self) -> None:
         self._cell = self._kernel.get_parent("shell")
 
     def _header(self, msg: Any) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class FrontEnd:
         try:
             _, frames = session.feed_identities(msg, copy=False)
             header: dict[str, Any] = session.deserialize(frames, content=False, copy=False)["header"]
-        except Exception:  # ipykernel tells of it
+        except Exception:  # ipykernel reports it
             return {}
         return header
 
@@ -162,29 +163,30 @@ def _waits_for_ranks() -> bool:
 
 
 def _is_overloaded() -> bool:
-    """Whether so much runs here that a page on this machine needs the seconds that it waits for the kernel.
+    """Return whether the load is so high that a page on this machine should wait for the kernel's info.
 
-    It starts until then; anywidget gives up a view that is not there 2 s after it was begun (`Runtime`), for good.
+    The page uses these seconds to start up. Without them, anywidget abandons a view for good if it is not there 2 s
+    after its creation (`Runtime`).
     """
     try:
-        return os.getloadavg()[0] > _MOST_A_CORE * (os.cpu_count() or 1)
-    except OSError:  # nobody knows
+        return os.getloadavg()[0] > _MAX_LOAD_PER_CORE * (os.cpu_count() or 1)
+    except OSError:  # the load is not available
         return True
 
 
-_installed: list[FrontEnd] = []
+_installed: list[RequestHandler] = []
 
 
 def install() -> None:
-    """Answer for this process's kernel, if it runs in one; safe to call again."""
+    """Answer requests to this process's kernel, if it has one; safe to call again."""
     app = sys.modules.get("ipykernel.kernelapp")
     if _installed or app is None or not app.IPKernelApp.initialized():
         return
-    _installed.append(FrontEnd(app.IPKernelApp.instance().kernel))
+    _installed.append(RequestHandler(app.IPKernelApp.instance().kernel))
     _installed[0].install()
 
 
 def uninstall() -> None:
-    """Take back what `install` did."""
+    """Undo `install`."""
     while _installed:
         _installed.pop().uninstall()

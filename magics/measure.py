@@ -1,7 +1,4 @@
-"""`--time`, `--repeat` and `--profile` of a cell on ranks: what to measure, and how it is shown.
-
-How long a cell took on each rank, in words, and what a profiler saw as a table.
-"""
+"""`--time`, `--repeat` and `--profile` of a cell on ranks: the options, and their results as text and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ __all__ = ["Measures", "add_measures", "duration", "profile_frame", "read_measur
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and its unit, as `%timeit` writes it."""
+    """Format a duration with three digits and a unit, as `%timeit` does."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
@@ -35,18 +32,18 @@ def duration(seconds: float) -> str:
 
 
 def time_lines(wall: Mapping[int, float], cpu: Mapping[int, float]) -> list[str]:
-    """A line a rank, and which was the slowest.
+    """Return one line per rank, and one for the slowest rank.
 
     Args:
         wall: Seconds that the cell took, by rank.
-        cpu: Seconds of processor time that the rank's threads used meanwhile.
+        cpu: CPU seconds of all threads of the rank, by rank.
     """
     lines = [f"rank {rank}: {duration(wall[rank])} wall, {duration(cpu.get(rank, 0.0))} CPU" for rank in sorted(wall)]
     return [*lines, *_slowest(wall)]
 
 
 def repeat_lines(repetitions: Mapping[int, Sequence[float]]) -> list[str]:
-    """A line a rank as `%timeit` writes it, and which was the slowest on average.
+    """Return one line per rank, as `%timeit` writes it, and one for the rank that was slowest on average.
 
     Args:
         repetitions: Seconds of each run of the cell, by rank.
@@ -56,8 +53,8 @@ def repeat_lines(repetitions: Mapping[int, Sequence[float]]) -> list[str]:
         spread = statistics.pstdev(seconds)
         mean, count = statistics.fmean(seconds), len(seconds)
         runs = "1 run" if count == 1 else f"{count} runs"
-        of = f"{duration(mean)} ± {duration(spread)} (mean ± std. dev. of {runs})"
-        lines.append(f"rank {rank}: {of}, best {duration(min(seconds))}")
+        average = f"{duration(mean)} ± {duration(spread)} (mean ± std. dev. of {runs})"
+        lines.append(f"rank {rank}: {average}, best {duration(min(seconds))}")
     return [*lines, *_slowest({rank: statistics.fmean(seconds) for rank, seconds in repetitions.items()})]
 
 
@@ -70,14 +67,14 @@ def _slowest(wall: Mapping[int, float]) -> list[str]:
 
 
 def profile_frame(profiles: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row an operation and rank, those that took most first; times in milliseconds.
+    """Return one row per rank and operation, in milliseconds; those that took longest first.
 
     Args:
-        profiles: By rank what `axon_nb.engine.kernel.measure` tells: ``rows`` and ``trace``.
+        profiles: The ranks' reports, with ``rows`` and ``trace``; see `axon_nb.engine.kernel.measure`.
     """
     import pandas as pd
 
-    rows = [{"rank": rank, **row} for rank, told in sorted(profiles.items()) for row in told["rows"]]
+    rows = [{"rank": rank, **row} for rank, profile in sorted(profiles.items()) for row in profile["rows"]]
     return pd.DataFrame(rows)
 
 
@@ -86,33 +83,33 @@ _FOLDER = "axon_profiles"
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs above 0")
+        raise argparse.ArgumentTypeError(f"must be a number of runs above 0; got {text!r}")
     return int(text)
 
 
 def add_measures(parser: LineParser) -> None:
-    """Add the options."""
-    parser.add_argument("--time", action="store_true", help="tell how long each rank took")
-    parser.add_argument("--repeat", metavar="N", type=_count, default=0, help="run the cell N times and tell how long")
+    """Add the options to a parser."""
+    parser.add_argument("--time", action="store_true", help="show how long each rank took")
+    parser.add_argument("--repeat", metavar="N", type=_count, default=0, help="run the cell N times; show the times")
     parser.add_argument(
-        "--profile", metavar="RANKS", nargs="?", const="", default=None, help="profile it, on all ranks or those named"
+        "--profile", metavar="RANKS", nargs="?", const="", default=None, help="profile all ranks, or the ranks given"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What is measured of one cell."""
+    """What to measure while one cell runs."""
 
     time: bool
     repeat: int
-    """How often the cell runs; 0: once, and nothing is told of it."""
+    """How often the cell runs; 0: once, without showing the times."""
     profiled: Sequence[int]
-    """The ranks whose profile is taken."""
+    """The ranks to profile."""
     folder: Path
-    """Where traces go."""
+    """The folder for traces."""
 
     def facts(self) -> dict[str, Any]:
-        """What the ranks are told."""
+        """Return the options to send to the ranks."""
         facts: dict[str, Any] = {"timed": True} if self.time else {}
         if self.repeat:
             facts["repeat"] = self.repeat
@@ -121,7 +118,7 @@ class Measures:
         return facts
 
     def show(self, result: CellResult) -> None:
-        """Tell what came out."""
+        """Show the measurements."""
         if self.repeat:
             print("\n".join(repeat_lines(result.repetitions)))
         if self.time:
@@ -131,8 +128,8 @@ class Measures:
 
     def _show_profiles(self, profiles: Mapping[int, Mapping[str, Any]]) -> None:
         display(profile_frame(profiles))
-        for rank, told in profiles.items():
-            print(f"rank {rank}: {told['trace']}")
+        for rank, profile in profiles.items():
+            print(f"rank {rank}: {profile['trace']}")
         print(
             f"Open a trace in chrome://tracing or ui.perfetto.dev, or all with `tensorboard --logdir {self.folder}` "
             "(with the plugin torch-tb-profiler)."
@@ -140,15 +137,15 @@ class Measures:
 
 
 def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) -> Measures:
-    """What a magic's options ask for.
+    """Read what to measure from a magic's options.
 
     Args:
-        options: As parsed.
+        options: The parsed options.
         ranks: The ranks of the cell.
-        cell: Its number.
+        cell: The number of the cell.
 
     Raises:
-        UsageError: a rank is to be profiled that does not run the cell.
+        UsageError: a rank to profile does not run the cell.
     """
     profiled: list[int] = []
     if options.profile is not None:

@@ -1,9 +1,4 @@
-"""`%shards`: views of what the ranks hold and do.
-
-`%watch` and `%memory`: views of a running job.
-
-`%timeline`: what each rank does, span by span.
-"""
+"""`%shards`, `%watch`, `%memory` and `%timeline`: live views of the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ __all__ = ["JobViewMagics", "TimelineMagics", "ViewMagics"]
 def _shards_parser() -> LineParser:
     parser = LineParser("%shards", "Show which rank holds which part of a tensor.")
     parser.add_argument("names", nargs="+", metavar="NAME")
-    parser.add_argument("--gradients", action="store_true", help="gradients besides parameters")
+    parser.add_argument("--gradients", action="store_true", help="show gradients besides parameters")
     return parser
 
 
@@ -29,11 +24,11 @@ class ViewMagics(Magics):
 
     @line_magic
     def shards(self, line: str) -> None:
-        """Show which rank holds which part: `%shards model [--gradients]`; modules, optimizers, tensors of the ranks.
+        """Show which rank holds which part of modules, optimizers or tensors: `%shards model [--gradients]`.
 
         Example: `%shards model optimizer`.
 
-        The view follows the cells that run after it, until it is opened again for the same names.
+        The view is updated by later cells until it is opened again for the same names.
         """
         options = parse(_shards_parser(), line)
         cluster = current.require("%shards")
@@ -48,13 +43,13 @@ class JobViewMagics(Magics):
 
     @line_magic
     def watch(self, line: str) -> None:
-        """Show what a job does, while it runs: `%watch`; what `axon_nb.log` tells, pace, communication, memory, ranks.
+        """Show a running job live: `%watch`; metrics of `axon_nb.log`, throughput, communication, memory, ranks.
 
         Example: `%watch`, in a cell before the one that trains.
 
-        The panel follows the cells that run after it, until it is opened again; its button ends the cell that runs.
+        The panel is updated by later cells until it is opened again; its button interrupts the running cell.
         """
-        parse(LineParser("%watch", "Show what a job does, while it runs."), line)
+        parse(LineParser("%watch", "Show a running job live."), line)
         cluster = current.require("%watch")
         from axon_nb.widgets.open import show_watch
 
@@ -62,11 +57,11 @@ class JobViewMagics(Magics):
 
     @line_magic
     def memory(self, line: str) -> None:
-        """Show what each rank's memory holds: `%memory [model optimizer …]`; without names, all that variables hold.
+        """Show what each rank's memory holds: `%memory [model optimizer …]`; default: everything that variables hold.
 
         Example: `%memory model optimizer`.
 
-        The panel follows the cells that run after it, until it is opened again for the same names.
+        The panel is updated by later cells until it is opened again for the same names.
         """
         parser = LineParser("%memory", "Show what each rank's memory holds.")
         parser.add_argument("names", nargs="*", metavar="NAME")
@@ -78,27 +73,27 @@ class JobViewMagics(Magics):
 
 
 def _parser() -> LineParser:
-    parser = LineParser("%timeline", "Show what each rank does.")
+    parser = LineParser("%timeline", "Show each rank's spans over time.")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
-    parser.add_argument("--cell", type=int, default=None, metavar="N", help="In [N] alone, which is over")
+    parser.add_argument("--cell", type=int, default=None, metavar="N", help="show only the finished cell In [N]")
     parser.add_argument("--save", default=None, metavar="FILE", help="write .json (Perfetto), .html or .csv instead")
     return parser
 
 
 @magics_class
 class TimelineMagics(Magics):
-    """The timeline of a cluster."""
+    """Timelines of a cluster."""
 
     @line_magic
     def timeline(self, line: str) -> None:
-        """Show what each rank does: `%timeline [--ranks 0,2-3] [--cell N] [--save FILE]`.
+        """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N] [--save FILE]`.
 
-        Forwards, backwards, optimizer steps, collectives, waiting; a pipeline's last step beside its ideal. The view
-        follows the cells that run after it, until it is opened again.
+        It shows forwards, backwards, optimizer steps, collectives and waiting; and a pipeline's last step beside its
+        ideal. The view is updated by later cells until it is opened again.
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
-        --cell N        the cell In [N] alone, which is over
-        --save FILE     write it instead: .json is a trace for Perfetto, .html a page of its own, .csv a table
+        --cell N        show only the finished cell In [N]
+        --save FILE     write a file instead: .json is a trace for Perfetto, .html a standalone page, .csv a table
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """

@@ -57,7 +57,7 @@ class Cluster:
         """The cell that was running, or had finished meanwhile, when this notebook attached; None: there was none."""
 
     def __repr__(self) -> str:
-        how = self.health.gone or "running"
+        how = self.health.disconnect_reason or "running"
         return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {how})"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
@@ -186,7 +186,7 @@ class Cluster:
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """Return what each rank is doing right now; ranks that do not reply within a second are left out."""
         chosen = self.ranks if ranks is None else list(ranks)
-        return status.sample(self.client, [rank for rank in chosen if rank not in self.health.dead])
+        return status.request_states(self.client, [rank for rank in chosen if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Return everything about the cluster in one record, with the current state of the ranks."""
@@ -229,9 +229,9 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop all ranks, the controller and the agent, and remove their files. A second call does nothing."""
-        if self.health.gone:
+        if self.health.disconnect_reason:
             return
-        self.health.gone = "was stopped"
+        self.health.disconnect_reason = "was stopped"
         shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
         self.cells.mark_lost("was stopped")
@@ -239,7 +239,7 @@ class Cluster:
     def detach(self) -> None:
         """Disconnect; the cluster and its cell keep running for the keep-alive time. `axon_nb.attach` reconnects."""
         self.leave_cells()
-        self.health.gone = LEFT_RUNNING
+        self.health.disconnect_reason = LEFT_RUNNING
         self.connection.close()
 
     def leave_cells(self) -> None:

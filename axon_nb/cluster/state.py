@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
-from axon_nb.cluster.failures.report import REPAIR
+from axon_nb.cluster.failures.report import REPAIR_HINT
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
@@ -50,8 +50,8 @@ class ClusterState:
         """What each rank reported when it joined: host, pid, device, cores, gpus."""
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
-        way_back = REPAIR if compatibility.can_replace(rank_info, layout.backend) else compatibility.RESTART
-        self.health = Health(name, lambda: list(self.active_cells), way_back=way_back)
+        way_back = REPAIR_HINT if compatibility.can_replace(rank_info, layout.backend) else compatibility.RESTART
+        self.health = Health(name, lambda: list(self.active_cells), remedy=way_back)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
 
@@ -88,12 +88,12 @@ class ClusterState:
     @property
     def running(self) -> bool:
         """Whether cells can be sent."""
-        return not self.health.gone
+        return not self.health.disconnect_reason
 
     def mark_replaced(self, rank: int, info: Mapping[str, Any]) -> None:
         """Record that a new process, which reported `info`, has replaced `rank`."""
         self.rank_info[rank] = info
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
-        self.health.lost.discard(rank)
+        self.health.lost_contexts.discard(rank)
         self.connection.agent.call("set_info", info={"rank_info": self.rank_info})

@@ -15,7 +15,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.shards import ask_layouts
+from axon_nb.cluster.inspection.shards import request_layouts
 from axon_nb.widgets.panel import FollowingPanel
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import put_together
@@ -30,12 +30,12 @@ _job_panels: dict[tuple[str, ...], FollowingPanel] = {}
 def show_watch(cluster: Cluster) -> None:
     """Show what the job does: a panel in a notebook, text elsewhere."""
     if not _in_notebook():
-        from axon_nb.cluster.inspection.job import ask_job
+        from axon_nb.cluster.inspection.job import request_job
         from axon_nb.widgets.watch.page import watch_bundle
         from axon_nb.widgets.watch.store import JobStore
 
         store = JobStore()
-        store.take(ask_job(cluster.state, {}), time.monotonic())
+        store.take(request_job(cluster.state, {}), time.monotonic())
         print(watch_bundle(store)["text/plain"])
         return
     from axon_nb.widgets.watch.view import WatchPanel
@@ -54,12 +54,12 @@ def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
         UsageError: there is nothing of that name.
     """
     if not _in_notebook():
-        from axon_nb.cluster.inspection.memory import ask_memory
+        from axon_nb.cluster.inspection.memory import request_memory
         from axon_nb.widgets.memory.page import memory_bundle
         from axon_nb.widgets.memory.rows import MemoryRows
 
         rows = MemoryRows(", ".join(names))
-        rows.take(ask_memory(cluster.state, names))
+        rows.take(request_memory(cluster.state, names))
         print(memory_bundle(rows)["text/plain"])
         return
     from axon_nb.widgets.memory.view import MemoryPanel
@@ -97,7 +97,7 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     """
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
-        shards, notes = ask_layouts(cluster.state, names, gradients=gradients)
+        shards, notes = request_layouts(cluster.state, names, gradients=gradients)
         print(shards_bundle(", ".join(names), put_together(shards), notes)["text/plain"])
         return
     from axon_nb.widgets.shards.view import ShardsPanel

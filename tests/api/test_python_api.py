@@ -73,7 +73,7 @@ except axon_nb.ClusterLostError as error:
         "False ZeroDivisionError {1: 1.0}",
         "{0: 10, 1: 11}",
         "UsageError The cluster 'default' with 2 ranks is ru",
-        "gone: The cluster 'default' was stopped: `%distributed start` starts a new one.",
+        "gone: The cluster 'default' was stopped. Run `%distributed start` to start a new one.",
     ]
     assert leftovers(folder) == []
 
@@ -116,7 +116,7 @@ cluster.stop()
         "[]",
         "rank 1: ValueError: bug",
         "{0: 2.0, 1: 2.0}",
-        "rank 1 is gone: its engine has left",
+        "rank 1 disconnected (its engine unregistered)",
     ]
     assert leftovers(folder) == []
 

@@ -114,7 +114,7 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     _picture(page, "memory", ".axon-memory")
     _stop_by_button(page)
     page.wait_done(4)
-    page.wait_text(4, "have stopped")
+    page.wait_text(4, "stopped.")
     # Live again after a reload.
     page.save()
     page.run_cell(5)

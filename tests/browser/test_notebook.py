@@ -65,7 +65,7 @@ def test_a_session_in_notebook_7(notebook: NotebookPage, notebook_server: Notebo
     assert notebook.is_running(3)
     notebook.interrupt()
     notebook.wait_done(3)
-    notebook.wait_text(3, "have stopped")
+    notebook.wait_text(3, "stopped.")
     notebook.output(3).locator("figure img").first.wait_for()
     # Names of ranks are completed.
     notebook.cell(4).locator(".cm-content").click()

@@ -176,7 +176,7 @@ def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer,
 
 def test_a_saved_page_is_a_timeline_of_its_own(chromium: Browser, tmp_path: Path) -> None:
     store = SpanStore()
-    store.know_groups({"0": range(4)})
+    store.set_groups({"0": range(4)})
     for step in range(40):
         for rank in range(4):
             start = step * 10_000_000 + rank * 100_000

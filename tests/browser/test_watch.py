@@ -65,7 +65,7 @@ def test_the_stop_button_ends_the_cell_and_keeps_the_ranks(lab: LabServer, page:
     page.wait_text(1, "running")
     page.interrupt()
     page.wait_done(1)
-    page.wait_text(1, "ranks 0-1 have stopped")
+    page.wait_text(1, "Ranks 0-1 stopped.")
     page.run_and_wait(2)
     page.wait_text(2, "[rank 1] ('kept', 1)")
     page.run_and_wait(3)

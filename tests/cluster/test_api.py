@@ -42,9 +42,7 @@ def test_values_that_cannot_be_loaded_in_the_notebook_come_as_text(script: Scrip
     assert script.value("dict(c.run('u').values)") == {0: "U here", 1: "U here"}
     assert script.value("dict(c.run('[u, 1]').values)") == {0: "[U here, 1]", 1: "[U here, 1]"}
     answer = script.run("c.pull('u', ranks=1)")
-    assert answer.message == (
-        "Rank 1 has given 'u', but it cannot be loaded in the notebook: ZeroDivisionError: division by zero"
-    )
+    assert answer.message == ("Rank 1 sent 'u', but the notebook cannot load it: ZeroDivisionError: division by zero")
 
 
 def test_values_of_classes_defined_in_a_cell_can_be_fetched(script: Script) -> None:
@@ -77,9 +75,9 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
         ("c.run('1', timeout=-1)", "timeout must be a number of seconds above 0"),
         ("c.run('def broken(:')", "line 1: "),
         ("c.run_noblock('1 +')", "line 1: "),
-        ("c.push({'not a name': 1})", "'not a name' is no variable name"),
-        ("c.pull('nothing_there')", "Rank 0 cannot give 'nothing_there': NameError"),
-        ("c.pull('(x for x in [])', ranks=0)", "Rank 0 cannot give '(x for x in [])'"),
+        ("c.push({'not a name': 1})", "'not a name' is not a valid variable name"),
+        ("c.pull('nothing_there')", "Rank 0 cannot send 'nothing_there': NameError"),
+        ("c.pull('(x for x in [])', ranks=0)", "Rank 0 cannot send '(x for x in [])'"),
         ("c.pull('rank', ranks=2)", "rank 2 does not exist"),
         ("axon_nb.start(2)", "The cluster 'script' with 2 ranks is running"),
         ("axon_nb.attach()", "already has the cluster 'script'"),
@@ -204,7 +202,7 @@ def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> 
         script.ok("c.scatter({'s': list(range(5))})")
         assert script.value("c.gather('s'), c.pull('s', ranks=1)") == ([0, 1, 2, 3, 4], [3, 4])
         answer = script.run("c.pull('nothing_there')")
-        assert "Rank 0 cannot give 'nothing_there': NameError" in answer.message
+        assert "Rank 0 cannot send 'nothing_there': NameError" in answer.message
     assert script.value("[v for v in c.client.results.values() if isinstance(v, bytes) and len(v) > 9999]") == []
     script.ok("c.rank_info[:] = places\nparcels.SharedBlock.address = address")
 

@@ -62,10 +62,10 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
         "c.run('import os, signal, time\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\\ntime.sleep(600)')"
     )
     assert answer.kinds[0] == "CellError"
-    assert answer.message.startswith("rank 1 is gone")
+    assert answer.message.startswith("rank 1 disconnected")
     later = script.run("c.run('1')")
     assert later.kinds[0] == "ClusterLostError"
-    assert "rank 1 is gone" in later.message
+    assert "Rank 1 disconnected" in later.message
     assert script.value("dict(c.run('rank', ranks='0').values)") == {0: 0}
     script.ok("c.stop()")
     assert until(lambda: not script.others()), command_lines(script.others())

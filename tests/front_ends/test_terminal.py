@@ -75,7 +75,7 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(terminal: Terminal) -> None:
     for rank in range(2):
         terminal.wait_for(f"[rank {rank}] begun {rank}", since=since)
     terminal.press_ctrl_c()
-    assert "ranks 0-1 have stopped" in terminal.collect(since)
+    assert "Ranks 0-1 stopped." in terminal.collect(since)
     assert said(terminal.run("%%distributed\nprint('al' + 'ive')")) == {0: ["alive"], 1: ["alive"]}
 
 

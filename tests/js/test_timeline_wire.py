@@ -29,7 +29,7 @@ SECOND = 1_000_000_000
 
 def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
     store = SpanStore()
-    store.know_groups({"größte": [0, 1]})
+    store.set_groups({"größte": [0, 1]})
     store.add([Span(0, "collective", "all_reduce", 2 * SECOND, 5 * SECOND, "größte", 1 << 31, -1, -1, 1)])
     labels = [[SPAN_CODES["collective"], "all_reduce", "größte"]]
     first = pack(store.table(), {**HEADER, "labels": labels, "labelsFrom": 0, "lost": 0}, origin_ns=SECOND)

@@ -151,14 +151,14 @@ def test_the_private_hooks_are_there(typed: Kernel) -> None:
 def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
     change = "from axon_nb.magics import kernel_requests as front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
     typed.ok(change.format("front_end._NEEDED += ('no_such_hook',)"))
-    assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].lets_through") == (
+    assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].answers_during_cells") == (
         ["no_such_hook"],
         False,
     )
     expect_help(typed, "%%distributed\nt_net", "Sequential")
     expect_completed(typed, "%%distributed\nt_sca", "t_scale")
     typed.ok(change.format("front_end._NEEDED = front_end._NEEDED[:-1]"))
-    assert typed.value("front_end._installed[0].lets_through") is True
+    assert typed.value("front_end._installed[0].answers_during_cells") is True
 
 
 def test_unloading_leaves_jupyters_own_ways(typed: Kernel) -> None:

@@ -159,7 +159,7 @@ def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> No
     reply = kernel.collect(request)
     assert kernel.value(f"{HANDLE}.done()") is False, "the notebook is usable meanwhile"
     assert kernel.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-1."]
-    kernel.follow(request, reply, until=lambda: "have stopped" in told(reply))
+    kernel.follow(request, reply, until=lambda: " stopped." in told(reply))
     assert "[rank 0] waited in barrier at line 3" in told(reply)
     assert kernel.run(f"{HANDLE}.result(100)").ename == "CellInterrupt"
     assert kernel.ok("%distributed cancel").lines() == ["No cell is running."]

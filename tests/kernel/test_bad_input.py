@@ -13,9 +13,9 @@ CASES = [
     ("%%distributed --ranks x\n1", "ranks"),
     ("%%rank\n1", "RANKS"),
     ("%%rank 9\n1", "rank 9 does not exist: ranks are 0 to 3."),
-    ("%%distributed --timeout 0\n1", "no number of seconds above 0"),
+    ("%%distributed --timeout 0\n1", "must be a number of seconds above 0"),
     ("%%distributed --timeout soon\n1", "--timeout"),
-    ("%%distributed --out 3x\n1", "it is no variable name"),
+    ("%%distributed --out 3x\n1", "not a valid variable name"),
     ("%%distributed --out 'a\n1", "No closing quotation"),
     ("%distributed", "needs a command"),
     ("%distributed begin", "has no command 'begin': use one of start"),
@@ -31,8 +31,8 @@ CASES = [
     ("%distributed config warm_up=maybe", "warm_up must be on or off; got 'maybe'."),
     ("%push nothing_of_that_name", "The notebook has no variable 'nothing_of_that_name'"),
     ("%push", "NAME"),
-    ("%pull nothing_of_that_name", "Rank 0 cannot give 'nothing_of_that_name': NameError"),
-    ("%pull rank --as 1x", "is no variable name"),
+    ("%pull nothing_of_that_name", "Rank 0 cannot send 'nothing_of_that_name': NameError"),
+    ("%pull rank --as 1x", "is not a valid variable name"),
 ]
 
 
@@ -47,7 +47,7 @@ def test_one_sentence(kernel: Kernel, code: str, sentence: str) -> None:
 
 START_CASES = [
     ("%distributed start -n 0", "-n must be at least 1; got 0."),
-    ("%distributed start -n many", "it is a whole number of ranks"),
+    ("%distributed start -n many", "must be an integer"),
     ("%distributed start -n 2 --backend nccl", "NCCL"),
     ("%distributed start --backend mpi", "--backend must be one of auto, gloo, nccl; got mpi."),
     ("%distributed start --devices left", "--devices must be `auto`, `cpu` or GPU numbers"),

@@ -118,7 +118,7 @@ def test_output_of_a_noblock_cell_goes_to_its_own_cell(kernel: Kernel) -> None:
 def test_timeout_ends_the_cell(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --timeout 1\nimport time\ntime.sleep(600)")
     assert reply.ename == "CellTimeoutError"
-    assert "--timeout of 1 s" in reply.traceback
+    assert "timed out after 1 s (--timeout)" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 

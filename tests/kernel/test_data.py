@@ -128,10 +128,10 @@ def test_what_cannot_travel_is_named(kernel: Kernel) -> None:
     reply = kernel.run("%push t_fine t_lock")
     assert "UsageError: 't_lock' cannot be sent to ranks: TypeError: cannot pickle" in reply.traceback
     kernel.ok("%%distributed\nimport threading\nt_there = threading.Lock()")
-    assert "Rank 0 cannot give 't_there': TypeError" in kernel.run("%pull t_there").traceback
-    assert "Rank 0 cannot give 't_nowhere': NameError" in kernel.run("%pull t_nowhere").traceback
+    assert "Rank 0 cannot send 't_there': TypeError" in kernel.run("%pull t_there").traceback
+    assert "Rank 0 cannot send 't_nowhere': NameError" in kernel.run("%pull t_nowhere").traceback
     assert "The notebook has no variable 't_nowhere'" in kernel.run("%push t_nowhere").traceback
-    assert "'t_fine +' is no name or expression" in kernel.run("%pull 't_fine +' --as t_other").traceback
+    assert "'t_fine +' is not a name or an expression" in kernel.run("%pull 't_fine +' --as t_other").traceback
     assert "--as t_other names one variable" in kernel.run("%pull t_fine t_lock --as t_other").traceback
 
 
@@ -207,7 +207,7 @@ def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
     assert kernel.value("t_dict['w'].shape == (6, 4), t_dict['step'], t_dict['copy'].tolist()") == (True, 3, [1.0, 1.0])
     assert kernel.value("torch.equal(t_gathered, t_full3)") is True
     reply = kernel.run("%pull t_split")
-    assert "Rank 0 cannot give 't_split': a sharded module or optimizer cannot leave its ranks" in reply.traceback
+    assert "Rank 0 cannot send 't_split': a sharded module or optimizer cannot leave its ranks" in reply.traceback
     kernel.ok("%pull t_split.state_dict() --ranks 0 --as t_state")
     assert kernel.value("{k: tuple(v.shape) for k, v in t_state.items()}") == {"weight": (4, 4), "bias": (4,)}
 
@@ -223,7 +223,7 @@ def test_a_push_waits_for_the_cell_that_runs_and_says_so(kernel: Kernel, tmp_pat
     wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     kernel.ok(f"%%distributed --noblock --ranks 0,2 --out t_handle\n{wait}")
     request = kernel.submit("t_late = 1\n%push t_late")
-    kernel.wait_for_output(request, "Waiting for the cell that still runs on ranks 0,2.")
+    kernel.wait_for_output(request, "Waiting for the cell that is running on ranks 0,2.")
     (tmp_path / "go").touch()
     assert kernel.collect(request).ok
     assert kernel.ok("%%distributed\nt_late").lines() == ["[ranks 0-3] 1"]
@@ -248,7 +248,7 @@ def test_a_rank_that_dies_in_a_transfer_is_told_and_leaves_nothing() -> None:
         kernel.ok("%%distributed\nimport os, signal\ndef t_die():\n    os.kill(os.getpid(), signal.SIGKILL)")
         reply = kernel.run("%pull 't_die() if rank else t_big' --as t_none")
         assert "rank 1 was killed by SIGKILL" in reply.traceback
-        assert "rank 1 was killed by SIGKILL" in kernel.run("%push t_big").traceback
+        assert "Rank 1 was killed by SIGKILL" in kernel.run("%push t_big").traceback
         assert until(lambda: not parcels_of(kernel.pid))
         kernel.ok("%distributed repair\n%push t_big")
         assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]

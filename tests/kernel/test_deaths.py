@@ -89,8 +89,8 @@ def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb")
         request = kernel.submit("axon_nb.cluster.session.current.get().signal(1, 9)")
         reply = kernel.collect(request)
-        kernel.follow(request, reply, until=lambda: "rank 1 was killed by SIGKILL, while it was idle." in reply.stderr)
-        assert "rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
+        kernel.follow(request, reply, until=lambda: "Idle rank 1 was killed by SIGKILL." in reply.stderr)
+        assert "Rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit('enough')", "exit()", "quit()"])

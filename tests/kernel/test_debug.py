@@ -43,7 +43,7 @@ def test_it_opens_on_the_rank_that_failed_and_the_others_go_on(kernel: Kernel) -
     # What failed can be looked at again, until the next cell; the group works all the time.
     assert "200" in _debug(kernel, "%distributed debug --ranks 2", ["p secret", "EOF"]).stdout
     assert kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[ranks 0-3] 4.0"]
-    assert "No rank keeps a failure" in kernel.run("%distributed debug").traceback
+    assert "No rank has a failure to debug" in kernel.run("%distributed debug").traceback
 
 
 def test_expressions_statements_and_mistakes(kernel: Kernel) -> None:
@@ -87,18 +87,18 @@ def test_a_command_that_hangs_is_interrupted(kernel: Kernel, tmp_path: Path) -> 
 def test_what_is_not_kept_is_said(kernel: Kernel) -> None:
     kernel.run(FAIL)
     reply = kernel.run("%distributed debug --ranks 1")
-    assert "Rank 1 keeps no failure" in reply.traceback
+    assert "Rank 1 has no failure to debug" in reply.traceback
     assert "There is one on rank 2." in reply.traceback
     assert "one rank at a time" in kernel.run("%distributed debug --ranks 1-2").traceback
     kernel.ok("%distributed config debug=off")
     kernel.run(FAIL)
     reply = kernel.run("%distributed debug")
     kernel.ok("%distributed config debug=on")
-    assert "as `%distributed config debug=off` has it" in reply.traceback
+    assert "failures are not kept (`%distributed config debug=off`)" in reply.traceback
 
 
 def test_a_front_end_without_input_is_told(kernel: Kernel) -> None:
     kernel.run(FAIL)
     reply = kernel.collect(str(kernel.client.execute("%distributed debug", allow_stdin=False)))
     assert reply.ename == "UsageError"
-    assert "this front end gives none" in reply.traceback
+    assert "this one has none" in reply.traceback

@@ -81,7 +81,7 @@ def test_interrupt_of_python_code(kernel: Kernel) -> None:
     kernel.interrupt()
     reply = kernel.collect(request)
     assert reply.ename == "CellInterrupt"
-    assert reply.traceback.startswith("KeyboardInterrupt: ranks 0-3 have stopped.")
+    assert reply.traceback.startswith("KeyboardInterrupt: Ranks 0-3 stopped.")
     assert "was interrupted at line 4" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_is_named(kernel: Kernel) -> None:
     assert "rank 1 was killed by SIGKILL" in reply.traceback
     assert "`%distributed repair`" in reply.traceback
     later = kernel.run("%%distributed\n1")
-    assert "rank 1 was killed by SIGKILL" in later.traceback
+    assert "Rank 1 was killed by SIGKILL" in later.traceback
     assert kernel.ok("%%distributed --ranks 0,2-3\n'alive'").lines() == ["[ranks 0,2-3] 'alive'"]
     kernel.ok("%distributed restart")
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]

@@ -147,7 +147,7 @@ def test_ranks_killed_one_after_the_other_are_named_and_the_rest_goes_on(new_ker
         assert "`%distributed repair`" in reply.traceback
     assert kernel.ok("%%distributed --ranks 2\n'still here'").lines() == ["[rank 2] 'still here'"]
     kill(cluster.ranks[2])
-    assert until(lambda: "rank 2 was killed" in kernel.run("%%distributed --ranks 2\n1").traceback)
+    assert until(lambda: "Rank 2 was killed" in kernel.run("%%distributed --ranks 2\n1").traceback)
     kernel.ok("%distributed stop")
     assert_gone(cluster)
     kernel.ok("%distributed start -n 2")

@@ -23,7 +23,7 @@ def test_stop_leaves_nothing_and_says_one_line(new_kernel: MakeKernel) -> None:
     start(kernel)
     print_ = footprint(kernel)
     reply = kernel.ok("%distributed stop")
-    assert reply.lines() == ["Stopped the cluster 'default': 2 ranks ended."]
+    assert reply.lines() == ["Stopped the cluster 'default' (2 ranks)."]
     assert (reply.stderr, reply.displays) == ("", [])
     assert until(print_.gone)
 
@@ -33,7 +33,7 @@ def test_a_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel)
     kernel.ok("%load_ext axon_nb")
     reply = kernel.ok("%%distributed\nworld_size")
     size = kernel.value("__import__('axon_nb').cluster.current.get().world_size")
-    assert reply.lines()[0] == f"Started {size} ranks (gloo); `%distributed start -n N` chooses."
+    assert reply.lines()[0] == f"Started {size} ranks (gloo). Use `%distributed start -n N` to choose how many."
     assert reply.lines()[1] == f"[ranks 0-{size - 1}] {size}"
 
 
@@ -78,7 +78,7 @@ def test_polite_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKe
     start(kernel)
     before = footprint(kernel)
     kernel.restart(now=False)
-    assert "is still running: `%distributed attach` takes it up again" in kernel.ok("%load_ext axon_nb").stdout
+    assert "is still running. Run `%distributed attach` to reconnect" in kernel.ok("%load_ext axon_nb").stdout
     kernel.ok("%distributed attach")
     assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
     assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-1] 2.0"]

@@ -10,11 +10,11 @@ import pytest
 from tests.kernel.driver import Kernel
 
 _HOLDS = """
-import axon_nb.cluster.output.cell_output as t_lines, axon_nb.cluster.output.intake as t_values
-t_holds_before = t_lines.HOLD_S, t_values._VALUE_WAITS_S
-t_lines.HOLD_S = t_values._VALUE_WAITS_S = 60.0
+import axon_nb.cluster.output.cell_output as t_lines, axon_nb.cluster.output.parser as t_values
+t_holds_before = t_lines.HOLD_S, t_values._VALUE_HOLD_S
+t_lines.HOLD_S = t_values._VALUE_HOLD_S = 60.0
 """
-_AS_BEFORE = "t_lines.HOLD_S, t_values._VALUE_WAITS_S = t_holds_before"
+_AS_BEFORE = "t_lines.HOLD_S, t_values._VALUE_HOLD_S = t_holds_before"
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_ten_megabytes_neither_hang_nor_flood(kernel: Kernel, where: str) -> Non
     )
     shown = len(reply.stdout) + len(reply.stderr)
     assert shown < 3_000_000
-    assert "not shown: a cell shows 1 MiB" in reply.stderr
+    assert "not shown: the limit is 1 MiB per cell" in reply.stderr
     assert "99999" in reply.stdout + reply.stderr
     assert "end of it" in reply.stdout
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]

@@ -11,16 +11,16 @@ import pytest
 from tests.kernel.driver import Kernel
 
 LIMIT_S = 60.0
-MOST_A_CORE = "__import__('axon_nb.magics.kernel_requests', fromlist=['x'])._MOST_A_CORE"
+MAX_LOAD_PER_CORE = "__import__('axon_nb.magics.kernel_requests', fromlist=['x'])._MAX_LOAD_PER_CORE"
 
 
 @pytest.fixture
 def idle(kernel: Kernel) -> Iterator[Kernel]:
     """A kernel that takes its machine for idle, whatever else runs there."""
-    before = kernel.value(MOST_A_CORE)
-    kernel.ok("import axon_nb.magics.kernel_requests\naxon_nb.magics.kernel_requests._MOST_A_CORE = 1e9")
+    before = kernel.value(MAX_LOAD_PER_CORE)
+    kernel.ok("import axon_nb.magics.kernel_requests\naxon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = 1e9")
     yield kernel
-    kernel.ok(f"axon_nb.magics.kernel_requests._MOST_A_CORE = {before}")
+    kernel.ok(f"axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = {before}")
 
 
 def test_the_kernel_and_the_list_of_widgets_are_told_while_a_cell_runs(idle: Kernel, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_kernel_and_the_list_of_widgets_are_told_while_a_cell_runs(idle: Ker
 
 def test_on_an_overloaded_machine_a_page_waits_for_the_kernel(idle: Kernel, tmp_path: Path) -> None:
     """It needs the time for itself: see `axon_nb.magics.kernel_requests`."""
-    idle.ok("axon_nb.magics.kernel_requests._MOST_A_CORE = -1.0")
+    idle.ok("axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = -1.0")
     flag = tmp_path / "flag"
     cell = f"import os, time\nprint('on')\nwhile not os.path.exists({str(flag)!r}):\n    time.sleep(0.01)"
     request = idle.submit(f"%%distributed\n{cell}")

@@ -181,9 +181,9 @@ def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(tmp_path: Path
         pid = kernel.ok("%%distributed --ranks 1\nprint(os.getpid())").lines()
         request = press_in_c_code(kernel, f"if rank == 1:\n    {IN_C['C code']}", [1], tmp_path)
         reply = kernel.collect(request)
-        assert "ranks 0 have stopped." in reply.traceback
+        assert "Rank 0 stopped." in reply.traceback
         assert "[rank 1] is still in C code at line 4 and does not react to interrupts" in reply.traceback
-        assert "`%distributed repair --ranks 1` replaces what has not stopped" in reply.traceback
+        assert "Rank 1 did not stop. Run `%distributed repair --ranks 1` to replace it" in reply.traceback
         assert "still stuck in an earlier cell" in kernel.run("%%distributed\n1").traceback
         kernel.ok("%distributed repair --ranks 1")
         assert kernel.ok("%%distributed --ranks 1\nimport os\nprint(os.getpid())").lines() != pid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.failures.hints import shared_draws
+from axon_nb.cluster.failures.hints import shared_draws_hint
 from tests.kernel.driver import Kernel
 
 DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"
@@ -25,7 +25,7 @@ def _draws(kernel: Kernel) -> list[object]:
 
 def test_a_seed_is_the_same_on_all_ranks(kernel: Kernel) -> None:
     reply = kernel.ok("%distributed seed 5")
-    assert reply.lines() == ["random, numpy and torch are seeded on ranks 0-3, all with 5."]
+    assert reply.lines() == ["Seeded random, numpy and torch on ranks 0-3 with 5."]
     first = _draws(kernel)
     assert first == [first[0]] * 4
     kernel.ok("%distributed seed 5")
@@ -51,9 +51,9 @@ def test_a_hint_tells_of_equal_dropout_and_batches_once(kernel: Kernel) -> None:
     kernel.ok(FORGET)
     kernel.ok("%distributed seed 0")
     text = kernel.ok(STEP).stdout
-    assert "Hint: ranks 0-3 have drawn the same random numbers" in text
+    assert "Hint: ranks 0-3 drew the same random numbers" in text
     assert "dropout masks of `t_model`" in text
-    assert "`t_loader` shuffles alike" in text
+    assert "`t_loader` shuffles identically" in text
     assert "`%distributed seed 0 --per-rank`" in text
     assert "Hint" not in kernel.ok(STEP).stdout
 
@@ -72,7 +72,7 @@ def test_no_hint_without_a_reason(kernel: Kernel, prepare: str) -> None:
 def test_draws_that_differ_or_are_not_known_are_no_hint() -> None:
     same = {"draws": {"states": ["a", "b"], "dropout": "m", "loader": ""}}
     other = {"draws": {"states": ["a", "c"], "dropout": "m", "loader": ""}}
-    assert "masks of `m`" in shared_draws({0: same, 1: same}, [0, 1])
-    assert shared_draws({0: same, 1: other}, [0, 1]) == ""
-    assert shared_draws({0: same}, [0]) == ""
-    assert shared_draws({0: same, 1: {}}, [0, 1]) == ""
+    assert "masks of `m`" in shared_draws_hint({0: same, 1: same}, [0, 1])
+    assert shared_draws_hint({0: same, 1: other}, [0, 1]) == ""
+    assert shared_draws_hint({0: same}, [0]) == ""
+    assert shared_draws_hint({0: same, 1: {}}, [0, 1]) == ""

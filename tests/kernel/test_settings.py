@@ -88,7 +88,10 @@ def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
     assert kernel.ok("%distributed config output_limit=4KiB").lines() == ["output_limit = 4 KiB (from the next cell)"]
     reply = kernel.ok(flood)
     assert len(reply.lines()) < 200
-    assert "not shown: a cell shows 4 KiB; `%distributed config output_limit=4MiB` raises that" in reply.stderr
+    assert (
+        "not shown: the limit is 4 KiB per cell; run `%distributed config output_limit=4MiB` to raise it"
+        in reply.stderr
+    )
     kernel.ok("%distributed config output_limit=1MiB")
     assert len(kernel.ok(flood).lines()) == 1000
 

@@ -35,8 +35,8 @@ own = torch.zeros(rank + 1)
 """
 ASK = """import dataclasses, json
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.shards import ask_layouts
-shards, notes = ask_layouts(current.require("test").state, {names!r}, gradients={gradients})
+from axon_nb.cluster.inspection.shards import request_layouts
+shards, notes = request_layouts(current.require("test").state, {names!r}, gradients={gradients})
 print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
     reply = ready.ok(ASK.format(names=["mine"], gradients=False))
     shards, notes = json.loads(reply.stdout)
     assert [shard["rank"] for shard in shards] == [2]
-    assert notes == ["Rank 0-1,3: variable 'mine' does not exist."]
+    assert notes == ["Ranks 0-1,3: variable 'mine' does not exist."]
 
 
 def test_hooks_are_there(ready: Kernel) -> None:
@@ -251,10 +251,10 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
 
 def test_what_is_as_it_was_is_not_sent_again(ready: Kernel) -> None:
     ready.ok(
-        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.shards import LayoutQuestion\n"
-        "t_asked = LayoutQuestion(current.require('test').state, ['sharded'])\nt_first = t_asked.ask()"
+        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.shards import LayoutRequest\n"
+        "t_asked = LayoutRequest(current.require('test').state, ['sharded'])\nt_first = t_asked.send()"
     )
-    asked = "t_again = t_asked.ask()\n(t_again == t_first, t_asked.is_news, t_asked.spent_s > 0)"
+    asked = "t_again = t_asked.send()\n(t_again == t_first, t_asked.has_changed, t_asked.cost_s > 0)"
     assert ready.ok(asked).result == "(True, False, True)"
     ready.ok("%%distributed --quiet\nsharded[0].unshard()\nsharded[0].reshard()\nown = torch.zeros(9)")
     assert ready.ok(asked).result == "(True, False, True)"

@@ -59,9 +59,9 @@ def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, so
     assert "[rank 0] [True, False]" in trained.ok("%%distributed\nsame()").lines()
     reply = trained.ok(f"%distributed sync --from {source}")
     first, *rest = reply.lines()
-    assert first.startswith("All ranks now have `model`, `optimizer`, `scheduler` of rank " + str(source))
+    assert first.startswith(f"Copied `model`, `optimizer`, `scheduler` from rank {source} to all ranks (")
     assert rest == [
-        "Not copied: `sharded` is sharded over ranks: load a checkpoint on all ranks, or build it anew.",
+        "Not copied: `sharded` is sharded over ranks: load a checkpoint on all ranks, or rebuild it.",
     ]
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
     trained.ok("%%distributed --out after\neverything().tolist()")
@@ -75,7 +75,7 @@ def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, so
 def test_only_what_was_named_is_copied(trained: Kernel) -> None:
     trained.ok(APART)
     reply = trained.ok("%distributed sync model")
-    assert reply.stdout.startswith("All ranks now have `model` of rank 0 (")
+    assert reply.stdout.startswith("Copied `model` from rank 0 to all ranks (")
     assert "[rank 0] [True, False]" in trained.ok("%%distributed\nsame()").lines()
     trained.ok("%distributed sync optimizer scheduler")
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
@@ -86,7 +86,7 @@ def test_only_what_was_named_is_copied(trained: Kernel) -> None:
     [
         ("sharded", "`sharded` is sharded over ranks: load a checkpoint on all ranks"),
         ("step", "`step` is not a module, optimizer or scheduler"),
-        ("nowhere", "`nowhere` is no variable of ranks 0-1"),
+        ("nowhere", "`nowhere` does not exist on ranks 0-1"),
         ("--from 7", "--from 7: ranks are 0 to 1."),
     ],
 )

@@ -81,8 +81,8 @@ def test_a_profile_that_cannot_be_written_fails_the_cell(kernel: Kernel, tmp_pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--repeat 0", "no number of runs above 0"),
-        ("--repeat many", "no number of runs above 0"),
+        ("--repeat 0", "must be a number of runs above 0"),
+        ("--repeat many", "must be a number of runs above 0"),
         ("--profile 3 --ranks 0-2", "rank 3"),
     ],
 )

@@ -48,11 +48,11 @@ t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
 ASK = """import dataclasses, json, time
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.memory import ask_plan
+from axon_nb.cluster.inspection.memory import request_plan
 from axon_nb.widgets import open as open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
-    while (told := ask_plan(current.require("test").state, names, asked, "")).get("is_pending"):
+    while (told := request_plan(current.require("test").state, names, asked, "")).get("is_pending"):
         assert time.monotonic() < end
         time.sleep(0.1)
     return {key: value for key, value in told.items() if key != "model"} | {"sent": len(told.get("model") or "")}

@@ -18,7 +18,7 @@ from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
-from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws
+from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws_hint
 from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
@@ -50,7 +50,7 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseE
         run.errors,
         first=run.failed_order,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or hint_for(run.errors.values(), way_back=way_back),
+        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=way_back),
         timeout_s=run.timeout_s if run.timed_out else None,
     )
 
@@ -135,7 +135,7 @@ class CellManager:
         chosen = resolve_ranks(options.get("ranks"), state.world_size)
         if process_settings.auto_repair:
             auto_repair(state)
-        state.health.refuse(chosen)
+        state.health.ensure_available(chosen)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in chosen]
@@ -147,7 +147,7 @@ class CellManager:
         now = {"keep_failure": process_settings.debug, "output_limit": state.settings.output_limit}
         facts = {**now, **options.get("facts", {})}
         run.send(code, number, keep_value=options.get("values", True), exclusive=exclusive, more=facts)
-        state.health.tell(run)  # what has happened while we were sending
+        state.health.report_to(run)  # what has happened while we were sending
         return run
 
     def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
@@ -184,13 +184,13 @@ class CellManager:
         """
         state = self.state
         for run in state.active_cells:
-            state.health.follow_stuck(run)
+            state.health.track_stuck(run)
         timeout_s = collective_timeout(state.settings, recoverable=False)
         if note := after_failure(state.rank_info, state.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)
         if state.backend == "nccl":
-            state.health.tell_unproven()
-            state.health.lost.update(lost_contexts(aborted.errors) if aborted is not None else [])
+            state.health.warn_nccl_untested()
+            state.health.lost_contexts.update(lost_contexts(aborted.errors) if aborted is not None else [])
         return Recovery(state.client, state.ranks, state.health, slow_connect=state.backend == "nccl")
 
     def finish(self, run: CellRun, options: CellOptions) -> CellResult:
@@ -202,15 +202,15 @@ class CellManager:
         if run.lost:
             hint = _ATTACH_HINT if run.lost == LEFT_RUNNING else _START_HINT
             raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell was running. {hint}")
-        state.health.follow_stuck(run)
+        state.health.track_stuck(run)
         replaced = replace_stuck(state, run.to_replace)
-        failure = failure_of(run, replaced, way_back=state.health.way_back)
+        failure = failure_of(run, replaced, way_back=state.health.remedy)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", shared_draws(run.replies, run.ranks))
+            state.health.hint("draws", shared_draws_hint(run.replies, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
         measured: dict[str, Any] = measurements(run.replies)
         return CellResult(fetched, run.errors, run.seconds, text, **measured)

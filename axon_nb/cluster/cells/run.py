@@ -139,7 +139,7 @@ class CellRun:
         if self._gave_up:
             self.on_late_reply(rank)
         if self._view is not None:
-            self._view.rank_finished(rank, failed=progress.error is not None and progress.error.kind != "ended")
+            self._view.rank_finished(rank, failed=progress.error is not None and progress.error.kind != "aborted")
 
     def _read_reply(self, rank: int, progress: RankProgress, content: dict[str, Any]) -> None:
         reply = self.replies[rank] = content.get("axon_nb", {})
@@ -152,7 +152,7 @@ class CellRun:
             aborted = was_aborted(ename, evalue, aborting=self._abort.aborting)
             evalue = describe_abort(reply.get("aborted_at", {})) if aborted else evalue
             traceback = () if aborted else tuple(content.get("traceback", ()))
-            self._fail(rank, RankError(rank, "ended" if aborted else "raised", ename, evalue, traceback))
+            self._fail(rank, RankError(rank, "aborted" if aborted else "raised", ename, evalue, traceback))
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""

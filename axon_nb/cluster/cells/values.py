@@ -74,10 +74,12 @@ def await_reply(state: ClusterState, rank: int, future: Any, what: str) -> Any:
     """
     try:
         while not future.wait(_POLL_INTERVAL_S):
-            if state.health.gone:
-                raise ClusterLostError(f"The cluster {state.name!r} {state.health.gone}: it cannot {what}.")
+            if state.health.disconnect_reason:
+                raise ClusterLostError(
+                    f"The cluster {state.name!r} {state.health.disconnect_reason}: it cannot {what}."
+                )
             if rank in state.health.dead:
-                why, way_back = state.health.dead[rank], state.health.way_back
+                why, way_back = state.health.dead[rank], state.health.remedy
                 raise ClusterLostError(f"Rank {rank} {why}, and cannot {what}. {way_back}")
         return future.result()
     except (ClusterLostError, KeyboardInterrupt):

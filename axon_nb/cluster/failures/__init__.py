@@ -1,1 +1,1 @@
-"""How failures read: deaths, health, hints."""
+"""How failures are worded, and which ranks are available: deaths, health, hints, reports."""

@@ -1,4 +1,4 @@
-"""How a rank's death reads: its signal or exit code, the cell's line where it was, and the last line it wrote."""
+"""Words a rank's death: its signal or exit code, the line of the cell it was at, and its last line of output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from pathlib import PurePath
 from typing import Any
 
-__all__ = ["describe_death", "last_line", "place_of_crash"]
+__all__ = ["crash_location", "describe_death", "last_line"]
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$')
 _FATAL = "Fatal Python error: "
@@ -15,72 +15,72 @@ _STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call f
 _DECORATORS = ("wrapper", "decorate_context", "inner", "_fn")
 _MAX_LINE = 300
 Frames = list[tuple[str, int, str]]
-"""(file, line, function) of a thread's frames, the innermost first."""
-_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
+"""(file, line, function) of a thread's frames, innermost first."""
+_OUT_OF_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 
 
 def describe_death(event: dict[str, Any]) -> str:
-    """What became of a rank or the controller; reads after its name.
+    """Describe how a rank or the controller died; the text reads after its name.
 
     Args:
-        event: The host agent's: `code` (exit code, or minus the signal's number), `words` (what it wrote at last),
-            `crash` (Python's stacks at a crash), `out_of_memory` (whether Linux ended it for that; None: unknown).
+        event: The host agent's event: `code` (exit code, or minus the signal's number), `last_output`, `crash`
+            (Python's stacks at a crash), `out_of_memory` (whether Linux killed it for that; None: unknown).
     """
-    code, words, crash = int(event["code"]), str(event.get("last_output", "")), str(event.get("crash", ""))
+    code, output, crash = int(event["code"]), str(event.get("last_output", "")), str(event.get("crash", ""))
     if code >= 0:
         text = f"exited with code {code}"
     else:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        text = f"was killed by {name}" + (_MEMORY[event.get("out_of_memory")] if name == "SIGKILL" else "")
-    text += place_of_crash(crash or words)
-    line = last_line(words)
+        text = f"was killed by {name}" + (_OUT_OF_MEMORY[event.get("out_of_memory")] if name == "SIGKILL" else "")
+    text += crash_location(crash or output)
+    line = last_line(output)
     return f"{text}; last line: {line}" if line else text
 
 
-def last_line(words: str) -> str:
-    """The last line that says something: before Python's own report of a crash, where there is one."""
-    before = words.rpartition(_FATAL)[0] if _FATAL in words else words
+def last_line(output: str) -> str:
+    """Return the last line that is not blank; with a crash report of Python, the last one before the report."""
+    before = output.rpartition(_FATAL)[0] if _FATAL in output else output
     lines = [line.strip() for line in before.splitlines()]
-    said = [line for line in lines if line]
-    return said[-1][:_MAX_LINE] if said else ""
+    written = [line for line in lines if line]
+    return written[-1][:_MAX_LINE] if written else ""
 
 
-def place_of_crash(report: str) -> str:
-    """The cell's line, what of a library it had called there, and which thread has crashed if it was another.
+def crash_location(report: str) -> str:
+    """Describe where Python crashed: the line of the cell, the library calls there, and the thread if it was another.
 
-    Such as `` at line 3 (ctypes string_at)``, the library's first function and last, or `` at line 3, in another thread
-    (queue get)``; may be empty.
+    Examples: `` at line 3 (ctypes string_at)`` (first and last function of the library), or `` at line 3, in another
+    thread (queue get)``. Empty if the report does not say.
     """
     stacks = _stacks(report.rpartition(_FATAL)[2] if _FATAL in report else "")
-    for of_crash, frames in stacks:
-        # IPython's run_code runs the cell's own frame: the line before it, as the newest call comes first.
+    for has_crashed, frames in stacks:
+        # IPython's run_code calls the cell's own frame. That is the entry before it: the newest call comes first.
         at = next((i for i, (file, _, name) in enumerate(frames) if name == "run_code" and "IPython" in file), 0)
         if at:
-            called = _called(frames[: at - 1])
-            text = f" at line {frames[at - 1][1]}" + (f" ({' … '.join(called)})" if called else "")
-            return text if of_crash else text + _elsewhere(stacks)
+            calls = _library_calls(frames[: at - 1])
+            text = f" at line {frames[at - 1][1]}" + (f" ({' … '.join(calls)})" if calls else "")
+            return text if has_crashed else text + _crashed_thread(stacks)
     return ""
 
 
-def _elsewhere(stacks: list[tuple[bool, Frames]]) -> str:
-    """Which thread has crashed, when it is not the one that runs the cell."""
-    crashed = next((frames for of_crash, frames in stacks if of_crash), None)
+def _crashed_thread(stacks: list[tuple[bool, Frames]]) -> str:
+    """Describe the thread that crashed; it is not the one that runs the cell."""
+    crashed = next((frames for has_crashed, frames in stacks if has_crashed), None)
     if crashed is None:
         return ", in a thread of C code"
     return ", in another thread" + (f" ({_function(crashed[0][0], crashed[0][2])})" if crashed else "")
 
 
-def _called(frames: Frames) -> list[str]:
-    """The first function of a library that was called, and the last when it is another."""
+def _library_calls(frames: Frames) -> list[str]:
+    """Return the first library function that was called, and the last one if it is a different one."""
     inner = [(file, name) for file, _, name in reversed(frames)]
-    called = [_function(file, name) for file, name in inner if name not in _DECORATORS and _library(file)]
-    return list(dict.fromkeys([*called[:1], *called[-1:]]))
+    calls = [_function(file, name) for file, name in inner if name not in _DECORATORS and _is_library(file)]
+    return list(dict.fromkeys([*calls[:1], *calls[-1:]]))
 
 
 def _stacks(report: str) -> list[tuple[bool, Frames]]:
-    """Each thread of Python's: whether it has crashed, and its frames; the one that has comes first.
+    """Parse each Python thread's stack: whether it crashed, and its frames; the one that crashed comes first.
 
-    Python marks none when a thread has crashed in which no Python runs.
+    Python marks no thread if the crash was in one that runs no Python.
     """
     stacks: list[tuple[bool, Frames]] = []
     for line in report.splitlines():
@@ -92,7 +92,7 @@ def _stacks(report: str) -> list[tuple[bool, Frames]]:
     return sorted(stacks, key=lambda stack: not stack[0])
 
 
-def _library(file: str) -> bool:
+def _is_library(file: str) -> bool:
     return "ipykernel_" not in file and not file.startswith("<") and "/axon_nb/" not in file
 
 

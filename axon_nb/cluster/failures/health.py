@@ -1,7 +1,4 @@
-"""Which ranks are there: who died and how, who is stuck, whether the cluster still is.
-
-What a user of an NCCL cluster is told when a cell fails there for the first time.
-"""
+"""Which ranks are available: which died and why, which are stuck, and whether the cluster is still there."""
 
 from __future__ import annotations
 
@@ -10,24 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.failures.deaths import describe_death
-from axon_nb.cluster.failures.report import REPAIR, RankError
+from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
-__all__ = ["UNPROVEN_ON_NCCL", "ActiveCell", "Health"]
+__all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
 
-UNPROVEN_ON_NCCL = (
-    "Recovery on NCCL has not been tried on several GPUs. Lost is the step that was under way, and ranks may be a step "
-    "apart; if a rank does not come back, `%distributed repair` or `%distributed restart` does it. Told once."
+NCCL_UNTESTED = (
+    "NCCL recovery is untested on multiple GPUs. The step in progress was lost, and ranks may be one step apart. "
+    "If a rank does not come back, run `%distributed repair` or `%distributed restart`. (Shown once.)"
 )
+"""Shown when a cell fails on an NCCL cluster for the first time."""
 
 
 class ActiveCell(Protocol):
-    """A cell that runs on ranks, and learns what becomes of them."""
+    """A cell that runs on ranks and is notified of their deaths."""
 
     ranks: list[int]
     on_late_reply: Callable[[int], None]
-    """Called with a rank that ends the cell after it was given up."""
+    """Called with a rank that finishes the cell after the notebook stopped waiting for it."""
 
     @property
     def errors(self) -> Mapping[int, RankError]:
@@ -35,119 +33,120 @@ class ActiveCell(Protocol):
 
     @property
     def unfinished(self) -> list[int]:
-        """The ranks that have not ended the cell."""
+        """The ranks that have not finished the cell."""
 
     def on_death(self, rank: int, reason: str) -> None:
-        """From any thread: the rank's process is gone."""
+        """Record that the rank's process died; called from any thread."""
 
     def on_lost(self, reason: str) -> None:
-        """From any thread: the whole cluster is gone."""
+        """Record that the whole cluster is gone; called from any thread."""
 
     def interrupt(self) -> None:
-        """The user wants the cell to end."""
+        """Abort the cell on the user's behalf."""
 
 
 class Health:
-    """Fed by the host agent's events and by ipyparallel's registrations, from any thread; told to the running cells."""
+    """The state of a cluster's ranks, fed from any thread by the host agent's events and ipyparallel's registrations.
 
-    def __init__(self, name: str, runs: Callable[[], list[ActiveCell]], *, way_back: str = REPAIR) -> None:
+    Running cells are notified of each death.
+    """
+
+    def __init__(self, name: str, runs: Callable[[], list[ActiveCell]], *, remedy: str = REPAIR_HINT) -> None:
         self._name = name
         self._runs = runs
-        self.way_back = way_back
-        """What gives a rank that is dead or stuck back, as a sentence."""
+        self.remedy = remedy
+        """How to get a dead or stuck rank back, as a sentence."""
         self.dead: dict[int, str] = {}
         """Why each dead rank died; reads after its name."""
-        self.awaited: set[int] = set()
-        """Ranks that are being ended on request: their death is no news."""
+        self.expected_deaths: set[int] = set()
+        """Ranks that are being terminated on request: their death is not reported."""
         self.stuck: set[int] = set()
-        """Ranks that an earlier cell was given up on, and that have not come back."""
-        self.lost: set[int] = set()
-        """Ranks whose CUDA context is lost, on NCCL: they run cells, and cannot communicate."""
+        """Ranks that did not abort an earlier cell and have not replied since."""
+        self.lost_contexts: set[int] = set()
+        """Ranks that lost their CUDA context, on NCCL: they run cells but cannot communicate."""
         self.broken = ""
         """Why ranks cannot communicate; empty while they can."""
-        self.leaks_told = 0
-        """How often the user was told of threads that cannot be freed."""
-        self.unproven_told = False
-        """Whether the user knows what has not been tried on NCCL."""
+        self.leaks_reported = 0
+        """How often threads that cannot be freed were reported."""
+        self.disconnect_reason = ""
+        """Why the cluster is gone; reads after its name. Empty while it is there."""
         self._hinted: set[str] = set()
-        self.gone = ""
-        """Why there is no cluster any more; reads after its name. Empty while there is."""
 
     def hint(self, kind: str, text: str) -> None:
-        """Tell the user something that may help; one of a kind."""
+        """Print a hint; each kind is shown once."""
         if text and kind not in self._hinted:
             self._hinted.add(kind)
             print(text)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Take in one event of the host agent."""
-        if self.gone:
+        """Process an event of the host agent."""
+        if self.disconnect_reason:
             return
         if event["event"] == "exit" and event["rank"] is not None:
-            self.die(event["rank"], describe_death(event))
+            self.mark_dead(event["rank"], describe_death(event))
         elif event["event"] == "controller_exit":
-            self.lose(f"lost its ipyparallel controller, which {describe_death(event)},")
+            self.mark_lost(f"lost its ipyparallel controller (it {describe_death(event)})")
         elif event["event"] == "closed":
-            self.lose("lost its host agent")
+            self.mark_lost("lost its host agent")
 
     def on_registration(self, event: dict[str, Any]) -> None:
-        """Take in one registration event of ipyparallel; how engines of other launchers are seen to die."""
-        if event["event"] == "unregister" and not self.gone:
-            self.die(int(event["id"]), "is gone: its engine has left")
+        """Process a registration event of ipyparallel, the only sign that an engine of another launcher died."""
+        if event["event"] == "unregister" and not self.disconnect_reason:
+            self.mark_dead(int(event["id"]), "disconnected (its engine unregistered)")
 
-    def die(self, rank: int, reason: str) -> None:
-        """A rank is dead."""
-        news = rank not in self.dead
+    def mark_dead(self, rank: int, reason: str) -> None:
+        """Record a death and notify the running cells; print it if the rank was idle."""
+        is_new = rank not in self.dead
         self.dead.setdefault(rank, reason)
         self.stuck.discard(rank)
         runs = self._runs()
         for run in runs:
             run.on_death(rank, self.dead[rank])
-        if rank in self.awaited:
-            self.awaited.discard(rank)
-        elif news and not any(rank in run.ranks for run in runs):
-            print(f"rank {rank} {reason}, while it was idle. {self.way_back}", file=sys.stderr, flush=True)
+        if rank in self.expected_deaths:
+            self.expected_deaths.discard(rank)
+        elif is_new and not any(rank in run.ranks for run in runs):
+            print(f"Idle rank {rank} {reason}. {self.remedy}", file=sys.stderr, flush=True)
 
-    def tell(self, run: ActiveCell) -> None:
-        """Tell a new cell what is known already."""
+    def report_to(self, run: ActiveCell) -> None:
+        """Notify a new cell of what is already known."""
         for rank, reason in list(self.dead.items()):
             run.on_death(rank, reason)
-        if self.gone:
-            run.on_lost(self.gone)
+        if self.disconnect_reason:
+            run.on_lost(self.disconnect_reason)
 
-    def lose(self, reason: str) -> None:
-        """The cluster is gone."""
-        self.gone = reason
+    def mark_lost(self, reason: str) -> None:
+        """Record that the cluster is gone, and notify the running cells."""
+        self.disconnect_reason = reason
         for run in self._runs():
             run.on_lost(reason)
 
-    def refuse(self, ranks: Sequence[int]) -> None:
-        """Say why a cell cannot run on these ranks.
+    def ensure_available(self, ranks: Sequence[int]) -> None:
+        """Check that a cell can run on these ranks.
 
         Raises:
             ClusterLostError: the cluster is gone, or one of the ranks is dead or stuck.
         """
-        if self.gone:
-            raise ClusterLostError(f"The cluster {self._name!r} {self.gone}: `%distributed start` starts a new one.")
+        if self.disconnect_reason:
+            raise ClusterLostError(
+                f"The cluster {self._name!r} {self.disconnect_reason}. Run `%distributed start` to start a new one."
+            )
         dead = [rank for rank in ranks if rank in self.dead]
         if dead:
-            reasons = "; ".join(f"rank {rank} {self.dead[rank]}" for rank in dead)
-            raise ClusterLostError(f"{reasons}. {self.way_back} `--ranks` runs a cell on those that are left.")
+            reasons = " ".join(f"Rank {rank} {self.dead[rank]}." for rank in dead)
+            raise ClusterLostError(f"{reasons} {self.remedy} Use `--ranks` to run a cell on the remaining ranks.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
             raise ClusterLostError(
-                f"Ranks {format_ranks(stuck)} are still stuck in an earlier cell (`%distributed status` shows where). "
-                + self.way_back.replace("repair`", "repair --ranks …`")
+                f"{name_ranks(stuck).capitalize()} {'is' if len(stuck) == 1 else 'are'} still stuck in an earlier cell "
+                "(`%distributed status` shows where). " + self.remedy.replace("repair`", "repair --ranks …`")
             )
 
-    def tell_unproven(self) -> None:
-        """Say once what has not been tried on NCCL; on the notebook's thread."""
-        if not self.unproven_told:
-            self.unproven_told = True
-            print(UNPROVEN_ON_NCCL)
+    def warn_nccl_untested(self) -> None:
+        """Print once that NCCL recovery is untested; on the notebook's thread."""
+        self.hint("nccl_untested", NCCL_UNTESTED)
 
-    def follow_stuck(self, run: ActiveCell) -> None:
-        """Remember the ranks on which `run` was given up; a late answer frees them."""
+    def track_stuck(self, run: ActiveCell) -> None:
+        """Remember the ranks that are stuck in `run`; a late reply clears them."""
         stuck = {error.rank for error in run.errors.values() if error.kind == "stuck"}
         if stuck:
             self.stuck |= stuck

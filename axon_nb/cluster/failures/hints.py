@@ -1,9 +1,4 @@
-"""What the user can do about a failure that the failure itself does not say.
-
-Errors after which a rank's GPU is of no more use to it, told by their text: nothing but a new process helps.
-
-Optional packages, and how to install them when a cell needs one.
-"""
+"""Hints on what to do about a failure: missing packages, full shared memory, lost CUDA contexts, equal random draws."""
 
 from __future__ import annotations
 
@@ -12,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.failures.report import REPAIR, RankError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["context_hint", "hint_for", "lost_contexts", "missing_package", "shared_draws"]
+__all__ = ["context_hint", "hint_for", "lost_contexts", "missing_package", "shared_draws_hint"]
 
-_INSTALLED_BY = {
+_REQUIREMENTS = {
     "accelerate": "axon_nb[frameworks]",
     "cupy": "axon_nb[gpu]",
     "deepspeed": "axon_nb[frameworks]",
@@ -32,15 +27,19 @@ def missing_package(module: str) -> str:
     """Return one sentence with the fix for a missing module; empty if axon_nb does not know the module.
 
     Args:
-        module: As ``ModuleNotFoundError.name`` has it.
+        module: The value of ``ModuleNotFoundError.name``.
     """
     if module.partition(".")[0] == "horovod":
-        return "Horovod does not build against today's torch: `import axon_nb.compat.horovod as hvd` has its API."
-    requirement = _INSTALLED_BY.get(module)
+        return (
+            "Horovod does not build with current versions of torch: use `import axon_nb.compat.horovod as hvd`, which "
+            "has its API."
+        )
+    requirement = _REQUIREMENTS.get(module)
     if requirement is None:
         return ""
     return (
-        f'`{module}` is not installed where the ranks run: `pip install "{requirement}"` there, and run the cell again.'
+        f"`{module}` is not installed where the ranks run. "
+        f'Run `pip install "{requirement}"` there, then run the cell again.'
     )
 
 
@@ -49,20 +48,25 @@ _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
 
 
-def hint_for(errors: Iterable[RankError], *, way_back: str = REPAIR) -> str:
-    """A sentence or two, empty where there is nothing to add; `way_back`: `Health.way_back`."""
+def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT) -> str:
+    """Return a sentence or two on what to do about the errors; empty if there is nothing to add.
+
+    Args:
+        errors: The failures of a cell.
+        remedy: How to get a dead or stuck rank back; see `Health.remedy`.
+    """
     hints: list[str] = []
-    everything = list(errors)
-    wanted = [_NO_MODULE.search(error.evalue) for error in everything if error.ename == "ModuleNotFoundError"]
-    hints += dict.fromkeys(sentence for found in wanted if found and (sentence := missing_package(found[1])))
-    if any(_NO_COMPILER.search(error.evalue) for error in everything):
-        hints.append("C++ is compiled here: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
-    if {error.kind for error in everything} & {"died", "stuck"}:
-        hints.append(way_back)
-    if any(_NO_SHARED_MEMORY.search(error.evalue) for error in everything):
+    all_errors = list(errors)
+    modules = [_NO_MODULE.search(error.evalue) for error in all_errors if error.ename == "ModuleNotFoundError"]
+    hints += dict.fromkeys(sentence for match in modules if match and (sentence := missing_package(match[1])))
+    if any(_NO_COMPILER.search(error.evalue) for error in all_errors):
+        hints.append("This cell compiles C++: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
+    if {error.kind for error in all_errors} & {"died", "stuck"}:
+        hints.append(remedy)
+    if any(_NO_SHARED_MEMORY.search(error.evalue) for error in all_errors):
         hints.append(
-            f"Shared memory is full: /dev/shm holds {_size('/dev/shm')}, and DataLoader workers hand over their "
-            "batches in it. Use `num_workers=0`, or give it more: `docker run --shm-size=2g`, or "
+            f"Shared memory is full: /dev/shm holds {_size('/dev/shm')}, and DataLoader workers pass their batches "
+            "through it. Use `num_workers=0`, or enlarge it with `docker run --shm-size=2g` or "
             "`mount -o remount,size=2g /dev/shm`."
         )
     return " ".join(hints)
@@ -76,14 +80,14 @@ def _size(folder: str) -> str:
     return format_bytes(facts.f_blocks * facts.f_frsize)
 
 
-def shared_draws(told: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    """That ranks have drawn the same random numbers where copies of a model should not; empty where they have not.
+def shared_draws_hint(reports: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Return a hint if ranks drew the same random numbers where model replicas should not; else an empty string.
 
     Args:
-        told: What each rank has told at the end of the cell; ``draws`` as `axon_nb.engine.kernel.random_state` has it.
+        reports: What each rank reported at the end of the cell; for ``draws`` see `axon_nb.engine.kernel.random_state`.
         ranks: The ranks of the cell.
     """
-    draws = [told.get(rank, {}).get("draws") for rank in ranks]
+    draws = [reports.get(rank, {}).get("draws") for rank in ranks]
     first = draws[0] if draws else None
     if len(draws) < 2 or not first or any(not other or other["states"] != first["states"] for other in draws):
         return ""
@@ -91,16 +95,17 @@ def shared_draws(told: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) ->
     if name := first["dropout"]:
         reasons.append(f"the dropout masks of `{name}` are the same on all of them")
     if name := first["loader"]:
-        reasons.append(f"`{name}` shuffles alike, and all get the same batches without a `DistributedSampler`")
+        reasons.append(f"`{name}` shuffles identically, so without a `DistributedSampler` all get the same batches")
     if not reasons:
         return ""
     return (
-        f"Hint: ranks {format_ranks(ranks)} have drawn the same random numbers: {', and '.join(reasons)}. "
-        "`%distributed seed 0 --per-rank` gives each rank its own."
+        f"Hint: {name_ranks(ranks)} drew the same random numbers: {', and '.join(reasons)}. "
+        "Run `%distributed seed 0 --per-rank` to give each rank its own."
     )
 
 
-# The errors that CUDA documents to leave the process in an inconsistent state. Out of memory is none of them.
+# Errors after which, as CUDA documents, the process is in an inconsistent state: only a new process can use the GPU.
+# Running out of memory is not one of them.
 _STICKY = (
     "an illegal instruction was encountered",
     "an illegal memory access was encountered",
@@ -116,7 +121,7 @@ _STICKY = (
 
 
 def lost_contexts(errors: Mapping[int, RankError]) -> list[int]:
-    """The ranks whose error says that their CUDA context is lost."""
+    """Return the ranks whose error means that they lost their CUDA context."""
     return [
         rank
         for rank, error in sorted(errors.items())
@@ -125,14 +130,14 @@ def lost_contexts(errors: Mapping[int, RankError]) -> list[int]:
 
 
 def context_hint(errors: Mapping[int, RankError]) -> str:
-    """What a lost CUDA context means and what to do; empty when none is lost."""
+    """Return what a lost CUDA context means and how to recover; empty if no rank lost its context."""
     ranks = lost_contexts(errors)
     if not ranks:
         return ""
     one = len(ranks) == 1
     return (
-        f"{'Rank' if one else 'Ranks'} {format_ranks(ranks)} {'has' if one else 'have'} lost the CUDA context: every "
-        f"further use of the GPU there fails, and {'its' if one else 'their'} tensors on it are gone. "
-        f"`%distributed repair --ranks {format_ranks(ranks)}` replaces {'it' if one else 'them'}; "
-        "the others keep all they have."
+        f"{name_ranks(ranks).capitalize()} lost {'its' if one else 'their'} CUDA context: every further use of the GPU "
+        f"there fails, and {'its' if one else 'their'} tensors on it are gone. "
+        f"Run `%distributed repair --ranks {format_ranks(ranks)}` to replace {'it' if one else 'them'}; "
+        "all others keep their state."
     )

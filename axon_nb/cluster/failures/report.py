@@ -1,4 +1,4 @@
-"""Which rank's failure is the cause, and how the cell's failure reads."""
+"""Finds the root cause among the ranks' failures, and words the cell's error."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["REPAIR", "RankError", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR_HINT", "RankError", "cell_error", "interrupt_error", "root_cause"]
 
-REPAIR = "`%distributed repair` replaces such ranks by fresh ones; the others keep all they have."
+REPAIR_HINT = "Run `%distributed repair` to replace the failed ranks; all others keep their state."
 
-# A rank that died took the others with it; an error of its own comes before what it caused elsewhere.
-_ORDER = {"died": 0, "raised": 1, "stuck": 2, "ended": 3}
+# A death brings down the other ranks, and an exception comes before the aborts that it causes elsewhere.
+_ORDER = {"died": 0, "raised": 1, "stuck": 2, "aborted": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class RankError:
 
     rank: int
     kind: str
-    """``raised``, ``ended`` (from outside), ``died`` or ``stuck``."""
+    """``raised``, ``aborted`` (by the notebook), ``died`` or ``stuck``."""
     ename: str
-    """Name of the exception's type; empty when none was raised."""
+    """Name of the exception's type; empty if none was raised."""
     evalue: str
     """The exception's message, or what happened."""
     traceback: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class RankError:
 
 
 def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:
-    """The failure to show first.
+    """Return the failure to show first.
 
     Args:
         errors: Failures by rank, not empty.
@@ -53,28 +53,28 @@ def cell_error(
     hint: str = "",
     timeout_s: float | None = None,
 ) -> CellError:
-    """The exception of a failed cell: the root cause's traceback, then each other failure in one line.
+    """Create the exception of a failed cell: the root cause's traceback, then one line for each other failure.
 
     Args:
         errors: Failures by rank.
         first: Ranks in the order in which they failed.
-        explanation: Why the cell could not end by itself, when it was that which ended it.
+        explanation: Why the ranks could not finish, such as a deadlock, if the cell was aborted for that.
         hint: What the user can do now; one sentence, may be empty.
-        timeout_s: The cell's time limit in seconds when it was the limit that ended it.
+        timeout_s: The cell's timeout in seconds if the cell exceeded it.
     """
     if explanation:
-        told = {error.rank for error in errors.values() if error.kind == "ended"}
-        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, told)])
+        aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
+        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
-    who = f"rank {cause.rank}" if len(alike) == 1 else f"ranks {format_ranks(alike)}"
+    who = name_ranks(alike)
     message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {cause.evalue}"
     if timeout_s is not None:
-        message = f"not ended within --timeout {timeout_s:g} s; {message}"
+        message = f"timed out after {timeout_s:g} s (--timeout); {message}"
     report = [f"[{who}]", *cause.traceback] if cause.traceback else [f"CellError: {message}"]
     report += _others(errors, set(alike))
     if timeout_s is not None:
-        report.append(f"The cell had not ended within its --timeout of {timeout_s:g} s.")
+        report.append(f"The cell timed out after {timeout_s:g} s (--timeout).")
     if hint:
         report.append(hint)
     kind = CellError if timeout_s is None else CellTimeoutError
@@ -84,23 +84,23 @@ def cell_error(
 def interrupt_error(
     errors: Mapping[int, RankError], ranks: Sequence[int], replaced: Sequence[str] = ()
 ) -> CellInterrupt:
-    """The exception of a cell that the user interrupted: who has stopped, and where each rank was.
+    """Create the exception of a cell that the user interrupted: which ranks stopped, and where each one was.
 
     Args:
         errors: Failures by rank; may be empty.
         ranks: The ranks of the cell.
-        replaced: What was done with those that have not stopped; empty: nothing.
+        replaced: Sentences about the ranks that were replaced because they did not stop; may be empty.
     """
     stopped = [rank for rank in ranks if rank not in errors or errors[rank].kind != "stuck"]
-    message = f"ranks {format_ranks(stopped)} have stopped." if stopped else "no rank has stopped."
+    message = f"{name_ranks(stopped).capitalize()} stopped." if stopped else "No rank stopped."
     report = _others(errors, set())
     if replaced:
         report += replaced
-    elif len(stopped) < len(ranks):
-        stuck = format_ranks([rank for rank in ranks if rank not in stopped])
+    elif stuck := [rank for rank in ranks if rank not in stopped]:
         report.append(
-            f"`%distributed repair --ranks {stuck}` replaces what has not stopped by fresh ranks, as a second "
-            "interrupt while a cell ends does; the others keep all they have."
+            f"{name_ranks(stuck).capitalize()} did not stop. Run `%distributed repair --ranks {format_ranks(stuck)}` "
+            f"to replace {'it' if len(stuck) == 1 else 'them'}; all other ranks keep their state. "
+            "(A second interrupt while a cell is being aborted does the same.)"
         )
     return CellInterrupt(message, report)
 
@@ -111,6 +111,4 @@ def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
         if error.rank not in shown:
             text = str(error) if error.kind == "raised" else error.evalue
             groups.setdefault(text.splitlines()[0][:200] if text else error.kind, []).append(error.rank)
-    return [
-        f"[{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}] {text}" for text, ranks in groups.items()
-    ]
+    return [f"[{name_ranks(ranks)}] {text}" for text, ranks in groups.items()]

@@ -1,1 +1,1 @@
-"""Asking ranks what they do and hold; `axon_nb.engine.inspection` answers."""
+"""Requests to ranks about what they do and hold; `axon_nb.engine.inspection` answers them."""

@@ -1,6 +1,6 @@
-"""A cluster as a card: what `%distributed status` and a cluster at the end of a cell show.
+"""Renders a cluster as a card, as `%distributed start` and a cluster at the end of a cell show it.
 
-A mesh as a picture for the cluster's card: a table for each two axes, a rank in each cell.
+A mesh is drawn as tables of ranks, one for each slice along its last two axes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DEAD = ";text-decoration:line-through;opacity:.6"
 
 
 def mesh_html(mesh: MeshInfo, states: Mapping[int, str]) -> str:
-    """The mesh as tables side by side.
+    """Render the mesh as HTML tables side by side.
 
     Args:
         mesh: The mesh.
-        states: What each rank that lives does, in words; ranks without one are struck out.
+        states: What each live rank is doing, in words; ranks without an entry are struck out.
     """
     slices = mesh.slices() if len(mesh.ranks) <= _MAX_RANKS else []
     tables = "".join(_table(mesh, part, states) for part in slices)
@@ -54,12 +54,12 @@ def _table(mesh: MeshInfo, part: MeshSlice, states: Mapping[int, str]) -> str:
 
 
 def _cell(rank: int, state: str | None) -> str:
-    said = escape(f"rank {rank}: {state or 'is gone'}")
-    return f'<td title="{said}" style="{_BOX}{"" if state else _DEAD}">{rank}</td>'
+    title = escape(f"rank {rank}: {state or 'gone'}")
+    return f'<td title="{title}" style="{_BOX}{"" if state else _DEAD}">{rank}</td>'
 
 
 def mesh_text(mesh: MeshInfo) -> list[str]:
-    """The mesh as lines of text."""
+    """Render the mesh as lines of text."""
     lines = [str(mesh)]
     if len(mesh.ranks) > _MAX_RANKS:
         return lines
@@ -80,7 +80,7 @@ _RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
 
 
 def cluster_card(info: ClusterInfo) -> dict[str, str]:
-    """A cluster and its ranks as `text/html` (no scripts, light and dark) and `text/plain`."""
+    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`."""
     return {"text/html": _html(info), "text/plain": _text(info)}
 
 
@@ -90,7 +90,7 @@ def _heading(info: ClusterInfo) -> list[str]:
 
 
 def _columns(info: ClusterInfo) -> list[tuple[str, bool, list[str]]]:
-    """(title, whether it holds numbers, one text a rank) for each column."""
+    """For each column: its title, whether it holds numbers, and one text per rank."""
     rows = info.ranks
     columns = [
         ("rank", True, [str(row.rank) for row in rows]),

@@ -1,7 +1,4 @@
-"""Completions and help from a rank, within the time that somebody who types has; else from what was known of it.
-
-The names of a rank as of the end of its last cell: completions while it does not answer.
-"""
+"""Completions and help from a rank, fast enough for typing; if it is too slow, from its last known names."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Assistance", "NameSnapshot", "of"]
+__all__ = ["CompletionClient", "NameSnapshot", "client_for"]
 
 _ATTRIBUTE = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\.(\w*)$")
 _KEY = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\[((['\"])?[^'\"\[\]]*)$")
@@ -26,7 +23,7 @@ _WORDS = (*keyword.kwlist, *(name for name in dir(builtins) if not name.startswi
 
 
 class NameSnapshot:
-    """Names with their attributes and keys; see `axon_nb.engine.kernel.completion`."""
+    """A rank's names with their attributes and keys, after its last cell; see `axon_nb.engine.kernel.completion`."""
 
     def __init__(self) -> None:
         self._names: Mapping[str, Mapping[str, Any]] = {}
@@ -36,33 +33,33 @@ class NameSnapshot:
         return bool(self._names)
 
     def update(self, names: Mapping[str, Mapping[str, Any]], types: Mapping[str, list[str]]) -> None:
-        """Take in what the rank has told; from any thread."""
+        """Replace the names with those that the rank reported; callable from any thread."""
         self._types = {**self._types, **types}
         self._names = names
 
     def names(self) -> list[str]:
-        """The names."""
+        """Return the names."""
         return list(self._names)
 
     def types(self) -> list[str]:
-        """Names of the types whose attributes are known."""
+        """Return the names of the types whose attributes are known."""
         return list(self._types)
 
     def complete(self, before: str) -> tuple[str, list[str]]:
-        """What may stand at the end of the line `before`: the text there that is replaced, and by what."""
+        """Complete the end of the line `before`: return the text to replace there, and the candidates."""
         if match := _KEY.search(before):
             name, fragment, quote = match.groups()
             return self._keys(name, fragment, quote)
         if match := _ATTRIBUTE.search(before):
             name, fragment = match.groups()
             entry = self._names.get(name, {})
-            found = {*entry.get("own", ()), *self._types.get(entry.get("type", ""), ())}
-            return fragment, _beginning(found, fragment)
+            attributes = {*entry.get("own", ()), *self._types.get(entry.get("type", ""), ())}
+            return fragment, _with_prefix(attributes, fragment)
         match = _NAME.search(before)
         fragment = (match.group(1) or "") if match else ""
-        if match is None or _in_text(before):
+        if match is None or _in_string(before):
             return "", []
-        return fragment, _beginning({*self._names, *_WORDS}, fragment)
+        return fragment, _with_prefix({*self._names, *_WORDS}, fragment)
 
     def _keys(self, name: str, fragment: str, quote: str | None) -> tuple[str, list[str]]:
         keys = [str(key) for key in self._names.get(name, {}).get("keys", ())]
@@ -72,25 +69,27 @@ class NameSnapshot:
         return inner, [key[1:-1] for key in keys if key[0] in "'\"" and key[1:].startswith(inner)]
 
 
-def _beginning(words: Iterable[str], fragment: str) -> list[str]:
-    """Those that begin so; private ones only when asked for."""
-    private = fragment.startswith("_")
-    return sorted(word for word in words if word.startswith(fragment) and (private or not word.startswith("_")))
+def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
+    """Return the words with this prefix; private ones only if the prefix is private."""
+    private = prefix.startswith("_")
+    return sorted(word for word in words if word.startswith(prefix) and (private or not word.startswith("_")))
 
 
-def _in_text(before: str) -> bool:
+def _in_string(before: str) -> bool:
     return before.count('"') % 2 == 1 or before.count("'") % 2 == 1
 
 
-_COMPLETE_S = 0.1
-"""With what the kernel and the front end take, completions are there within 0.15 s."""
-_INSPECT_S = 0.3
-_FORGOTTEN_S = 10.0
-"""A question that has not been answered after so long will not be: another may be asked."""
+_COMPLETE_TIMEOUT_S = 0.1
+"""Kernel and front end add some time; completions appear within 0.15 s in total."""
+_INSPECT_TIMEOUT_S = 0.3
+_ABANDON_S = 10.0
+"""After this time without a reply a request counts as lost, and the rank may get another one."""
 
 
-class Assistance:
-    """Asks the ranks of one cluster, over the control channel, one question a rank at a time.
+class CompletionClient:
+    """Requests completions and help from a cluster's ranks over the control channel.
+
+    A rank has at most one open request of each kind.
 
     Args:
         state: The cluster.
@@ -103,68 +102,68 @@ class Assistance:
         self._open: dict[tuple[int, str], tuple[Any, float]] = {}
 
     def complete(self, rank: int, line: str, cursor: int) -> tuple[str, list[str]]:
-        """What may stand at `cursor` (a column of `line`): the text before it that is replaced, and by what."""
+        """Complete `line` at column `cursor`: return the text before the cursor to replace, and the candidates."""
         self._snapshots.setdefault(rank, NameSnapshot())
-        answer = self._ask(rank, "axon_complete", _COMPLETE_S, line=line, cursor=cursor)
-        if answer is not None:
-            return str(answer["fragment"]), list(answer["matches"])
+        reply = self._request(rank, "axon_complete", _COMPLETE_TIMEOUT_S, line=line, cursor=cursor)
+        if reply is not None:
+            return str(reply["fragment"]), list(reply["matches"])
         known = self._snapshots[rank] or self._snapshots.get(0) or NameSnapshot()
         return known.complete(line[:cursor])
 
     def names(self, rank: int = 0) -> list[str]:
-        """The names that the rank had when it was last looked at."""
+        """Return the names that the rank had at the last refresh."""
         snapshot = self._snapshots.get(rank)
         return snapshot.names() if snapshot is not None else []
 
     def inspect(self, rank: int, name: str, *, detail: int, omit: tuple[str, ...] = ()) -> dict[str, str] | None:
-        """Help on a name as a mime bundle, empty when the rank has no such name; None when it does not answer."""
-        answer = self._ask(rank, "axon_inspect", _INSPECT_S, name=name, detail=detail, omit=list(omit))
-        return None if answer is None else dict(answer.get("data", {}))
+        """Return help on a name as a mime bundle; empty if the rank has no such name, None if it does not answer."""
+        reply = self._request(rank, "axon_inspect", _INSPECT_TIMEOUT_S, name=name, detail=detail, omit=list(omit))
+        return None if reply is None else dict(reply.get("data", {}))
 
     def refresh(self) -> None:
-        """Ask rank 0, and the ranks that were asked before, what names they have; the answers are not waited for."""
+        """Request the names of rank 0 and of all ranks completed on before; does not wait for the replies."""
         for rank in {0, *self._snapshots}:
             snapshot = self._snapshots.setdefault(rank, NameSnapshot())
             future = self._send(rank, "axon_names", known=snapshot.types())
             if future is not None:
-                future.add_done_callback(lambda done, snapshot=snapshot: _take(done, snapshot))
+                future.add_done_callback(lambda done, snapshot=snapshot: _update(snapshot, done))
 
-    def _ask(self, rank: int, what: str, limit_s: float, **content: Any) -> dict[str, Any] | None:
-        future = self._send(rank, what, **content)
-        if future is None or not future.wait(limit_s):
+    def _request(self, rank: int, msg_type: str, timeout_s: float, **content: Any) -> dict[str, Any] | None:
+        future = self._send(rank, msg_type, **content)
+        if future is None or not future.wait(timeout_s):
             return None
         try:
-            answer: dict[str, Any] = future.result()["content"]
-        except Exception:  # the rank has died meanwhile
+            reply: dict[str, Any] = future.result()["content"]
+        except Exception:  # the rank died in the meantime
             return None
-        return None if {"error", "refused", "timed_out"} & set(answer) else answer
+        return None if {"error", "refused", "timed_out"} & set(reply) else reply
 
-    def _send(self, rank: int, what: str, **content: Any) -> Any:
-        """The future of the answer; None when the rank is gone, or owes one to the question before."""
-        future, asked_at = self._open.get((rank, what), (None, 0.0))
-        owed = future is not None and not future.done() and time.monotonic() - asked_at < _FORGOTTEN_S
-        if rank in self._dead or owed:
+    def _send(self, rank: int, msg_type: str, **content: Any) -> Any:
+        """Return the future of the reply; None if the rank is gone or has not replied to the previous request."""
+        future, sent_at = self._open.get((rank, msg_type), (None, 0.0))
+        is_open = future is not None and not future.done() and time.monotonic() - sent_at < _ABANDON_S
+        if rank in self._dead or is_open:
             return None
         future = None
-        # Somebody types: what goes wrong here (the rank is gone, or the whole cluster) is told where cells run.
+        # The user is typing: a lost rank or cluster is reported where cells run, not here.
         with contextlib.suppress(Exception):
-            future = self._client.request(rank, what, **content)
-            self._open[rank, what] = (future, time.monotonic())
+            future = self._client.request(rank, msg_type, **content)
+            self._open[rank, msg_type] = (future, time.monotonic())
         return future
 
 
-def _take(done: Any, snapshot: NameSnapshot) -> None:
-    with contextlib.suppress(Exception):  # on the client's thread; the names of before stay
+def _update(snapshot: NameSnapshot, done: Any) -> None:
+    with contextlib.suppress(Exception):  # runs on the client's thread; on failure the previous names stay
         content = done.result()["content"]
         if "names" in content:
             snapshot.update(content["names"], content["types"])
 
 
-_known: weakref.WeakKeyDictionary[ClusterState, Assistance] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakKeyDictionary[ClusterState, CompletionClient] = weakref.WeakKeyDictionary()
 
 
-def of(state: ClusterState) -> Assistance:
-    """The assistance of a cluster; the same one each time."""
-    if state not in _known:
-        _known[state] = Assistance(state)
-    return _known[state]
+def client_for(state: ClusterState) -> CompletionClient:
+    """Return the cluster's completion client, which is created on first use."""
+    if state not in _clients:
+        _clients[state] = CompletionClient(state)
+    return _clients[state]

@@ -1,4 +1,4 @@
-"""The debugger on a rank's last failure, as the notebook sees it: which rank, and one command after the other."""
+"""The notebook's side of the debugger on a rank's last failure: chooses the rank and sends it commands."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks, resolve_ranks
+from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
 
 __all__ = ["PostMortem"]
 
-_LIMIT_S = 10.0
-"""Idle ranks answer in milliseconds; on a busy machine it would be wrong to say that they keep nothing."""
+_TIMEOUT_S = 10.0
+"""Idle ranks answer in milliseconds. On a busy machine, a short timeout would wrongly report that nothing failed."""
 _RANK_SIDE = "axon_nb.engine.kernel.post_mortem"
 
 
 class PostMortem:
-    """A debugger on one rank; the rank is idle between two commands.
+    """A debugger on one rank; the rank is idle between commands.
 
     Args:
         cells: The cells of the cluster.
-        ranks: Which rank, as for a cell; None: the first that has a failure to look at.
+        ranks: The rank, as for a cell; None: the first one with a failure to debug.
 
     Raises:
-        UsageError: several ranks are named, the rank runs a cell, or it keeps no failure.
+        UsageError: several ranks are given, or the rank is running a cell, is dead or has no failure to debug.
     """
 
     def __init__(self, cells: CellManager, ranks: str | None) -> None:
@@ -35,44 +35,34 @@ class PostMortem:
         chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        answers = request_all(state.client, state.live_ranks, "axon_failure", timeout_s=_LIMIT_S)
-        kept = {rank: str(answer["failure"]) for rank, answer in answers.items() if answer.get("failure")}
-        self.rank = chosen[0] if chosen else min(kept, default=0)
+        replies = request_all(state.client, state.live_ranks, "axon_failure", timeout_s=_TIMEOUT_S)
+        failures = {rank: str(reply["failure"]) for rank, reply in replies.items() if reply.get("failure")}
+        self.rank = chosen[0] if chosen else min(failures, default=0)
         if self.rank in state.health.dead:
-            raise UsageError(f"Rank {self.rank} is dead, and nothing is left of it to look at.")
-        if self.rank not in kept:
-            raise UsageError(f"{self._nothing(chosen)} {_where(kept)}")
+            raise UsageError(f"Rank {self.rank} is dead: there is nothing to debug.")
+        if self.rank not in failures:
+            raise UsageError(_no_failure(chosen, failures))
         if self.rank in state.busy:
-            raise UsageError(f"Rank {self.rank} runs a cell: wait for its end or interrupt it first.")
-        self.error = kept[self.rank]
-        """The failure in a line."""
-
-    @staticmethod
-    def _nothing(chosen: list[int] | None) -> str:
-        who = f"Rank {chosen[0]} keeps no failure" if chosen else "No rank keeps a failure"
-        if not settings.debug:
-            return f"{who}, as `%distributed config debug=off` has it."
-        return (
-            f"{who}: it is kept until the next cell on that rank, but not when memory ran out, nor on ranks that were "
-            "ended because another failed."
-        )
+            raise UsageError(f"Rank {self.rank} is running a cell: wait until it finishes, or interrupt it.")
+        self.error = failures[self.rank]
+        """The failure in one line."""
 
     @property
     def alive(self) -> bool:
-        """Whether the rank is there."""
+        """Whether the rank is alive."""
         state = self._cells.state
         return state.running and self.rank not in state.health.dead
 
     def start(self) -> str:
-        """Open it; where the failure is, as the debugger shows it."""
-        found, _ = self._call("start()")
-        return str(found)
+        """Open the debugger; return the location of the failure, as the debugger shows it."""
+        location, _ = self._call("start()")
+        return str(location)
 
     def command(self, line: str) -> tuple[str, bool]:
-        """Carry out one command; what it shows, and whether it was the last."""
+        """Run one command; return its output, and whether it ended the debugger."""
         value, printed = self._call(f"command({line!r})")
-        said, over = value if isinstance(value, tuple) else ("", True)
-        return f"{printed}{said}", bool(over)
+        shown, ended = value if isinstance(value, tuple) else ("", True)
+        return f"{printed}{shown}", bool(ended)
 
     def _call(self, call: str) -> tuple[object, str]:
         code = f"__import__({_RANK_SIDE!r}, fromlist=['command']).{call}"
@@ -81,5 +71,15 @@ class PostMortem:
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 
-def _where(kept: dict[int, str]) -> str:
-    return f"There is one on rank {format_ranks(kept)}." if kept else "Run the cell that fails again."
+def _no_failure(chosen: list[int] | None, failures: dict[int, str]) -> str:
+    if not settings.debug:
+        return (
+            "Nothing to debug: failures are not kept (`%distributed config debug=off`). "
+            "Run `%distributed config debug=on`, then rerun the failing cell."
+        )
+    who = f"Rank {chosen[0]} has no failure" if chosen else "No rank has a failure"
+    fix = f"There is one on {name_ranks(failures)}." if failures else "Rerun the failing cell."
+    return (
+        f"{who} to debug: a failure is kept until the rank's next cell, unless memory ran out or the rank was aborted "
+        f"because another one failed. {fix}"
+    )

@@ -1,4 +1,4 @@
-"""Asking ranks about the job that they run: what they have logged, how fast they are, what they wait for."""
+"""Requests the state of a running job from the ranks: training metrics, throughput, and what each rank waits for."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from axon_nb.records.waits import missing_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["JobAnswers", "ask_job", "running_cell"]
+__all__ = ["JobSnapshot", "request_job", "running_cell"]
 
-_LIMIT_S = 1.0
-_WAITED_S = 0.25
+_TIMEOUT_S = 1.0
+_MIN_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class JobAnswers:
-    """All ranks at one moment."""
+class JobSnapshot:
+    """The job on all ranks at one moment."""
 
     reports: Mapping[int, JobReport]
-    """Of the ranks that have answered."""
-    words: Mapping[int, str]
-    """What each rank does, in words; all ranks, those that are dead or silent too."""
+    """The reports of the ranks that replied."""
+    descriptions: Mapping[int, str]
+    """What each rank is doing, in words; includes ranks that are dead or did not reply."""
     cell: int | None
-    """Number of the cell that runs; None: none does; 0: one without a number, or whose ranks have not answered."""
-    spent_s: float = 0.0
-    """What the answer has cost the rank for which it was most."""
+    """Number of the running cell; None: none is running; 0: it has no number, or its ranks did not reply."""
+    cost_s: float = 0.0
+    """CPU seconds that the reply cost a rank, at most."""
 
 
-def ask_job(state: ClusterState, before: Mapping[int, JobReport]) -> JobAnswers:
-    """Ask every living rank; those that do not answer within a second are told as such.
+def request_job(state: ClusterState, previous: Mapping[int, JobReport]) -> JobSnapshot:
+    """Request a report from every live rank; ranks that do not reply within a second are described as such.
 
     Args:
         state: The cluster.
-        before: The last report of each rank, from which reading goes on; empty: from the beginning.
+        previous: The last report of each rank, after which the new one starts; empty: from the beginning.
     """
     living = state.live_ranks
-    asked = {rank: _mark(before.get(rank)) for rank in living}
+    contents = {rank: _position(previous.get(rank)) for rank in living}
     busy = set(living).intersection(state.busy)
-    answers = request_each(state.connection.client, asked, "axon_job", timeout_s=_LIMIT_S)
-    reports = {rank: read_job(answer) for rank, answer in answers.items()}
-    late = missing_ranks({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
-    words = {}
+    replies = request_each(state.connection.client, contents, "axon_job", timeout_s=_TIMEOUT_S)
+    reports = {rank: read_job(reply) for rank, reply in replies.items()}
+    late = missing_ranks({rank: read_waits(reply) for rank, reply in replies.items()}, _MIN_WAIT_S)
+    descriptions = {}
     for rank in state.ranks:
-        seen = reports[rank].state if rank in reports else None
-        words[rank] = state.health.dead.get(rank) or describe_state(seen, late.get(rank, ()))
-    spent_s = max((float(answer.get("spent_s", 0.0)) for answer in answers.values()), default=0.0)
-    return JobAnswers(reports, words, running_cell(reports, busy), spent_s)
+        current = reports[rank].state if rank in reports else None
+        descriptions[rank] = state.health.dead.get(rank) or describe_state(current, late.get(rank, ()))
+    cost_s = max((float(reply.get("spent_s", 0.0)) for reply in replies.values()), default=0.0)
+    return JobSnapshot(reports, descriptions, running_cell(reports, busy), cost_s)
 
 
 def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int | None:
-    """Number of the cell that runs, as in `JobAnswers`.
+    """Return the number of the running cell, as in `JobSnapshot.cell`.
 
     Args:
-        reports: Of the ranks that have answered.
-        busy: The ranks that have been sent a cell and have not ended it: one of them that is silent still runs it.
+        reports: The reports of the ranks that replied.
+        busy: The ranks that were sent a cell and have not finished it; one that did not reply is still running it.
     """
     cells = [report.state.cell for report in reports.values() if report.state.cell is not None]
-    silent = any(rank not in reports for rank in busy)
-    return max(cells, default=0 if silent else None)
+    is_silent = any(rank not in reports for rank in busy)
+    return max(cells, default=0 if is_silent else None)
 
 
-def _mark(report: JobReport | None) -> dict[str, int]:
+def _position(report: JobReport | None) -> dict[str, int]:
     if report is None:
         return {"pid": 0}
     return {

@@ -1,4 +1,4 @@
-"""Asking ranks what their memory holds; they answer while they run a cell, too."""
+"""Requests memory use from the ranks, and what a memory planner needs; ranks answer while they run a cell, too."""
 
 from __future__ import annotations
 
@@ -12,124 +12,134 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["MemoryAnswers", "ask_memory", "ask_plan"]
+__all__ = ["MemorySnapshot", "request_memory", "request_plan"]
 
-_LIMIT_S = 10.0
-_PATIENCE_S = 20.0
-_PENDING_S = 0.2
+_TIMEOUT_S = 10.0
+_PLANNER_TIMEOUT_S = 20.0
+"""Ranks import the code for estimates and plans on the first request."""
+_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryAnswers:
-    """All ranks at one moment."""
+class MemorySnapshot:
+    """The memory of all ranks at one moment."""
 
     measured: Mapping[int, MemoryUse]
-    """Of the ranks that have answered."""
+    """Measured use of the ranks that replied."""
     estimated: Mapping[int, MemoryUse]
-    """Of those for which there is a formula."""
+    """Estimates of the ranks for which there is a formula."""
     notes: tuple[str, ...]
-    """Sentences: what is not known, and of whom."""
+    """Sentences about what is unknown, and on which ranks."""
     model: str = ""
-    """Changes when the one model that was named is another, or is called otherwise; empty: there is no such one."""
-    spent_s: float = 0.0
-    """What the answer has cost the rank for which it was most."""
+    """A key that changes if the one named model is replaced or called differently; empty: no single model was named."""
+    cost_s: float = 0.0
+    """CPU seconds that the reply cost a rank, at most."""
 
 
-def ask_memory(state: ClusterState, names: Sequence[str], *, patient: bool = True) -> MemoryAnswers:
-    """What the memory of all living ranks holds.
+def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estimates: bool = True) -> MemorySnapshot:
+    """Request what the memory of all live ranks holds.
 
     Args:
         state: The cluster.
-        names: Modules and optimizers of the ranks; empty: all that their variables hold.
-        patient: Whether to wait for estimates, whose code ranks load when they are asked first.
+        names: Modules and optimizers on the ranks; empty: everything that their variables hold.
+        wait_for_estimates: Whether to wait until the ranks have imported the code for estimates.
 
     Raises:
-        UsageError: no rank has a module or optimizer of that name.
-        AxonError: no rank answers.
+        UsageError: no rank has a module or optimizer with one of these names.
+        AxonError: no rank replied.
     """
     living = state.live_ranks
-    end = time.monotonic() + (_PATIENCE_S if patient else 0.0)
+    deadline = time.monotonic() + (_PLANNER_TIMEOUT_S if wait_for_estimates else 0.0)
     while True:
-        answers = request_all(state.connection.client, living, "axon_memory", timeout_s=_LIMIT_S, names=list(names))
-        if time.monotonic() >= end or not any(answer.get("is_pending") for answer in answers.values()):
+        replies = request_all(state.connection.client, living, "axon_memory", timeout_s=_TIMEOUT_S, names=list(names))
+        if time.monotonic() >= deadline or not any(reply.get("is_pending") for reply in replies.values()):
             break
-        time.sleep(_PENDING_S)
-    if not answers:
-        raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
-    told: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        for note in (answer["refused"],) if "refused" in answer else answer["notes"]:
-            told.setdefault(str(note), []).append(rank)
-    refused = [rank for rank, answer in answers.items() if "refused" in answer]
-    if len(refused) == len(answers):
-        raise UsageError(f"Rank {format_ranks(refused)}: {answers[refused[0]]['refused']}")
+        time.sleep(_POLL_INTERVAL_S)
+    if not replies:
+        raise AxonError(
+            f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
+        )
+    ranks_by_note: dict[str, list[int]] = {}
+    for rank, reply in replies.items():
+        for note in (reply["refused"],) if "refused" in reply else reply["notes"]:
+            ranks_by_note.setdefault(str(note), []).append(rank)
+    refused = [rank for rank, reply in replies.items() if "refused" in reply]
+    if len(refused) == len(replies):
+        raise UsageError(f"{name_ranks(refused).capitalize()}: {replies[refused[0]]['refused']}")
     notes = tuple(
-        note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
+        note if len(ranks) == len(replies) else f"{name_ranks(ranks).capitalize()}: {note}"
+        for note, ranks in ranks_by_note.items()
     )
-    if silent := [rank for rank in state.ranks if rank not in answers]:
-        notes = (*notes, f"Rank {format_ranks(silent)}: it has not answered.")
-    given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
-    model = next((str(answer.get("model", "")) for answer in given.values()), "")
-    spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
-    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model, spent_s)
+    if silent := [rank for rank in state.ranks if rank not in replies]:
+        notes = (*notes, f"{name_ranks(silent).capitalize()} did not reply.")
+    accepted = {rank: reply for rank, reply in replies.items() if "refused" not in reply}
+    model = next((str(reply.get("model", "")) for reply in accepted.values()), "")
+    cost_s = max(float(reply.get("spent_s", 0.0)) for reply in replies.values())
+    return MemorySnapshot(_uses(accepted, "measured"), _uses(accepted, "estimated"), notes, model, cost_s)
 
 
-def ask_plan(
-    state: ClusterState, names: Sequence[str], asked: Mapping[str, Any] | None, known: str
+def request_plan(
+    state: ClusterState, names: Sequence[str], changes: Mapping[str, Any] | None, known: str
 ) -> Mapping[str, Any]:
-    """What a rank tells a planner of memory, as `engine/kernel/control.py` says: the first living one.
+    """Request what a memory planner needs from the first live rank; for the reply see `engine/kernel/control.py`.
 
-    Of a pipeline it is the one with the first stage, and the model is put together of all its ranks' stages.
+    For a pipeline the rank with the first stage replies, and the model is assembled from the stages of all its ranks.
 
     Args:
         state: The cluster.
-        names: A model, and its optimizers where they are named.
-        asked: Fields of `MemorySetup` that differ from what is; None: what is.
-        known: The key of the model that is here already.
+        names: A model, and its optimizers if they are named.
+        changes: Fields of `MemorySetup` that differ from the current setup; None: the current setup.
+        known: The key of the model that the notebook already has.
 
     Raises:
-        AxonError: it does not answer, or there is none.
+        ClusterLostError: the cluster is gone.
+        AxonError: no rank is alive, or the rank did not reply.
     """
     if not state.running:
-        raise ClusterLostError(f"The cluster {state.name!r} is gone: `%distributed start`, and `%memory` again.")
+        raise ClusterLostError(
+            f"The cluster {state.name!r} is gone. Run `%distributed start` to start a new one, then `%memory` again."
+        )
     living = state.live_ranks[:1]
     if not living:
-        raise AxonError("No rank lives: `%distributed repair` starts new ones.")
-    content = {"names": list(names), "what_if": None if asked is None else dict(asked), "known": known}
-    told = _planned(state, living, **content)[living[0]]
-    if "first_rank" in told:  # of a pipeline, whose inputs another rank knows
-        living = [int(told["first_rank"])]
-        told = _planned(state, living, **content)[living[0]]
-    if "ranks" not in told:
-        return told
-    return _with_stages(told, state, names) if told["key"] != known else {**told, "model": None, "states": None}
+        raise AxonError("No rank is alive. Run `%distributed repair` to start new ones.")
+    content = {"names": list(names), "what_if": None if changes is None else dict(changes), "known": known}
+    reply = _request_planner(state, living, **content)[living[0]]
+    if "first_rank" in reply:  # the inputs of a pipeline are known on the rank with its first stage
+        living = [int(reply["first_rank"])]
+        reply = _request_planner(state, living, **content)[living[0]]
+    if "ranks" not in reply:
+        return reply
+    return _with_stages(reply, state, names) if reply["key"] != known else {**reply, "model": None, "states": None}
 
 
-def _planned(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
-    answers = request_all(state.connection.client, ranks, "axon_plan", timeout_s=_PATIENCE_S, **content)
-    if silent := [rank for rank in ranks if rank not in answers]:
-        raise AxonError(f"Rank {format_ranks(silent)} has not answered: `%distributed status` tells what they do.")
-    return answers
+def _request_planner(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
+    replies = request_all(state.connection.client, ranks, "axon_plan", timeout_s=_PLANNER_TIMEOUT_S, **content)
+    if silent := [rank for rank in ranks if rank not in replies]:
+        raise AxonError(
+            f"{name_ranks(silent).capitalize()} did not reply within {_PLANNER_TIMEOUT_S:.0f} s. "
+            "Run `%distributed status` to see what the ranks are doing."
+        )
+    return replies
 
 
-def _with_stages(told: Mapping[str, Any], state: ClusterState, names: Sequence[str]) -> Mapping[str, Any]:
-    """An answer about a pipeline, with its model put together of what its ranks hold."""
-    holders = {int(stage): int(rank) for stage, rank in told["ranks"].items()}
-    answers = _planned(state, sorted(set(holders.values())), names=list(names), stages=True)
-    for rank, answer in answers.items():
-        if answer.get("is_pending"):
-            return answer
-        if "refused" in answer:
-            return {**told, "refused": f"Rank {rank}: {answer['refused']}"}
-    parts = [base64.b64decode(answers[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
+def _with_stages(reply: Mapping[str, Any], state: ClusterState, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return a pipeline's reply with its model, assembled from the stages on its ranks."""
+    holders = {int(stage): int(rank) for stage, rank in reply["ranks"].items()}
+    replies = _request_planner(state, sorted(set(holders.values())), names=list(names), stages=True)
+    for rank, stage_reply in replies.items():
+        if stage_reply.get("is_pending"):
+            return stage_reply
+        if "refused" in stage_reply:
+            return {**reply, "refused": f"Rank {rank}: {stage_reply['refused']}"}
+    parts = [base64.b64decode(replies[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
     joined = import_module("axon_nb.plan.named_models").join_stages(parts)
-    return {**told, "model": base64.b64encode(joined).decode(), "states": None}
+    return {**reply, "model": base64.b64encode(joined).decode(), "states": None}
 
 
-def _uses(answers: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, MemoryUse]:
-    return {rank: MemoryUse(**answer[name]) for rank, answer in answers.items() if answer[name] is not None}
+def _uses(replies: Mapping[int, Mapping[str, Any]], field: str) -> dict[int, MemoryUse]:
+    return {rank: MemoryUse(**reply[field]) for rank, reply in replies.items() if reply[field] is not None}

@@ -1,9 +1,7 @@
-"""Questions about memory: what if there were more ranks, another strategy, another optimizer? The newest one wins.
+"""What-if scenarios for memory: more ranks, another strategy, another optimizer. The newest request wins.
 
-A rank tells how its model is trained, gives its states by formula at once, and hands over the model without its data;
-the notebook has `axon_nb.plan` simulate a step in a process of its own.
-
-A question about memory in the words of `axon_nb.plan.memory`, and its answer in those of the panels.
+A rank reports how its model is trained and, by formula, the memory of its model states. It also sends the model without
+its data. The notebook then has `axon_nb.plan` simulate a training step in a separate process.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from axon_nb.records.memory import HasClassName, LazyFunction, MemoryPrediction,
 if TYPE_CHECKING:
     from axon_nb.plan import MemoryPlan
 
-__all__ = ["Ask", "WhatIf", "plan_options", "read_plan"]
+__all__ = ["RequestPlan", "WhatIf", "plan_options", "read_plan"]
 
-_ALL_RANKS = 8
-"""Of so many ranks each is planned for; of more the one with the highest peak."""
+_MAX_PLANNED_RANKS = 8
+"""Up to this world size every rank is planned; above it only the one with the highest peak."""
 _ROLES = {"other": "buffers"}
 
 
 def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-    """The arguments of `plan.memory` besides the model; no object of torch's among them.
+    """Return the arguments of `plan.memory` besides the model; none of them is a torch object.
 
     Args:
-        setup: What is asked.
-        facts: What the rank has told of the model.
+        setup: The scenario.
+        facts: What the rank reported about the model.
         spec: `axon_nb.plan.TensorSpec`.
     """
     inputs = [_input(value, facts["setup"]["batch"], spec) for value in facts["inputs"]]
@@ -43,12 +41,12 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
     optimizer, options = setup.optimizer_arguments
     if setup.optimizer == facts["setup"]["optimizer"]:
         options = facts["optimizer_options"]
-    recomputed = HasClassName(tuple(facts["blocks"])) if facts["blocks"] else True
+    checkpointed = HasClassName(tuple(facts["blocks"])) if facts["blocks"] else True
     return {
         "mesh": setup.mesh,
         "strategy": setup.strategy,
         "inputs": tuple(inputs),
-        # Torch's schedules cut a target into microbatches, whatever the loss makes of it.
+        # Torch's schedules split a target into microbatches, whatever the loss does with it.
         "target": inputs[0] if tokens or setup.pp > 1 else None,
         "loss": LazyFunction("axon_nb.parallel.models", "next_byte_loss") if tokens else None,
         "optimizer": optimizer,
@@ -57,13 +55,13 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "mixed_precision": setup.mixed_precision or None,
         "cpu_offload": setup.offload,
         "batch": setup.batch,
-        "activation_checkpointing": recomputed if setup.checkpointing else None,
+        "activation_checkpointing": checkpointed if setup.checkpointing else None,
         "wrap": None if facts["units"] is None else HasClassName(tuple(facts["units"])),
         "num_microbatches": setup.microbatches if setup.pp > 1 else None,
         "schedule": facts["schedule"],
         "tp_plan": facts["tp_plan"],
         "device": facts["device"],
-        "ranks": "all" if setup.world <= _ALL_RANKS else "worst",
+        "ranks": "all" if setup.world <= _MAX_PLANNED_RANKS else "worst",
     }
 
 
@@ -75,24 +73,24 @@ def _input(value: Any, batch: int, spec: Any) -> Any:
     return spec(shape, value["dtype"])
 
 
-def read_plan(setup: MemorySetup, made: MemoryPlan, notes: tuple[str, ...]) -> MemoryPrediction:
-    """A plan as panels show it.
+def read_plan(setup: MemorySetup, plan: MemoryPlan, notes: tuple[str, ...]) -> MemoryPrediction:
+    """Convert a plan to the record that panels show.
 
     Args:
-        setup: What was asked.
-        made: The answer.
-        notes: Sentences that come before those of the plan.
+        setup: The scenario.
+        plan: Its plan.
+        notes: Sentences to show before the notes of the plan.
     """
-    worst = made.worst
+    worst = plan.worst
     return MemoryPrediction(
         setup,
-        made.method,
+        plan.method,
         worst.rank,
-        {own.rank: _by_role(own.persistent.as_dict()) for own in made.ranks},
-        {own.rank: _by_role(own.peak.as_dict()) for own in made.ranks},
+        {usage.rank: _by_role(usage.persistent.as_dict()) for usage in plan.ranks},
+        {usage.rank: _by_role(usage.peak.as_dict()) for usage in plan.ranks},
         f"in {worst.phase}" + (f" of {worst.module}" if worst.module else ""),
         worst.host_bytes,
-        (*notes, *made.notes),
+        (*notes, *plan.notes),
     )
 
 
@@ -100,159 +98,165 @@ def _by_role(parts: Mapping[str, int]) -> dict[str, int]:
     return {_ROLES.get(name, name): size for name, size in parts.items() if size}
 
 
-_PENDING_S = 0.2
-_PATIENCE_S = 120.0
-_BUSY_S = 0.25
-_END_S = 3.0
+_POLL_INTERVAL_S = 0.2
+_PLANNER_TIMEOUT_S = 120.0
+_BUSY_POLL_INTERVAL_S = 0.25
+_JOIN_TIMEOUT_S = 3.0
 _STATES_ONLY = "model states only"
-_HOW_CALLED = (
-    "Activations are not in it: how the model is called is seen in its next forward, while this panel is open."
+_NO_INPUTS = (
+    "Activations are not included: the panel learns how the model is called from its next forward, while it is open."
 )
-_PIPELINE = "A pipeline is simulated once it is seen in its next step, while this panel is open."
-_MEAN_LOSS = "The loss is not known: the mean of the model's output stands for it."
+_NO_PIPELINE_STEP = "The pipeline can be simulated after its next step, while this panel is open."
+_MEAN_LOSS = "The loss is unknown: the mean of the model's output is used instead."
 
-Ask = Callable[[Mapping[str, Any] | None, str], Mapping[str, Any]]
-"""Asks a rank: fields of `MemorySetup` or None, and the key of the model that is here; the answer of ``axon_plan``."""
+RequestPlan = Callable[[Mapping[str, Any] | None, str], Mapping[str, Any]]
+"""Sends ``axon_plan`` to a rank and returns its reply.
+
+The arguments are the changed fields of `MemorySetup` or None, and the key of the model that the notebook already has.
+"""
 
 
 class WhatIf:
-    """Answers one question at a time, on a thread of its own; a newer one ends what is under way for the last.
+    """Plans one scenario at a time, on its own thread; a newer request cancels the one in progress.
 
     Args:
-        ask: Asks a rank.
+        request_plan: Sends a request to a rank.
         show: Called with each new state, from that thread.
-        busy: Whether a cell runs: what nobody has asked for is simulated afterwards.
+        is_busy: Whether a cell is running: the current setup is simulated after it, requested scenarios at once.
     """
 
-    def __init__(self, ask: Ask, show: Callable[[WhatIfState], None], busy: Callable[[], bool]) -> None:
-        self._ask_rank, self._show, self._busy = ask, show, busy
+    def __init__(
+        self, request_plan: RequestPlan, show: Callable[[WhatIfState], None], is_busy: Callable[[], bool]
+    ) -> None:
+        self._request_plan, self._show, self._is_busy = request_plan, show, is_busy
         self._lock = threading.Lock()
-        self._wanted: tuple[Mapping[str, Any] | None] | None = None
+        self._pending: tuple[Mapping[str, Any] | None] | None = None
         self._last: tuple[Mapping[str, Any] | None] | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         self._state = WhatIfState()
         self._model: tuple[str, bytes] = ("", b"")
-        atexit.register(_end, weakref.ref(self))
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     @property
     def state(self) -> WhatIfState:
-        """The last one shown."""
+        """The last state shown."""
         return self._state
 
-    def ask(self, asked: Mapping[str, Any] | None) -> None:
-        """Answer this from now on; from any thread.
+    def request(self, changes: Mapping[str, Any] | None) -> None:
+        """Plan this scenario, and drop the previous one; callable from any thread.
 
         Args:
-            asked: Fields of `MemorySetup` that differ from what is; None: what is, for the bars beside the measured
-                ones.
+            changes: Fields of `MemorySetup` that differ from the current setup; None: the current setup, for the bars
+                beside the measured ones.
         """
         with self._lock:
-            self._wanted = self._last = (asked,)
+            self._pending = self._last = (changes,)
             self._cancel.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="axon_nb-what-if", daemon=True)
                 self._thread.start()
 
-    def renew(self) -> None:
-        """Answer the last question anew, if there was one: the model has changed."""
+    def repeat(self) -> None:
+        """Repeat the last request, if there was one, because the model has changed."""
         if self._last is not None:
-            self.ask(*self._last)
+            self.request(*self._last)
 
     def close(self) -> None:
-        """End what is under way, and answer no more."""
+        """Cancel the request in progress, and plan no more."""
         with self._lock:
-            self._wanted = self._last = None
+            self._pending = self._last = None
             self._cancel.set()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._wanted is None:
+                if self._pending is None:
                     self._thread = None
                     return
-                (asked,), self._wanted = self._wanted, None
+                (changes,), self._pending = self._pending, None
                 cancel = self._cancel = threading.Event()
             try:
-                self._answer(asked, cancel)
-            except Exception as error:  # whatever it is, the panel says it
+                self._plan(changes, cancel)
+            except Exception as error:  # the panel shows any error
                 if not cancel.is_set():
-                    self._tell(error=_sentence(error), doing="", share=None)
+                    self._update(error=_sentence(error), doing="", share=None)
 
-    def _tell(self, **changes: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
         self._show(self._state)
 
-    def _answer(self, asked: Mapping[str, Any] | None, cancel: threading.Event) -> None:
-        self._tell(doing="asking a rank", share=None, error="")
-        told = self._told(asked, cancel)
-        if told is None:
+    def _plan(self, changes: Mapping[str, Any] | None, cancel: threading.Event) -> None:
+        self._update(doing="asking a rank", share=None, error="")
+        reply = self._await_reply(changes, cancel)
+        if reply is None:
             return
-        facts, known = told.get("facts"), _known(told.get("facts"))
-        if known["as_is"] != self._state.as_is or told.get("model") is not None:
-            known["reference"] = None
-        if "refused" in told or facts is None:
-            said = str(told.get("refused", "The rank has not answered."))
-            self._tell(error=said, doing="", setup=None, estimate=None, **known)
+        facts, about = reply.get("facts"), _about_model(reply.get("facts"))
+        if about["as_is"] != self._state.as_is or reply.get("model") is not None:
+            about["reference"] = None
+        if "refused" in reply or facts is None:
+            reason = str(reply.get("refused", "The rank did not reply."))
+            self._update(error=reason, doing="", setup=None, estimate=None, **about)
             return
-        setup = MemorySetup(**told["setup"])
-        if told["model"] is not None:
-            self._model = (str(told["key"]), base64.b64decode(told["model"]))
+        setup = MemorySetup(**reply["setup"])
+        if reply["model"] is not None:
+            self._model = (str(reply["key"]), base64.b64decode(reply["model"]))
         states = None
-        if told["states"] is not None:
-            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
+        if reply["states"] is not None:
+            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: reply["states"]}, host=int(reply["host"]))
         if facts["inputs"] is None:
-            seen = None if states is None else replace(states, notes=(_HOW_CALLED,))
-            known["notes"] = (*known["notes"], *([_PIPELINE] if states is None else []))
-            self._tell(setup=setup, estimate=seen, doing="", **known)
+            estimate = None if states is None else replace(states, notes=(_NO_INPUTS,))
+            about["notes"] = (*about["notes"], *([_NO_PIPELINE_STEP] if states is None else []))
+            self._update(setup=setup, estimate=estimate, doing="", **about)
             return
-        waits = asked is None and self._busy()
-        doing = "waiting for the cell that runs" if waits else "starting"
-        self._tell(setup=setup, estimate=states, doing=doing, **known)
-        while asked is None and self._busy():
-            if cancel.wait(_BUSY_S):
+        must_wait = changes is None and self._is_busy()
+        doing = "waiting for the running cell" if must_wait else "starting"
+        self._update(setup=setup, estimate=states, doing=doing, **about)
+        while changes is None and self._is_busy():
+            if cancel.wait(_BUSY_POLL_INTERVAL_S):
                 return
         self._simulate(setup, facts, cancel)
 
-    def _told(self, asked: Mapping[str, Any] | None, cancel: threading.Event) -> Mapping[str, Any] | None:
-        for _ in range(round(_PATIENCE_S / _PENDING_S)):
-            told = self._ask_rank(asked, self._model[0])
-            if not told.get("is_pending"):
-                return None if cancel.is_set() else told
-            if cancel.wait(_PENDING_S):
+    def _await_reply(self, changes: Mapping[str, Any] | None, cancel: threading.Event) -> Mapping[str, Any] | None:
+        """Request until the rank has imported its planner; None if the request is cancelled meanwhile."""
+        for _ in range(round(_PLANNER_TIMEOUT_S / _POLL_INTERVAL_S)):
+            reply = self._request_plan(changes, self._model[0])
+            if not reply.get("is_pending"):
+                return None if cancel.is_set() else reply
+            if cancel.wait(_POLL_INTERVAL_S):
                 return None
-        raise AxonError("The rank has not loaded its planner yet: ask again.")
+        raise AxonError("The rank is still importing its planner: try again.")
 
     def _simulate(self, setup: MemorySetup, facts: Mapping[str, Any], cancel: threading.Event) -> None:
-        planner: Any = import_module("axon_nb.plan")  # its own imports of torch are made in another process
+        planner: Any = import_module("axon_nb.plan")  # it imports torch in another process
 
-        def heard(share: float, text: str) -> None:
+        def on_progress(share: float, text: str) -> None:
             if not cancel.is_set():
-                self._tell(doing=f"simulating: {text}", share=share)
+                self._update(doing=f"simulating: {text}", share=share)
 
-        heard(0.0, "starting")
+        on_progress(0.0, "starting")
         captured = planner.CapturedModel("model", self._model[1])
         options = plan_options(setup, facts, planner.TensorSpec)
-        made = planner.memory(captured, **options, progress=heard, cancel=cancel)
+        plan = planner.memory(captured, **options, progress=on_progress, cancel=cancel)
         if cancel.is_set():
             return
         notes = (_MEAN_LOSS,) if facts["loss"] == "mean" else ()
-        estimate = read_plan(setup, made, notes)
-        known = {"reference": estimate} if setup == self._state.as_is else {}
-        self._tell(estimate=estimate, doing="", share=None, **known)
+        estimate = read_plan(setup, plan, notes)
+        reference = {"reference": estimate} if setup == self._state.as_is else {}
+        self._update(estimate=estimate, doing="", share=None, **reference)
 
 
-def _end(me: weakref.ref[WhatIf]) -> None:
-    """At the end of this process: the simulator's is not left behind."""
-    what_if = me()
+def _close_at_exit(reference: weakref.ref[WhatIf]) -> None:
+    """Stop the simulation when this process exits, so that its process is not left behind."""
+    what_if = reference()
     if what_if is not None:
         what_if.close()
         if (thread := what_if._thread) is not None:
-            thread.join(_END_S)
+            thread.join(_JOIN_TIMEOUT_S)
 
 
-def _known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a state says of the model."""
+def _about_model(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of a `WhatIfState` that describe the model."""
     if facts is None:
         return {"as_is": None, "notes": ()}
     as_is = MemorySetup(**facts["setup"])

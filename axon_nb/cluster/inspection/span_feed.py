@@ -1,7 +1,4 @@
-"""Fetching spans from ranks while somebody looks, and handing them to the views that do.
-
-What ranks have done, to keep: as a trace, a page, a table.
-"""
+"""Fetches spans from ranks while a view is open, and feeds them to the views; saves them as a trace."""
 
 from __future__ import annotations
 
@@ -23,44 +20,44 @@ from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["SpanFeed", "SpanView", "cell_window", "recorded", "save_trace", "span_feed"]
+__all__ = ["SpanFeed", "SpanView", "cell_window", "recorded_spans", "save_trace", "span_feed"]
 
 _TICK_S, _SLOW_TICK_S = 0.08, TICK_S / 2
-"""Views get what is new so often: where much comes 12 times a second (10 if each takes 20 ms), else at most twice."""
-_BUSY_S = 0.16
-"""How often a rank is asked while a cell runs and much comes, at most; else at each beat, if there are few ranks."""
-_MUCH_PER_S = 500
-"""Spans of a rank: if they were fetched seldom, each message to a page would be a large one."""
-_PER_S, _MOST_PER_S = 12, 40
-"""Questions a second where much comes, in turn, so that each tick has something new; and at most."""
-_IDLE_S = 1.0
-"""How often idle ranks are asked, so that they are ready to record when a cell begins."""
+"""Interval between updates of the views: 12 per second at high span rates (10 if one takes 20 ms), else at most two."""
+_BUSY_INTERVAL_S = 0.16
+"""Shortest interval between requests to a rank at high span rates; at low rates ranks are polled on each tick."""
+_HIGH_SPANS_PER_S = 500
+"""A high rate of spans on a rank: fetching it less often would make each message to a page large."""
+_REQUESTS_PER_S, _MAX_REQUESTS_PER_S = 12, 40
+"""Requests per second at high span rates, to the ranks in turn, so that each tick has new spans; and the maximum."""
+_IDLE_INTERVAL_S = 1.0
+"""Interval between requests to idle ranks, so that they are ready to record when a cell starts."""
 _WATCH_S = 5.0
-"""For how long a rank records the finer spans after it was asked."""
-_GIVE_UP_S = 10.0
-"""A rank that has not answered for this long is asked again."""
+"""How long a rank records detailed spans after a request."""
+_RETRY_S = 10.0
+"""A rank that has not replied for this long gets a new request."""
 
 _log = logging.getLogger(__name__)
 
 
 class SpanView(Protocol):
-    """What shows spans."""
+    """A view of spans."""
 
     @property
     def wanted(self) -> bool:
-        """Whether it has to be fed now."""
+        """Whether the view needs new spans now."""
 
     def pump(self) -> None:
-        """Show what is new; called from the feed's thread."""
+        """Show new spans; called on the feed's thread."""
 
 
 class SpanFeed:
-    """Asks each rank for what is new, over the control channel, which answers while cells run.
+    """Requests new spans from each rank over the control channel, which answers while cells run.
 
-    Asking, rather than being sent, means one unanswered question a rank at most, and nothing at all while nobody looks.
+    Polling instead of streaming bounds the load: at most one open request per rank, and none while no view is open.
 
     Args:
-        state: Whose ranks are asked.
+        state: The cluster.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -69,20 +66,20 @@ class SpanFeed:
         self._lock = threading.Lock()
         self._views: list[SpanView] = []
         self._thread: threading.Thread | None = None
-        self._asked: dict[int, tuple[Any, int]] = {}
-        """By rank: the future of the answer, and when it was asked, in nanoseconds."""
+        self._pending: dict[int, tuple[Any, int]] = {}
+        """By rank: the future of the reply, and when the request was sent, in nanoseconds."""
         self._next: dict[int, tuple[int, int]] = {}
         """By rank: its process, and the number of the next span."""
         self._offsets: dict[int, tuple[int, int]] = {}
-        """By rank of another host: nanoseconds of the round trip, and what to add to its times."""
+        """By rank on another host: the round trip, and what to add to the rank's times, both in nanoseconds."""
         self._due: dict[int, float] = {}
-        self._flows: dict[int, tuple[int, bool]] = {}
-        """By rank: when its last answer was asked for, in nanoseconds, and whether much had come since."""
+        self._rates: dict[int, tuple[int, bool]] = {}
+        """By rank: when its last answered request was sent, in nanoseconds, and whether the span rate was high."""
         self.running_since: int | None = None
-        """Since when ranks run a cell, in nanoseconds, give or take a tick; None: they do not, or nobody looks."""
+        """When the running cell started, in nanoseconds, accurate to a tick; None if none runs or no view is open."""
 
     def open(self, view: SpanView) -> None:
-        """Feed a view from now on."""
+        """Start feeding a view."""
         with self._lock:
             self._views.append(view)
             if self._thread is None:
@@ -90,27 +87,32 @@ class SpanFeed:
                 self._thread.start()
 
     def close(self, view: SpanView) -> None:
-        """Feed it no more."""
+        """Stop feeding a view."""
         with self._lock:
             if view in self._views:
                 self._views.remove(view)
 
-    def collect(self, *, limit_s: float = 2.0, watch_s: float = 0.0) -> None:
-        """Fetch what there is now, from the notebook's thread; ranks that do not answer in `limit_s` are left out."""
-        with self._lock:
-            self._wait_answers(time.monotonic() + limit_s)
-            self._ask(watch_s)
-            self._wait_answers(time.monotonic() + limit_s)
+    def collect(self, *, timeout_s: float = 2.0, watch_s: float = 0.0) -> None:
+        """Fetch all new spans, on the notebook's thread; ranks that do not reply within `timeout_s` are left out.
 
-    def _wait_answers(self, end: float) -> None:
-        for future, _ in list(self._asked.values()):
-            future.wait(max(0.0, end - time.monotonic()))
-        self._take_answers()
+        Args:
+            timeout_s: In seconds.
+            watch_s: For how many seconds the ranks then record detailed spans.
+        """
+        with self._lock:
+            self._wait_for_replies(time.monotonic() + timeout_s)
+            self._request(watch_s)
+            self._wait_for_replies(time.monotonic() + timeout_s)
+
+    def _wait_for_replies(self, deadline: float) -> None:
+        for future, _ in list(self._pending.values()):
+            future.wait(max(0.0, deadline - time.monotonic()))
+        self._process_replies()
 
     def _run(self) -> None:
         while True:
-            much = any(fast for _, fast in list(self._flows.values()))
-            time.sleep(_TICK_S if much else seconds_to_tick(_SLOW_TICK_S))
+            is_high = any(high for _, high in list(self._rates.values()))
+            time.sleep(_TICK_S if is_high else seconds_to_tick(_SLOW_TICK_S))
             with self._lock:
                 state = self._state()
                 if not self._views or state is None or not state.running:
@@ -119,9 +121,9 @@ class SpanFeed:
                 views = list(self._views)
                 try:
                     self._tick(state, any(view.wanted for view in views))
-                except Exception:  # such as one that closed the sockets; a view is never worth a cell
-                    _log.debug("spans could not be fetched", exc_info=True)
-            del state  # one that nobody uses any more is not kept by its views
+                except Exception:  # such as closed sockets; a view must not disturb a cell
+                    _log.debug("could not fetch spans", exc_info=True)
+            del state  # views must not keep an unused cluster alive
             for view in views:
                 self._pump(view)
 
@@ -129,7 +131,7 @@ class SpanFeed:
         try:
             view.pump()
         except Exception:
-            _log.warning("A view of spans has failed, and is no longer fed.", exc_info=True)
+            _log.warning("A view of spans failed; it is no longer updated.", exc_info=True)
             self.close(view)
 
     def _tick(self, state: ClusterState, wanted: bool) -> None:
@@ -139,67 +141,67 @@ class SpanFeed:
         elif self.running_since is None:
             self.running_since = time.monotonic_ns() - round(_SLOW_TICK_S * 1e9)
             self._due.clear()
-        self._take_answers()
+        self._process_replies()
         if wanted:
             due = [rank for rank in state.ranks if now >= self._due.get(rank, 0.0)]
-            self._ask(_WATCH_S, due)
-            self._due.update({rank: now + self._pause_s(rank, state.ranks, now) for rank in due})
+            self._request(_WATCH_S, due)
+            self._due.update({rank: now + self._delay_s(rank, state.ranks, now) for rank in due})
 
-    def _pause_s(self, rank: int, ranks: Sequence[int], now: float) -> float:
-        """Seconds until it is asked again."""
+    def _delay_s(self, rank: int, ranks: Sequence[int], now: float) -> float:
+        """Return the seconds until the rank's next request."""
         if self.running_since is None:
-            return _IDLE_S
-        seldom = max(1, round(len(ranks) / _MOST_PER_S / TICK_S)) * TICK_S
-        if not self._flows.get(rank, (0, False))[1]:
-            return seconds_to_tick(seldom, now=now)
-        every = max(_BUSY_S, min(len(ranks) / _PER_S, seldom))
-        return seconds_to_tick(every, now=now, late_s=every * ranks.index(rank) / len(ranks))
+            return _IDLE_INTERVAL_S
+        longest_s = max(1, round(len(ranks) / _MAX_REQUESTS_PER_S / TICK_S)) * TICK_S
+        if not self._rates.get(rank, (0, False))[1]:
+            return seconds_to_tick(longest_s, now=now)
+        interval_s = max(_BUSY_INTERVAL_S, min(len(ranks) / _REQUESTS_PER_S, longest_s))
+        return seconds_to_tick(interval_s, now=now, late_s=interval_s * ranks.index(rank) / len(ranks))
 
-    def _ask(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
+    def _request(self, watch_s: float, ranks: Sequence[int] | None = None) -> None:
         state = self._state()
         if state is None or not state.running:
             return
         for rank in state.ranks if ranks is None else ranks:
             if rank in state.health.dead:
-                self._asked.pop(rank, None)
-            elif rank not in self._asked:
-                with contextlib.suppress(KeyError, OSError):  # it is gone; the host agent tells
+                self._pending.pop(rank, None)
+            elif rank not in self._pending:
+                with contextlib.suppress(KeyError, OSError):  # the rank is gone; the host agent reports it
                     since = self._next.get(rank, (0, 0))[1]
                     future = state.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
-                    self._asked[rank] = (future, time.monotonic_ns())
+                    self._pending[rank] = (future, time.monotonic_ns())
 
-    def _take_answers(self) -> None:
+    def _process_replies(self) -> None:
         now = time.monotonic_ns()
-        for rank, (future, asked_ns) in list(self._asked.items()):
+        for rank, (future, sent_ns) in list(self._pending.items()):
             if future.done():
-                del self._asked[rank]
-                self._take(rank, future.result()["content"], asked_ns, now)
-            elif now - asked_ns > _GIVE_UP_S * 1e9:
-                del self._asked[rank]
+                del self._pending[rank]
+                self._process_reply(rank, future.result()["content"], sent_ns, now)
+            elif now - sent_ns > _RETRY_S * 1e9:
+                del self._pending[rank]
 
-    def _take(self, rank: int, content: dict[str, Any], asked_ns: int, now_ns: int) -> None:
+    def _process_reply(self, rank: int, content: dict[str, Any], sent_ns: int, now_ns: int) -> None:
         if "spans" not in content:
             return
         process, position = int(content["process"]), int(content["next"])
         known = self._next.get(rank, (process, 0))[0]
         self._next[rank] = (process, position)
-        if known != process:  # a fresh rank: what it was asked for had another's numbers
+        if known != process:  # the rank was replaced: the request had the position of its predecessor
             self._next[rank] = (process, 0)
             return
-        before = self._flows.get(rank, (asked_ns, False))[0]
-        self._flows[rank] = (asked_ns, len(content["spans"]) * 1e9 > _MUCH_PER_S * (asked_ns - before) > 0)
-        self.store.know_groups(content["groups"])
-        offset = self._offset(rank, int(content["now_ns"]), asked_ns, now_ns)
+        before = self._rates.get(rank, (sent_ns, False))[0]
+        self._rates[rank] = (sent_ns, len(content["spans"]) * 1e9 > _HIGH_SPANS_PER_S * (sent_ns - before) > 0)
+        self.store.set_groups(content["groups"])
+        offset = self._offset(rank, int(content["now_ns"]), sent_ns, now_ns)
         self.store.add([Span(*row) for row in content["spans"]], offset_ns=offset, lost=int(content["lost"]))
 
-    def _offset(self, rank: int, theirs_ns: int, asked_ns: int, now_ns: int) -> int:
-        """What to add to a rank's times: another host's monotonic clock has nothing to do with ours."""
-        if asked_ns <= theirs_ns <= now_ns:
+    def _offset(self, rank: int, rank_ns: int, sent_ns: int, now_ns: int) -> int:
+        """Return what to add to a rank's times: hosts do not share a monotonic clock."""
+        if sent_ns <= rank_ns <= now_ns:
             return 0
-        trip = now_ns - asked_ns
+        round_trip = now_ns - sent_ns
         best = self._offsets.get(rank)
-        if best is None or trip < best[0]:
-            best = self._offsets[rank] = (trip, (asked_ns + now_ns) // 2 - theirs_ns)
+        if best is None or round_trip < best[0]:
+            best = self._offsets[rank] = (round_trip, (sent_ns + now_ns) // 2 - rank_ns)
         return best[1]
 
 
@@ -207,17 +209,17 @@ _feeds: weakref.WeakKeyDictionary[ClusterState, SpanFeed] = weakref.WeakKeyDicti
 
 
 def span_feed(state: ClusterState) -> SpanFeed:
-    """The one of a cluster."""
+    """Return the cluster's span feed, which is created on first use."""
     if (feed := _feeds.get(state)) is None:
         feed = _feeds.setdefault(state, SpanFeed(state))
     return feed
 
 
-def recorded(state: ClusterState) -> SpanTable:
-    """The spans that ranks have recorded so far, as far as they are kept.
+def recorded_spans(state: ClusterState) -> SpanTable:
+    """Return the spans that the ranks have recorded, as far as they are still stored.
 
-    While nobody looks these are cells, communication and pipelines; forwards, backwards and optimizer steps are
-    recorded from the moment that a timeline is open.
+    Cells, communication and pipelines are always recorded; forwards, backwards and optimizer steps only while a
+    timeline is open.
     """
     feed = span_feed(state)
     feed.collect()
@@ -225,33 +227,28 @@ def recorded(state: ClusterState) -> SpanTable:
 
 
 def cell_window(table: SpanTable, cell: int) -> tuple[int, int]:
-    """Start and end of a notebook cell's last run, in nanoseconds.
+    """Return the start and end of a notebook cell's last run, in nanoseconds.
 
     Raises:
-        UsageError: there is no such cell among the spans.
+        UsageError: the cell has no spans.
     """
-    found: tuple[int, int] | None = None
+    window: tuple[int, int] | None = None
     names = set()
     for span in table.pick(table.of_kind("cell")).spans():
         names.add(span.name)
         if span.name == f"In [{cell}]":
-            again = found is None or span.start_ns > found[1]
-            found = (
-                (span.start_ns, span.end_ns)
-                if again or found is None
-                else (
-                    min(found[0], span.start_ns),
-                    max(found[1], span.end_ns),
-                )
-            )
-    if found is None:
+            if window is None or span.start_ns > window[1]:  # a new run; one run's spans overlap
+                window = (span.start_ns, span.end_ns)
+            else:
+                window = (min(window[0], span.start_ns), max(window[1], span.end_ns))
+    if window is None:
         known = ", ".join(sorted(names, key=lambda name: (len(name), name))[-8:]) or "none"
         raise UsageError(f"cell {cell}: ranks have no spans of In [{cell}]; the last cells that they ran: {known}.")
-    return found
+    return window
 
 
 def save_trace(table: SpanTable, path: Path | str) -> None:
-    """Write spans as a trace that Perfetto and chrome://tracing open, from 0 on."""
+    """Write spans as a trace for Perfetto or chrome://tracing; times start at 0."""
     origin = int(table.columns["start"].min()) if len(table) else 0
     spans = (span._replace(start_ns=span.start_ns - origin, end_ns=span.end_ns - origin) for span in table.spans())
     write_chrome_trace(spans, path)

@@ -1,6 +1,6 @@
-"""The spans of a cluster's ranks that the notebook keeps: bounded, the oldest are dropped.
+"""A bounded store of the ranks' spans; the oldest are dropped.
 
-Matches the calls of a collective on all ranks: which rank was last, and how long the others waited.
+It matches the calls of a collective on all ranks, to know which rank was last and how long the others waited.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class CollectiveMatcher:
         del self._open[key]
         last = max(collective.calls, key=lambda rank: collective.calls[rank][1])
         latest = collective.calls[last][1]
-        # The source of a broadcast may leave before the others arrive: it has waited no longer than until then.
+        # The source of a broadcast may return before the others arrive: its wait ends with its call.
         return [
             CollectiveWait(own, max(0, min(latest, end) - start), last) for own, start, end in collective.calls.values()
         ]
 
 
 LIMIT = 100_000
-"""How many spans are kept at least; a fifth more may be there before the oldest are dropped."""
+"""Minimum number of stored spans; up to a fifth more are stored before the oldest are dropped."""
 
 _MAX_LABELS = 60_000
 _MAX_PATCHES = 50_000
@@ -89,7 +89,7 @@ _OTHER: Label = ("other", "other", "")
 
 
 class SpanStore:
-    """Numbered from 0 in the order in which they come; safe from any thread."""
+    """Stores spans, numbered from 0 in the order in which they arrive; thread-safe."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -103,41 +103,41 @@ class SpanStore:
         self._matcher = CollectiveMatcher()
         self._patched: deque[int] = deque(maxlen=_MAX_PATCHES)
         self.first = 0
-        """Number of the oldest span that is kept: so many were dropped."""
+        """Number of the oldest stored span, which is also the number of dropped ones."""
         self.lost = 0
-        """Spans that came too fast on their ranks."""
+        """Number of spans that ranks discarded because they were recorded faster than they were fetched."""
         self.num_patched = 0
-        """How often something has become known of spans that were there already."""
+        """Number of updates to spans that were already stored."""
         self.last_cell: tuple[str, int, int] | None = None
-        """Name, start and end in nanoseconds of the last cell that is over."""
+        """Name, start and end in nanoseconds of the last finished cell."""
 
     @property
     def end(self) -> int:
-        """The number that the next span gets."""
+        """The number of the next span."""
         return self.first + self._count
 
-    def know_groups(self, groups: Mapping[str, Sequence[int]]) -> None:
-        """The ranks of process groups, by name."""
+    def set_groups(self, groups: Mapping[str, Sequence[int]]) -> None:
+        """Set the ranks of process groups, by name."""
         with self._lock:
             for name, ranks in groups.items():
                 self._groups[name] = tuple(ranks)
                 self._matcher.set_members(name, tuple(ranks))
 
     def add(self, spans: Iterable[Span], *, offset_ns: int = 0, lost: int = 0) -> None:
-        """Take spans in.
+        """Add spans.
 
         Args:
-            spans: Of one rank, in the order of their ends.
-            offset_ns: What to add to their times: another host has another clock.
-            lost: How many the rank could not give.
+            spans: Spans of one rank, ordered by end.
+            offset_ns: What to add to their times, in nanoseconds: each host has its own clock.
+            lost: Number of spans that the rank discarded.
         """
         with self._lock:
             self.lost += lost
-            fresh = [_shown(span) for span in spans]
+            added = [_pipeline_message_as_wait(span) for span in spans]
             if offset_ns:
-                fresh = [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in fresh]
-            for start in range(0, len(fresh), self._batch):
-                self._extend(fresh[start : start + self._batch])
+                added = [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in added]
+            for start in range(0, len(added), self._batch):
+                self._extend(added[start : start + self._batch])
 
     def _extend(self, spans: Sequence[Span]) -> None:
         if self._count + len(spans) > len(self._columns["start"]):
@@ -155,21 +155,21 @@ class SpanStore:
         self._count += len(spans)
         for own, span in enumerate(spans, start=number):
             if span.kind == "collective":
-                self._meet(own, span)
+                self._match_collective(own, span)
             elif span.kind == "cell":
-                self._note_cell(span)
+                self._update_last_cell(span)
 
-    def _meet(self, number: int, span: Span) -> None:
-        for late in self._matcher.add(number, span):
-            row = late.number - self.first
+    def _match_collective(self, number: int, span: Span) -> None:
+        for wait in self._matcher.add(number, span):
+            row = wait.number - self.first
             if row >= 0:
-                self._columns["late"][row], self._columns["by"][row] = late.waited_ns, late.last_rank
-                self._patched.append(late.number)
+                self._columns["late"][row], self._columns["by"][row] = wait.waited_ns, wait.last_rank
+                self._patched.append(wait.number)
                 self.num_patched += 1
 
-    def _note_cell(self, span: Span) -> None:
+    def _update_last_cell(self, span: Span) -> None:
         name, start, end = self.last_cell or ("", 0, 0)
-        # One cell ends on each rank on its own; its spans overlap.
+        # A cell has one span per rank; the spans of one run overlap.
         if name == span.name and span.start_ns < end and span.end_ns > start:
             self.last_cell = (name, min(start, span.start_ns), max(end, span.end_ns))
         elif span.end_ns > end:
@@ -191,7 +191,7 @@ class SpanStore:
         self.first += dropped
 
     def table(self, start: int = 0, stop: int | None = None) -> SpanTable:
-        """The spans with numbers from `start` to `stop`, without it, as far as they are kept; a copy."""
+        """Return a copy of the spans numbered from `start` up to but excluding `stop`, as far as they are stored."""
         with self._lock:
             low = min(max(start - self.first, 0), self._count)
             high = self._count if stop is None else min(max(stop - self.first, low), self._count)
@@ -200,26 +200,29 @@ class SpanStore:
             return SpanTable(columns, tuple(self._labels), dict(self._groups), self.first + low, self.lost, dropped)
 
     def ending_after(self, time_ns: int, start: int = 0) -> SpanTable:
-        """The spans with numbers from `start` on, without those before the first one that ends after `time_ns`; a copy.
+        """Return a copy of the spans from number `start` on, from the first one that ends after `time_ns`.
 
-        Spans come about in the order of their ends: of a cell that has just begun these are few.
+        Spans arrive roughly in the order of their ends, so only a few are returned for a cell that has just started.
         """
         with self._lock:
             low = min(max(start - self.first, 0), self._count)
-            late = self._columns["end"][low : self._count] > time_ns
-            skipped = int(late.argmax()) if late.any() else len(late)
-            return self.table(self.first + low + skipped)
+            is_after = self._columns["end"][low : self._count] > time_ns
+            num_skipped = int(is_after.argmax()) if is_after.any() else len(is_after)
+            return self.table(self.first + low + num_skipped)
 
     def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Of which spans something is known since `num_patched` was `since`: number, late, by; and its value now."""
+        """Return the spans updated since `num_patched` was `since`, as (number, late, by), and its current value."""
         with self._lock:
             count = min(self.num_patched - since, len(self._patched))
             rows = [number - self.first for number in itertools.islice(reversed(self._patched), count)]
             late, by = self._columns["late"], self._columns["by"]
-            fresh = [(row + self.first, int(late[row]), int(by[row])) for row in reversed(rows) if row >= 0]
-            return fresh, self.num_patched
+            patched = [(row + self.first, int(late[row]), int(by[row])) for row in reversed(rows) if row >= 0]
+            return patched, self.num_patched
 
 
-def _shown(span: Span) -> Span:
-    """A pipeline tells of a message how long it was waited for; its group tells how long it was under way."""
+def _pipeline_message_as_wait(span: Span) -> Span:
+    """Change the kind of a pipeline's message span to ``wait``: it covers the time that the pipeline waited for it.
+
+    The span of the group covers the time that the message was in transit.
+    """
     return span._replace(kind="wait") if span.kind == "p2p" and span.stage >= 0 else span

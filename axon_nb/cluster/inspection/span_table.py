@@ -1,4 +1,4 @@
-"""Spans of many ranks as columns: small, quick to look through, and a picture of one moment."""
+"""An immutable table of spans from many ranks, stored as columns: compact and fast to filter."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ COLUMNS = {
     "microbatch": np.int32,
     "by": np.int32,
 }
-"""Name and type of each column: times in nanoseconds of the notebook's monotonic clock, `late` how long the call waited
-for the last rank to begin it too, `by` that rank (-1: not known), `label` a place in `labels`."""
+"""Name and type of each column.
+
+Times are in nanoseconds of the notebook's monotonic clock. `late` is how long the call waited for the last rank to
+start it, `by` that rank (-1: unknown), `label` an index into `labels`.
+"""
 
 Label = tuple[str, str, str]
 """Kind, name, group."""
@@ -38,47 +41,47 @@ Label = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Spans in the order in which they came; all columns are of one length."""
+    """Spans in the order in which they arrived; all columns have the same length."""
 
     columns: dict[str, npt.NDArray[np.int64]]
-    """By the names of `COLUMNS`."""
+    """The columns, by the names in `COLUMNS`."""
     labels: tuple[Label, ...]
-    """What `label` refers to."""
+    """The labels that the column `label` refers to."""
     groups: dict[str, tuple[int, ...]]
     """The ranks of process groups, by name."""
     first: int = 0
     """Number of the first span; older ones were dropped."""
     lost: int = 0
-    """How many spans came too fast to be taken."""
+    """Number of spans that ranks discarded because they were recorded faster than they were fetched."""
     dropped: int = 0
-    """How many that were asked for were dropped before."""
+    """Number of requested spans that the store had already dropped."""
 
     def __len__(self) -> int:
         return len(self.columns["start"])
 
     def of_kind(self, *kinds: str) -> npt.NDArray[np.bool_]:
-        """Which spans are of one of these kinds."""
+        """Return a mask of the spans of these kinds."""
         wanted = np.array([label[0] in kinds for label in self.labels], dtype=bool)
         labels = self.columns["label"]
         return wanted[labels] if len(self.labels) else np.zeros(len(labels), dtype=bool)
 
     def pick(self, which: npt.NDArray[np.bool_]) -> SpanTable:
-        """Some of the spans; numbers begin at 0 again."""
+        """Return the spans selected by a mask, numbered from 0."""
         columns = {name: column[which] for name, column in self.columns.items()}
         return SpanTable(columns, self.labels, self.groups, lost=self.lost, dropped=self.dropped)
 
     def head(self, count: int) -> SpanTable:
-        """The first spans."""
+        """Return the first `count` spans."""
         columns = {name: column[:count] for name, column in self.columns.items()}
         return dataclasses.replace(self, columns=columns)
 
     def between(self, start_ns: int, end_ns: int | None = None) -> SpanTable:
-        """The spans that end after `start_ns`, and begin before `end_ns` where that is given."""
+        """Return the spans that end after `start_ns` and, if `end_ns` is given, start before it."""
         which = self.columns["end"] > start_ns
         return self.pick(which if end_ns is None else which & (self.columns["start"] < end_ns))
 
     def spans(self) -> Iterator[Span]:
-        """Each as a record."""
+        """Yield each span as a record."""
         names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence")
         for rank, label, start, end, size, stage, microbatch, sequence in zip(
             *(self.columns[name].tolist() for name in names), strict=True
@@ -87,10 +90,10 @@ class SpanTable:
             yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row a span, by start: rank, kind, name, group, start in seconds from the first span on, and so on.
+        """Return one row per span, ordered by start.
 
-        `waited_s` is how long a collective waited for the last rank to begin it, and `waited_for` that rank; missing
-        where it is not known.
+        `start` is in seconds from the first span. `waited_s` is how long a collective waited for the last rank to start
+        it, and `waited_for` that rank; both are missing if unknown.
         """
         import pandas as pd
 

@@ -1,17 +1,8 @@
-"""The state of a cluster as a record and as a table.
-
-Asking ranks for the mesh that they have made.
-
-Asking ranks what they do now.
-
-Where every rank is: its Python stack and its communication call, asked over the control channel.
-"""
+"""Requests what the ranks are doing now: their states, meshes and stacks, as records and as a table."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,49 +20,41 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["ask_mesh", "cluster_info", "describe_state", "rank_stacks", "sample", "status_frame"]
+__all__ = ["cluster_info", "describe_state", "rank_stacks", "request_mesh", "request_states", "status_frame"]
 
-_MESH_LIMIT_S = 1.0
-
-
-def ask_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
-    """The mesh of most ranks, of several the one that most have; None: there is none, or no rank answers in time."""
-    answers = request_all(client, ranks, "axon_mesh", timeout_s=_MESH_LIMIT_S)
-    found = Counter(read_mesh(answer["mesh"]) for answer in answers.values() if answer.get("mesh"))
-    return max(found, key=lambda mesh: (len(mesh.ranks), found[mesh]), default=None)
+_TIMEOUT_S = 1.0
+_STACKS_TIMEOUT_S = 2.0
+_MIN_WAIT_S = 0.25
+"""Shorter waits are not described."""
+_SILENT = "does not reply: it is in C code that holds the GIL, or the machine is overloaded"
 
 
-_SAMPLE_S = 1.0
+def request_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
+    """Return the largest mesh on the ranks, and among equals the most common; None if there is none or no reply."""
+    replies = request_all(client, ranks, "axon_mesh", timeout_s=_TIMEOUT_S)
+    meshes = Counter(read_mesh(reply["mesh"]) for reply in replies.values() if reply.get("mesh"))
+    return max(meshes, key=lambda mesh: (len(mesh.ranks), meshes[mesh]), default=None)
 
 
-def sample(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
-    """What each rank does now, over the control channel; those that do not answer in a second are left out."""
-    futures = {}
-    for rank in ranks:
-        with contextlib.suppress(KeyError):  # unregistered meanwhile
-            futures[rank] = client.request(rank, "axon_status")
-    end = time.monotonic() + _SAMPLE_S
-    states = {}
-    for rank, future in futures.items():
-        if future.wait(max(0.0, end - time.monotonic())):
-            content = future.result()["content"]
-            if "error" not in content:
-                states[rank] = RankState(**{**content, "activity": Activity(content["activity"])})
-    return states
+def request_states(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
+    """Return what each rank is doing now; ranks that do not reply within a second are left out."""
+    replies = ask(client, ranks, "axon_status", limit_s=_TIMEOUT_S)
+    return {rank: _read_state(reply) for rank, reply in replies.items()}
 
 
-_WAITED_S = 0.25
+def _read_state(fields: Mapping[str, Any]) -> RankState:
+    return RankState(**{**fields, "activity": Activity(fields["activity"])})
 
 
 def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
-    """A rank's state in words, such as ``waiting in all_reduce at line 4 for rank 1, for 2.1 s``.
+    """Describe a rank's state, such as ``waiting in all_reduce at line 4 for rank 1, for 2.1 s``.
 
     Args:
-        state: Its latest sample; None: it does not answer.
-        late: The ranks that have not come to the call that it waits in.
+        state: The rank's latest sample; None: it did not reply.
+        late: The ranks that have not joined the call that it waits in.
     """
     if state is None:
-        return "does not answer"
+        return "does not reply"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
         return state.activity.value + (
             f" line {state.line}" if state.line and state.activity is Activity.RUNNING else ""
@@ -79,20 +62,20 @@ def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
-    whom = f" for {name_ranks(late)}," if late else ""
-    return f"{verb} {state.call}{at}{whom}" + (f" for {seconds:.1f} s" if seconds >= _WAITED_S else "")
+    missing = f" for {name_ranks(late)}," if late else ""
+    return f"{verb} {state.call}{at}{missing}" + (f" for {seconds:.1f} s" if seconds >= _MIN_WAIT_S else "")
 
 
 def cluster_info(state: ClusterState) -> ClusterInfo:
-    """Ask every rank and put the answers together."""
-    states = sample(state.client, state.live_ranks) if state.running else {}
+    """Request the state of every rank, and return the cluster's state."""
+    states = request_states(state.client, state.live_ranks) if state.running else {}
     late: dict[int, tuple[int, ...]] = {}
-    if any(seen.activity is Activity.WAITING for seen in states.values()):
-        late = missing_ranks(request_waits(state.client, states), _WAITED_S)
+    if any(own.activity is Activity.WAITING for own in states.values()):
+        late = missing_ranks(request_waits(state.client, states), _MIN_WAIT_S)
     rows = []
     for rank, place in enumerate(state.rank_info):
-        seen = states.get(rank)
-        words = state.health.dead.get(rank) or (describe_state(seen, late.get(rank, ())) if state.running else "gone")
+        own = states.get(rank)
+        text = state.health.dead.get(rank) or (describe_state(own, late.get(rank, ())) if state.running else "gone")
         rows.append(
             RankInfo(
                 rank=rank,
@@ -100,10 +83,10 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
                 pid=int(place["pid"]),
                 device=str(place["device"]),
                 backend=state.backend,
-                state=words,
-                rss_bytes=seen.rss_bytes if seen else 0,
-                device_bytes=seen.device_bytes if seen else 0,
-                cell=seen.cell if seen else None,
+                state=text,
+                rss_bytes=own.rss_bytes if own else 0,
+                device_bytes=own.device_bytes if own else 0,
+                cell=own.cell if own else None,
             )
         )
     hosts = ", ".join(dict.fromkeys(row.host for row in rows))
@@ -115,12 +98,12 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         running=state.running,
         engines=state.engines,
         ranks=tuple(rows),
-        mesh=ask_mesh(state.client, states) if states else None,
+        mesh=request_mesh(state.client, states) if states else None,
     )
 
 
 def status_frame(info: ClusterInfo) -> pd.DataFrame:
-    """One row a rank; `memory` is resident bytes, plus `device_memory` on accelerators."""
+    """Return one row per rank; `memory` is resident bytes, `device_memory` bytes on the accelerator."""
     import pandas as pd
 
     columns: dict[str, list[Any]] = {
@@ -138,24 +121,19 @@ def status_frame(info: ClusterInfo) -> pd.DataFrame:
     return frame
 
 
-_STACKS_LIMIT_S = 2.0
-_SILENT = "does not answer: it is in C code that keeps Python's lock, or the machine is overloaded"
-
-
 def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], dead: Mapping[int, str]) -> Stacks:
-    """The stacks of some ranks; those that do not answer within 2 seconds, or are dead, say so instead.
+    """Return the Python stacks of some ranks; for ranks that are dead or do not reply within 2 s, a note instead.
 
     Args:
         client: The cluster's client.
-        ranks: Whose stacks.
-        world: All ranks; asked whom the others wait for.
+        ranks: The ranks to show.
+        world: All ranks, to find out which ranks the others wait for.
         dead: Why each dead rank died; reads after its name.
     """
-    answers = request_all(
-        client, [rank for rank in ranks if rank not in dead], "axon_stacks", timeout_s=_STACKS_LIMIT_S
+    replies = request_all(
+        client, [rank for rank in ranks if rank not in dead], "axon_stacks", timeout_s=_STACKS_TIMEOUT_S
     )
-    states = {rank: RankState(**{**a["state"], "activity": Activity(a["state"]["activity"])})
-              for rank, a in answers.items()}  # fmt: skip
+    states = {rank: _read_state(reply["state"]) for rank, reply in replies.items()}
     late: dict[int, tuple[int, ...]] = {}
     if any(state.activity is Activity.WAITING for state in states.values()):
         late = missing_ranks(request_waits(client, [rank for rank in world if rank not in dead]), 0.0)
@@ -163,13 +141,13 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
     for rank in ranks:
         if rank in dead:
             stacks[rank] = RankStack(dead[rank])
-        elif rank not in answers:
+        elif rank not in replies:
             stacks[rank] = RankStack(_SILENT)
         else:
             state = states[rank]
-            # Without the time, which is another for each rank: those that do the same are told once.
-            words = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()))
+            # Without the time, which differs between ranks: ranks with the same description are shown together.
+            text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()))
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
-            frames = tuple(StackFrame(**frame) for frame in answers[rank]["frames"])
-            stacks[rank] = RankStack(words.rstrip(","), frames, state.cell, seconds)
+            frames = tuple(StackFrame(**frame) for frame in replies[rank]["frames"])
+            stacks[rank] = RankStack(text.rstrip(","), frames, state.cell, seconds)
     return Stacks(stacks)

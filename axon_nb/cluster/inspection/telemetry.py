@@ -1,4 +1,4 @@
-"""Following ranks live: telemetry is asked for while somebody looks, and handed on as records."""
+"""Live telemetry of ranks: requested while a view is shown, and passed to it as records."""
 
 from __future__ import annotations
 
@@ -13,88 +13,89 @@ from typing import Any, Protocol
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.telemetry import Activity, RankState
 
-__all__ = ["StateView", "Watch"]
+__all__ = ["StateFeed", "StateView"]
 
-_HZ = 4.0
+_SAMPLES_PER_S = 4.0
 _LEASE_S = 10.0
-_RENEW_S = 4.0
+"""A rank stops sending samples this long after the last renewal."""
+_RENEW_INTERVAL_S = 4.0
 _log = logging.getLogger(__name__)
 
 
 class StateView(Protocol):
-    """What shows rank states, such as the strip of `--watch`."""
+    """A view of rank states, such as the strip of `--watch`."""
 
     def add(self, states: Iterable[RankState]) -> None:
-        """From any thread: new samples."""
+        """Add samples; called from any thread."""
 
     def flush(self) -> None:
-        """On the notebook's thread: show them."""
+        """Show the new samples; called on the notebook's thread."""
 
     def finish(self) -> None:
-        """On the notebook's thread: the cell is over."""
+        """Show the final state of the finished cell; called on the notebook's thread."""
 
 
-class Watch:
-    """Feeds a view with the states of some ranks during one cell."""
+class StateFeed:
+    """Feeds a view with the states of some ranks while one cell runs; a context manager."""
 
     def __init__(self, client: RankClient, ranks: Sequence[int], view: StateView) -> None:
         self._client = client
         self._ranks = list(ranks)
         self._view = view
-        self._over: dict[int, Activity] = {}
+        self._finished: dict[int, Activity] = {}
         self._lock = threading.Lock()
-        self._renewed = 0.0
-        self._failed = False
+        self._renewed_at = 0.0
+        self._has_failed = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StateFeed:
         self._client.on_telemetry(self._on_telemetry)
-        self._lease(_LEASE_S)
+        self._renew(_LEASE_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._client.on_telemetry(None)
-        self._lease(0.0)
-        self._tell(self._view.finish)
+        self._renew(0.0)
+        self._call_view(self._view.finish)
 
-    def _lease(self, seconds: float) -> None:
-        self._renewed = time.monotonic()
+    def _renew(self, lease_s: float) -> None:
+        self._renewed_at = time.monotonic()
         for rank in self._ranks:
             with contextlib.suppress(KeyError, OSError):  # a rank or the whole cluster is gone
-                self._client.request(rank, "axon_watch", hz=_HZ, seconds=seconds)
+                self._client.request(rank, "axon_watch", hz=_SAMPLES_PER_S, seconds=lease_s)
 
     def _on_telemetry(self, content: dict[str, Any]) -> None:
         rank = content["rank"]
         if rank not in self._ranks:
             return
         states = [RankState(**{**state, "activity": Activity(state["activity"])}) for state in content["states"]]
-        self._tell(self._view.add, [self._as_part_of_cell(state) for state in states])
+        self._call_view(self._view.add, [self._with_final_activity(state) for state in states])
 
-    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
-        """A view is never worth a cell: one that fails is left as it is."""
-        if self._failed:
+    def _call_view(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Call the view; one that fails is no longer updated, because a view must not disturb a cell."""
+        if self._has_failed:
             return
         try:
-            call(*arguments)
+            method(*arguments)
         except Exception:
-            self._failed = True
-            _log.warning("A view of the cell has failed, and is no longer fed.", exc_info=True)
+            self._has_failed = True
+            _log.warning("A view of the cell failed; it is no longer updated.", exc_info=True)
 
-    def _as_part_of_cell(self, state: RankState) -> RankState:
+    def _with_final_activity(self, state: RankState) -> RankState:
         with self._lock:
-            over = self._over.get(state.rank)
-        # A sample that was taken before the rank's reply may come after it.
-        return state if over is None else dataclasses.replace(state, activity=over, call="", line=None)
+            activity = self._finished.get(state.rank)
+        # A sample that was taken before the rank's reply may arrive after it.
+        return state if activity is None else dataclasses.replace(state, activity=activity, call="", line=None)
 
     def flush(self) -> None:
-        """On the notebook's thread: show what has come, and renew the watch when it is due."""
-        if time.monotonic() - self._renewed > _RENEW_S:
-            self._lease(_LEASE_S)
-        self._tell(self._view.flush)
+        """Show new samples, and renew the lease if it is due; on the notebook's thread."""
+        if time.monotonic() - self._renewed_at > _RENEW_INTERVAL_S:
+            self._renew(_LEASE_S)
+        self._call_view(self._view.flush)
 
     def rank_finished(self, rank: int, *, failed: bool) -> None:
-        """From any thread: the rank has ended the cell; it shows as done or failed from now on."""
+        """Show the rank as done or failed from now on; callable from any thread."""
         activity = Activity.FAILED if failed else Activity.DONE
         with self._lock:
-            self._over[rank] = activity
+            self._finished[rank] = activity
         now = time.monotonic_ns()
-        self._tell(self._view.add, [RankState(rank, activity, now, since_ns=now)])
+        self._call_view(self._view.add, [RankState(rank, activity, now, since_ns=now)])

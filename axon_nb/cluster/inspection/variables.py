@@ -1,7 +1,4 @@
-"""The variables of all ranks as one table, and whether ranks agree on them.
-
-Where a variable differs between ranks.
-"""
+"""Tables of the ranks' variables: whether the ranks agree on each one, and where one differs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,28 +18,28 @@ if TYPE_CHECKING:
 __all__ = ["agreement", "difference_frame", "variables_frame"]
 
 _FACTS = "axon_nb.engine.inspection.variables:variable_facts"
-_FACTS_LIMIT_S = 60.0
+_TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 
 
 def variables_frame(state: ClusterState) -> pd.DataFrame:
-    """One row a variable; `bytes` of all ranks together.
+    """Return one row per variable; `bytes` is the total of all ranks.
 
     Raises:
-        UsageError: a rank runs a cell.
+        UsageError: a rank is running a cell.
     """
     import pandas as pd
 
     if state.busy:
         raise UsageError(
-            f"Rank {format_ranks(state.busy)} runs a cell: its variables are told when that is over; `%shards` asks "
-            "while it runs."
+            f"A cell is running on {name_ranks(state.busy)}: variables are available when it finishes (`%shards` works "
+            "meanwhile)."
         )
     living = state.live_ranks
     futures = {rank: requests.call(state.connection.client, rank, _FACTS) for rank in living}
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, future in futures.items():
-        for fact in future.result(timeout=_FACTS_LIMIT_S):
+        for fact in future.result(timeout=_TIMEOUT_S):
             by_name.setdefault(fact["name"], {})[rank] = fact
     rows = [
         _variable_row(name, facts, living) for name, facts in sorted(by_name.items(), key=lambda item: item[0].lower())
@@ -51,25 +48,26 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
 
 
 def _variable_row(name: str, facts: Mapping[int, dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
-    shown = {column: _common([fact[key] for fact in facts.values()]) for column, key in _SHOWN.items()}
+    merged = {column: _merge([fact[key] for fact in facts.values()]) for column, key in _MERGED_COLUMNS.items()}
     total = sum(int(fact["bytes"]) for fact in facts.values())
-    return {"name": name, **shown, "bytes": total, "ranks": agreement(facts, ranks)}
+    return {"name": name, **merged, "bytes": total, "ranks": agreement(facts, ranks)}
 
 
-_SHOWN = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
+_MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
+"""By column, the key of the ranks' reports."""
 
 
-def _common(values: Sequence[str]) -> str:
-    found = list(dict.fromkeys(values))
-    return found[0] if len(found) == 1 else f"{found[0]}, …" if len(found) > 2 else " or ".join(found)
+def _merge(values: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else f"{distinct[0]}, …" if len(distinct) > 2 else " or ".join(distinct)
 
 
 def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    """Whether ranks have the same value, in words: ``same``, ``differs on rank 2``, ``only on ranks 0-1``.
+    """Say whether ranks have the same value: ``same``, ``differs on rank 2``, ``only on ranks 0-1``.
 
     Args:
-        facts: What each rank that has the variable tells of it.
-        ranks: All ranks that were asked.
+        facts: What each rank that has the variable reports about it.
+        ranks: All ranks that reported.
     """
     missing = [rank for rank in ranks if rank not in facts]
     only = f"only on {name_ranks(facts)}" if missing else ""
@@ -78,50 +76,51 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     kinds = {rank: (fact["type"], fact["shape"], fact["dtype"], fact["digest"]) for rank, fact in facts.items()}
     groups = Counter(kinds.values()).most_common()
     if len(groups) == 1:
-        known = bool(groups[0][0][3])
-        return only or ("same" if known and len(facts) > 1 else "" if known else "not compared")
+        has_digest = bool(groups[0][0][3])
+        return only or ("same" if has_digest and len(facts) > 1 else "" if has_digest else "not compared")
     if groups[0][1] == 1 or (len(groups) > 2 and groups[0][1] <= len(facts) // 2):
         return ", ".join(filter(None, ["differs", only]))
-    # Of a tie the one that the lowest rank has is the reference.
-    most = [kind for kind, count in groups if count == groups[0][1]]
-    reference = next(kind for kind in kinds.values() if kind in most)
+    # In a tie, the value of the lowest rank is the reference.
+    most_common = [kind for kind, count in groups if count == groups[0][1]]
+    reference = next(kind for kind in kinds.values() if kind in most_common)
     others = [rank for rank, kind in kinds.items() if kind != reference]
     return ", ".join(filter(None, [f"differs on {name_ranks(others)}", only]))
 
 
 _PARTS = "axon_nb.engine.inspection.variables:variable_parts"
-_PARTS_LIMIT_S = 60.0
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
 def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:
-    """Where a variable of other ranks differs from that of `reference`; empty when it does not.
+    """Compare a variable on all ranks with that of rank `reference`; empty if it does not differ.
 
     Args:
         state: The cluster.
-        name: A tensor, a module, an array, a table, or anything else that has a text.
-        reference: The rank with which the others are compared.
+        name: The name of a tensor, a module, an array, a table, or anything else with a text form.
+        reference: The rank to compare with.
 
     Returns:
-        One row for each part and rank that differ: how many elements of how many, the index of the first, the largest
-        absolute difference, and the two values at the first (of the reference, of the rank).
+        One row for each part and rank that differ: the number of differing elements, their total number, the index of
+        the first differing one, the largest absolute difference, and both values at that index (reference / rank).
 
     Raises:
-        UsageError: a rank runs a cell, no rank has the variable, or it cannot be compared.
+        UsageError: a rank is running a cell, the reference rank is not available, or the variable cannot be compared.
     """
     import pandas as pd
 
     if state.busy:
-        raise UsageError(f"Rank {format_ranks(state.busy)} runs a cell: compare when that is over.")
-    if reference not in state.ranks or reference in state.health.dead:
-        raise UsageError(f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {state.ranks[-1]}.")
+        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: compare when it has finished.")
+    if reference not in state.ranks:
+        raise UsageError(f"--from {reference}: ranks are 0 to {state.ranks[-1]}.")
+    if reference in state.health.dead:
+        raise UsageError(f"--from {reference}: rank {reference} is dead; choose another rank.")
     living = state.live_ranks
     futures = {rank: requests.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
-    found = {rank: future.result(timeout=_PARTS_LIMIT_S) for rank, future in futures.items()}
-    if "refused" in found[reference]:
-        raise UsageError(f"{name!r} of rank {reference} {found[reference]['refused']}.")
+    replies = {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
+    if "refused" in replies[reference]:
+        raise UsageError(f"{name!r} of rank {reference} {replies[reference]['refused']}.")
     rows = [
-        row for rank in living if rank != reference for row in _difference_rows(found[reference], found[rank], rank)
+        row for rank in living if rank != reference for row in _difference_rows(replies[reference], replies[rank], rank)
     ]
     return pd.DataFrame(rows, columns=list(_DIFFERENCE_COLUMNS))
 

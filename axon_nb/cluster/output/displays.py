@@ -1,6 +1,7 @@
-"""What ranks display: mime bundles, compared cheaply, with an identity of their own on every rank.
+"""Displays and `clear_output` calls of ranks.
 
-`clear_output` of ranks: at most one clear a flush, and no rank loses what it did not clear itself.
+Displays are mime bundles that are cheap to compare; display ids are made unique per rank. There is at most one clear
+per flush, and no rank loses output that it did not clear itself.
 """
 
 from __future__ import annotations
@@ -10,31 +11,31 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from axon_nb.cluster.output.merge import Choice
-from axon_nb.cluster.output.rows import close_colours, without_control
+from axon_nb.cluster.output.rows import close_colours, strip_control
 from axon_nb.cluster.output.sinks import valid_text
 
-__all__ = ["Bundle", "Clears", "read_bundle"]
+__all__ = ["Bundle", "PendingClears", "read_bundle"]
 
 
 class Bundle(NamedTuple):
-    """One display."""
+    """One display, or an update of one."""
 
     data: dict[str, Any]
     metadata: dict[str, Any]
     display_id: str | None
-    """Where later updates go; unique to the rank."""
+    """The target of later updates; unique to the rank."""
     update: bool
 
     @property
     def text(self) -> str | None:
-        """The text, when there is nothing else to the display."""
+        """The text of a display that consists of text only and cannot be updated; else None."""
         if self.update or self.display_id or set(self.data) != {"text/plain"}:
             return None
         text = self.data["text/plain"]
-        return close_colours(without_control(valid_text("".join(text) if isinstance(text, list) else text)))
+        return close_colours(strip_control(valid_text("".join(text) if isinstance(text, list) else text)))
 
     def key(self) -> tuple[object, ...]:
-        """Equal for displays that look the same; updates, and what can be updated, stay apart."""
+        """Return a key that is equal for displays that look the same; displays with an id are never equal."""
         if self.display_id or self.update:
             return ("display", self.display_id, self.update)
         values = ((mime, value if isinstance(value, str) else _json(value)) for mime, value in self.data.items())
@@ -42,12 +43,12 @@ class Bundle(NamedTuple):
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes."""
+        """Approximate size in bytes."""
         return sum(len(value if isinstance(value, str) else _json(value)) for value in self.data.values())
 
 
 def read_bundle(rank: int, msg_type: str, content: dict[str, Any]) -> Bundle | None:
-    """The display that a message of a rank holds; None when it holds none."""
+    """Read the display in a rank's message; None if there is none."""
     data = content.get("data")
     if not isinstance(data, dict) or (not data and msg_type != "update_display_data"):
         return None
@@ -61,31 +62,34 @@ def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-class Clears:
-    """Remembers the ranks whose clear waits for their next output (``clear_output(wait=True)``)."""
+class PendingClears:
+    """Tracks the ranks whose clear waits for their next output (``clear_output(wait=True)``)."""
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
 
     def apply(self, batch: Sequence[Choice]) -> tuple[set[int], bool, list[Choice]]:
-        """The ranks whose clear takes effect now, whether output follows it at once, and what is left to show.
+        """Apply the clears in a batch.
 
         Args:
-            batch: Items in order, clears among them.
+            batch: Items in order, including clears.
+
+        Returns:
+            The ranks whose clear takes effect now, whether output follows at once, and the items left to show.
         """
         if not self._waiting and not any(item.kind == "clear" for _, item, _ in batch):
             return set(), False, list(batch)
-        cleared, later, seen = set[int](), set[int](), set[int]()
-        kept = []
+        cleared, deferred, seen = set[int](), set[int](), set[int]()
+        remaining = []
         for ranks, item, order in reversed(batch):
             if item.kind == "clear":
                 now = {rank for rank in ranks if not item.payload or rank in seen}
                 cleared |= now
-                later |= set(ranks) - now - seen
+                deferred |= set(ranks) - now - seen
                 continue
             seen.update(ranks)
-            if left := [rank for rank in ranks if rank not in cleared]:
-                kept.append(Choice(left, item, order))
+            if not_cleared := [rank for rank in ranks if rank not in cleared]:
+                remaining.append(Choice(not_cleared, item, order))
         cleared |= self._waiting & seen
-        self._waiting = (self._waiting - cleared) | later
-        return cleared, bool(kept), kept[::-1]
+        self._waiting = (self._waiting - cleared) | deferred
+        return cleared, bool(remaining), remaining[::-1]

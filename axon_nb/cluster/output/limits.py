@@ -1,7 +1,4 @@
-"""How much one cell may show: a total, and a rate.
-
-An honest count of what is not shown, and the last lines of it.
-"""
+"""Limits how much one cell shows, in total and per second; counts what is omitted and keeps its last lines."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
 from axon_nb.cluster.output.sinks import num_bytes
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Budget", "Dropped", "Rate", "Verdict"]
+__all__ = ["Budget", "OmittedOutput", "Rate", "Verdict"]
 
 RATE = 400_000
-"""Bytes in any one second. Jupyter's server drops every message of a kernel that sends 1 MB of text a second."""
-_AT_ONCE = 2_000_000
-"""Bytes that the end of a cell may send in one go: the server takes its 1 MB/s over 3 s."""
-_DISPLAY_COST = 4000
-"""Least cost of a display, bytes: the server also counts messages, at most 1000 a second."""
-_DISPLAY_SHARE = 32
-"""Displays may take this many times the limit of text; text is what floods, pictures are wanted."""
+"""Maximum number of bytes in any second. Jupyter's server drops all messages of a kernel that sends 1 MB/s of text."""
+_MAX_FINAL_BYTES = 2_000_000
+"""Maximum number of bytes sent at once at the end of a cell: the server averages its 1 MB/s over 3 s."""
+_MIN_DISPLAY_COST = 4000
+"""Minimum cost of a display, in bytes: the server also limits messages, to 1000 per second."""
+_DISPLAY_FACTOR = 32
+"""The limit of displays, as a multiple of the limit of text: runaway output is text, pictures are intended."""
 _MAX_DISPLAYS = 1000
 
 
 class Verdict(enum.Enum):
-    """What becomes of an item."""
+    """What to do with an item."""
 
     SHOW = enum.auto()
     WAIT = enum.auto()
@@ -37,7 +34,7 @@ class Verdict(enum.Enum):
 
 
 class Rate:
-    """At most `limit` bytes in any second."""
+    """Allows at most `limit` bytes in any second."""
 
     def __init__(self, limit: int = RATE) -> None:
         self._limit = limit
@@ -45,13 +42,13 @@ class Rate:
         self._sum = 0
 
     def allows(self, size: int, now: float) -> bool:
-        """Whether `size` bytes may go now; they always may when nothing went within the last second."""
+        """Return whether `size` bytes may be sent now; always true if nothing was sent within the last second."""
         while self._sent and now - self._sent[0][0] >= 1.0:
             self._sum -= self._sent.popleft()[1]
         return not self._sum or self._sum + size <= self._limit
 
     def take(self, size: int, now: float) -> None:
-        """`size` bytes go now."""
+        """Record that `size` bytes are sent now."""
         self._sum += size
         if self._sent and self._sent[-1][0] == now:
             size += self._sent.pop()[1]
@@ -59,35 +56,35 @@ class Rate:
 
 
 class Budget:
-    """What one cell may still show.
+    """How much one cell may still show.
 
     Args:
-        limit: Bytes of text.
-        paced: Whether to keep to the rate that Jupyter's server takes.
+        limit: Maximum number of bytes of text.
+        paced: Whether to stay below the rate limit of Jupyter's server.
     """
 
     def __init__(self, limit: int, *, paced: bool = True) -> None:
         self.limit = limit
         self.over = False
-        """Whether the limit has been met: no more text is shown."""
+        """Whether the limit was reached, after which no more text is shown."""
         self.exceeded = False
-        """Whether anything was left out because of the limit."""
+        """Whether anything was omitted because of the limit."""
         self._paced = paced
         self._rate = Rate()
         self._text = self._displays = self._num_displays = self._bars = self._last = 0
 
     def judge(self, item: Item, now: float, *, final: bool = False) -> Verdict:
-        """Whether an item may be shown now; when it may, it counts."""
+        """Decide whether an item may be shown now; if so, charge it to the budget."""
         if item.kind == "clear":
             return Verdict.SHOW
         if item.kind == "display":
             return self._judge_display(item, now, final=final)
         if item.kind == "bar":
-            return Verdict.SHOW if self.take_bar(item.size) else Verdict.DROP
+            return Verdict.SHOW if self.spend_bar(item.size) else Verdict.DROP
         if self.over or self._text + item.size > self.limit:
             self.over = self.exceeded = True
             return Verdict.DROP
-        if final and self._paced and self._last + item.size > _AT_ONCE:
+        if final and self._paced and self._last + item.size > _MAX_FINAL_BYTES:
             return Verdict.DROP
         if not final and self._paced and not self._rate.allows(item.size, now):
             return Verdict.WAIT
@@ -99,11 +96,11 @@ class Budget:
     def _judge_display(self, item: Item, now: float, *, final: bool) -> Verdict:
         is_update = item.payload.update
         if not is_update and (
-            self._displays + item.size > _DISPLAY_SHARE * self.limit or self._num_displays >= _MAX_DISPLAYS
+            self._displays + item.size > _DISPLAY_FACTOR * self.limit or self._num_displays >= _MAX_DISPLAYS
         ):
             self.exceeded = True
             return Verdict.DROP
-        cost = max(_DISPLAY_COST, item.size // 10)
+        cost = max(_MIN_DISPLAY_COST, item.size // 10)
         if not final and self._paced and not self._rate.allows(cost, now):
             return Verdict.WAIT
         self._rate.take(cost, now)
@@ -112,16 +109,16 @@ class Budget:
             self._num_displays += 1
         return Verdict.SHOW
 
-    def take_bar(self, size: int) -> bool:
-        """Whether a finished bar of `size` bytes may stay; bars have a limit of their own, as large as that of text."""
+    def spend_bar(self, size: int) -> bool:
+        """Charge a finished bar of `size` bytes if possible; bars have a separate limit, as large as that of text."""
         if self._bars + size > self.limit:
             self.exceeded = True
             return False
         self._bars += size
         return True
 
-    def cleared(self, text: int) -> None:
-        """The cell's output was cleared: what was shown no longer counts, but for `text` bytes that follow."""
+    def reset(self, text: int) -> None:
+        """Reset the budget after a clear, with `text` bytes of text that follow it already charged."""
         self.over = False
         self._text, self._displays, self._num_displays, self._bars = text, 0, 0, 0
 
@@ -137,10 +134,10 @@ class _Line(NamedTuple):
     order: int
     text: str
     size: int
-    """In bytes, as printed."""
+    """Size in bytes, as printed."""
 
 
-class Dropped:
+class OmittedOutput:
     """Counts what is not shown, by rank, and keeps the last lines of each rank."""
 
     def __init__(self) -> None:
@@ -148,7 +145,7 @@ class Dropped:
         self._tails: defaultdict[tuple[int, str], deque[_Line]] = defaultdict(deque)
 
     def add(self, rank: int, name: str, text: str, order: int) -> None:
-        """One or more lines of a stream that are over the limit; the last ones are those of the highest `order`."""
+        """Add one or more lines of a stream that exceed the limit; those with the highest `order` are the last ones."""
         tail = self._tails[rank, name]
         for line in text.split("\n"):
             entry = _Line(order, _narrow(line), num_bytes(line) + 1)
@@ -160,26 +157,26 @@ class Dropped:
                 self.count(rank, lines=1, size=tail.popleft().size)
 
     def count(self, rank: int, *, lines: int = 0, size: int = 0, displays: int = 0) -> None:
-        """Lines, bytes or displays that nobody sees."""
+        """Count lines, bytes or displays that are not shown."""
         count = self._counts[rank]
         count["lines"] += lines
         count["size"] += size
         count["displays"] += displays
 
     def forget(self, rank: int) -> None:
-        """The rank's output was cleared."""
+        """Forget a rank's counts and lines, because its output was cleared."""
         self._counts.pop(rank, None)
         for name in ("stdout", "stderr"):
             self._tails.pop((rank, name), None)
 
     def close(self, limit: int, *, exceeded: bool) -> list[Choice]:
-        """Notes that say what is not shown, and the last lines; empties itself.
+        """Return notes on what was omitted, and the last lines; reset the counts.
 
         Args:
-            limit: Bytes of text that the cell may show.
-            exceeded: Whether that is why; else it was too much at once.
+            limit: Maximum number of bytes of text that the cell shows.
+            exceeded: Whether output was omitted because of that limit; else it was too much at once.
         """
-        last = self._last_lines()
+        last_lines = self._last_lines()
         by_count: dict[tuple[int, int, int], list[int]] = {}
         for rank, count in sorted(self._counts.items()):
             by_count.setdefault((count["lines"], count["displays"], count["size"]), []).append(rank)
@@ -191,10 +188,10 @@ class Dropped:
         ]
         self._counts.clear()
         self._tails.clear()
-        return [*notes, *last]
+        return [*notes, *last_lines]
 
     def _last_lines(self) -> list[Choice]:
-        # Few ranks show 40 lines each when they are the same; many different ones 2 each.
+        # Ranks with equal lines show 40 each; many ranks with different lines show 2 each.
         ranks = sorted({rank for rank, _ in self._tails})
         for num_lines in (_TAIL_LINES, 20, 10, 5, 2):
             queue = MergeQueue(ranks)
@@ -206,13 +203,13 @@ class Dropped:
                 ]
                 for _, name, text in sorted(lines, key=operator.itemgetter(0)):
                     queue.put(rank, Item((name, text), name, text, 0, 0.0))
-            kept = _drain(queue)
-            if len(kept) <= _TAIL_LINES + 8:
+            shown = _drain(queue)
+            if len(shown) <= _TAIL_LINES + 8:
                 break
         for (rank, _), tail in self._tails.items():
             for line in [*tail][:-num_lines]:
                 self.count(rank, lines=1, size=line.size)
-        return kept
+        return shown
 
 
 def _drain(queue: MergeQueue) -> list[Choice]:
@@ -232,10 +229,11 @@ def _sentence(lines: int, displays: int, size: int, limit: int, *, each: bool, e
     amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
     what = f"… {' and '.join(parts) or 'text'} ({amount}){' each' if each else ''} not shown: "
     if not exceeded:
-        return what + "more at once than a notebook takes …"
+        return what + "too much at once for a notebook …"
     larger = max(4, -(-4 * limit // 2**20))
-    shown = exact_bytes(limit)
-    return what + f"a cell shows {shown}; `%distributed config output_limit={larger}MiB` raises that …"
+    return what + (
+        f"the limit is {exact_bytes(limit)} per cell; run `%distributed config output_limit={larger}MiB` to raise it …"
+    )
 
 
 def _plural(number: int, noun: str) -> str:

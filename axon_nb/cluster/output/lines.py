@@ -1,4 +1,4 @@
-"""Text that comes in pieces, as finished lines and rows that still change (progress bars)."""
+"""Assembles text that arrives in pieces into finished lines and rows that still change (progress bars)."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Sequence
 
 from axon_nb.cluster.output.rows import (
     CONTROL,
+    HAS_CONTROL,
     INCOMPLETE,
     METER,
     METER_NAME,
-    UNUSUAL,
     Finished,
     Row,
     append,
     close_colours,
-    take_intruder,
-    whole_line,
+    complete_line,
+    split_foreign_text,
 )
 
 __all__ = ["LineAssembler"]
 
 PARTIAL_S = 0.15
-"""A line without its newline is held for this long before it is shown."""
-SETTLES_S = 0.15
-"""A bar or an empty row that is left by a newline may be come back to: nested bars move down and up again."""
+"""A line without a newline is shown after this time."""
+SETTLE_S = 0.15
+"""How long a bar or an empty row may change after the cursor left it: nested bars move down and up again."""
 _MAX_ROWS = 64
-_MOVES_S = 0.005
-"""Going down and up again takes several messages, which come within this time."""
+_MOVE_S = 0.005
+"""Moving down and up again takes several messages, which arrive within this time."""
 
 
 class LineAssembler:
-    """One stream of one rank: follows the few control sequences that progress bars use."""
+    """Assembles one stream of one rank; interprets the few control sequences that progress bars use."""
 
     def __init__(self) -> None:
         self.order = 0
-        """The highest order that it has given."""
-        self._made = 0
+        """The highest order assigned so far."""
+        self._num_created = 0
         self._rows: list[Row] = []
         self._cursor = 0
         self._incomplete = ""
@@ -48,18 +48,18 @@ class LineAssembler:
 
     def _start(self, now: float) -> Row:
         self.order += 1
-        row = Row(self._made, self.order, now, now)
-        self._made += 1
+        row = Row(self._num_created, self.order, now, now)
+        self._num_created += 1
         self._rows.append(row)
         return row
 
     def feed(self, text: str, now: float, order: int = 0) -> Sequence[Finished]:
-        """Take in text; returns the rows that it finishes.
+        """Process text; return the rows that it finishes.
 
         Args:
             text: The next piece, of any length.
-            now: The time, in seconds.
-            order: A number as high as any that was given to what came before.
+            now: The time in seconds.
+            order: The highest order assigned to earlier output.
         """
         self.order, self._message = order, self._message + 1
         if self._incomplete:
@@ -67,14 +67,14 @@ class LineAssembler:
         if "\r\n" in text:
             text = text.replace("\r\n", "\n")
         row = self._rows[0]
-        if len(self._rows) == 1 and not (row.bar or row.returned or row.fresh) and not UNUSUAL.search(text):
+        if len(self._rows) == 1 and not (row.bar or row.returned or row.at_start) and not HAS_CONTROL.search(text):
             return self._feed_lines(text, now)
         if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found.group()
         for i, piece in enumerate(CONTROL.split(text)):
             if i % 2:
                 self._apply(piece, now)
-            elif piece := piece.replace("\x1b", ""):  # of a sequence that is none
+            elif piece := piece.replace("\x1b", ""):  # an escape that starts no known sequence
                 self._write(self._rows[self._cursor], piece, now)
         return self.settle(now)
 
@@ -92,7 +92,7 @@ class LineAssembler:
                 append(row, lines[0])
                 finished.append(Finished(row.shown_text(), number=row.number if row.shown else -1, order=row.order))
                 lines = lines[1:]
-            finished += [Finished(whole_line(line), order=self.order + 1 + i) for i, line in enumerate(lines)]
+            finished += [Finished(complete_line(line), order=self.order + 1 + i) for i, line in enumerate(lines)]
             self.order += len(lines)
             self._rows.clear()
             self._start(now)
@@ -105,7 +105,7 @@ class LineAssembler:
     def _apply(self, piece: str, now: float) -> None:
         row = self._rows[self._cursor]
         if piece == "\n":
-            if (row.bar or row.returned) and (line := take_intruder(row)):
+            if (row.bar or row.returned) and (line := split_foreign_text(row)):
                 self.order += 1
                 self._lines.append(Finished(close_colours(line), order=self.order))
                 return
@@ -131,18 +131,18 @@ class LineAssembler:
     def _return(self, row: Row) -> None:
         row.entered = False
         if not row.text or row.text.strip():
-            row.fresh = True
+            row.at_start = True
             return
-        # A bar that was blanked out, as tqdm does before it writes a line: what follows is not a bar, and the next bar
-        # is this one again.
+        # A bar was blanked out, as tqdm does before it writes a line: what follows is not a bar, and the next bar is
+        # this one again.
         if row.bar:
             self._blanked.append(row.number)
-        self._renew(row)
+        self._reset(row)
 
-    def _renew(self, row: Row) -> None:
-        row.text, row.num_cut, row.number = "", 0, self._made
-        row.bar = row.erased = row.fresh = row.returned = row.shown = row.entered = False
-        self._made += 1
+    def _reset(self, row: Row) -> None:
+        row.text, row.num_truncated, row.number = "", 0, self._num_created
+        row.bar = row.erased = row.at_start = row.returned = row.shown = row.entered = False
+        self._num_created += 1
 
     def _move_or_erase(self, row: Row, command: str, argument: str, now: float) -> None:
         count = int(argument) if argument.isdecimal() and len(argument) < 5 else 0
@@ -155,29 +155,30 @@ class LineAssembler:
             self._cursor = min(len(self._rows) - 1, self._cursor + max(1, count))
         if command in "EF" or (command == "G" and count <= 1):
             self._return(self._rows[self._cursor])
-        # From the cursor on, which stands behind the text or, after a return, before it; or the whole row.
-        if command in "KJ" and (row.fresh or count == 2):
+        # This erases from the cursor on, or the whole row. The cursor is at the end of the text or, after a return, at
+        # its start.
+        if command in "KJ" and (row.at_start or count == 2):
             row.bar, row.erased = row.bar or bool(row.text), True
-            row.text, row.num_cut, row.fresh, row.changed_at = "", 0, False, now
+            row.text, row.num_truncated, row.at_start, row.changed_at = "", 0, False, now
             if command == "J":
                 del self._rows[self._cursor + 1 :]
 
     def _write(self, row: Row, text: str, now: float) -> None:
         if row.entered:
-            self._renew(row)
-        if row.fresh:
+            self._reset(row)
+        if row.at_start:
             if self._blanked and not row.bar and not row.text:
                 row.number = self._blanked.popleft()
-            # What follows a return on an empty row is a bar, too, once this stream has shown one.
+            # Once this stream has shown a bar, what follows a return on an empty row is a bar, too.
             row.bar = row.bar or bool(row.text) or self._has_bars
             row.erased, row.last_length = row.erased and not row.text, len(row.text)
-            row.text, row.num_cut, row.joined_at, row.fresh, row.returned = "", 0, 0, False, True
+            row.text, row.num_truncated, row.joined_at, row.at_start, row.returned = "", 0, 0, False, True
             self._has_bars = self._has_bars or row.bar
         if not row.text:
             row.written_by = self._message
             if not row.shown:
                 self.order += 1
-                row.began_at, row.order = now, self.order
+                row.started_at, row.order = now, self.order
         elif row.written_by != self._message and not row.joined_at:
             row.joined_at = len(row.text)
         row.changed_at = now
@@ -186,12 +187,12 @@ class LineAssembler:
             row.bar = self._has_bars = True
 
     def settle(self, now: float, *, final: bool = False) -> list[Finished]:
-        """The rows at the top that will not change any more; with `final` all of them."""
+        """Remove and return the rows at the top that will not change any more; with `final` all rows."""
         finished, self._lines = self._lines, []
         while self._rows and (self._cursor > 0 or final):
             row = self._rows[0]
             waits = row.bar or row.returned or not row.text
-            if waits and not final and now - row.changed_at < SETTLES_S and not self._is_passed():
+            if waits and not final and now - row.changed_at < SETTLE_S and not self._is_out_of_reach():
                 break
             ended = self._cursor > 0
             if row.text.strip() or (not row.bar and not row.stepped_over and (ended or row.text)):
@@ -205,35 +206,35 @@ class LineAssembler:
         return finished
 
     def _drop_older_states(self, row: Row) -> None:
-        # tqdm draws the end of a bar at the top, and leaves the bar as it last was where it stood.
+        # tqdm draws a finished bar at the top, and leaves its previous state where the bar was.
         if name := METER_NAME.match(row.text):
             for other in self._rows[self._cursor :]:
                 found = METER_NAME.match(other.text) if other.bar else None
                 if found and found.groups() == name.groups():
                     row.number, row.shown = other.number, row.shown or other.shown
-                    self._renew(other)
+                    self._reset(other)
 
-    def _is_passed(self) -> bool:
-        # Nobody moves up over an ordinary line to change a bar above it.
+    def _is_out_of_reach(self) -> bool:
+        # No program moves up over an ordinary line to change a bar above it.
         rows = self._rows[1 : self._cursor]
         return len(self._rows) > _MAX_ROWS or any(row.text and not row.bar for row in rows)
 
     def live_rows(self, now: float) -> list[Row]:
-        """The rows to show now although they may change: bars, and plain ones unfinished for `PARTIAL_S` seconds."""
-        rows = [row for row in self._rows if row.text.strip() and (row.bar or now - row.began_at >= PARTIAL_S - 1e-6)]
+        """Return the rows to show although they may change: bars, and lines unfinished for `PARTIAL_S` seconds."""
+        rows = [row for row in self._rows if row.text.strip() and (row.bar or now - row.started_at >= PARTIAL_S - 1e-6)]
         for row in rows:
             row.shown = True
         return rows
 
     def has_left(self, row: Row, now: float) -> tuple[bool, bool]:
-        """Whether a newline has ended the row for now, and whether so long ago that it is about to be finished."""
+        """Return whether the cursor has moved below the row, and whether so long ago that the row is about finished."""
         ended = self._rows.index(row) < self._cursor
-        return ended, ended and now - row.changed_at >= _MOVES_S
+        return ended, ended and now - row.changed_at >= _MOVE_S
 
     def next_change(self) -> float | None:
-        """When time alone will change what `settle` and `live_rows` give, in the clock's seconds; None: never."""
+        """Return when `settle` or `live_rows` will change without new text, in the clock's seconds; None: never."""
         times = [
-            row.changed_at + SETTLES_S if i < self._cursor else row.began_at + PARTIAL_S
+            row.changed_at + SETTLE_S if i < self._cursor else row.started_at + PARTIAL_S
             for i, row in enumerate(self._rows)
             if i < self._cursor or (row.text.strip() and not (row.bar or row.shown))
         ]
@@ -241,10 +242,10 @@ class LineAssembler:
 
     @property
     def is_live(self) -> bool:
-        """Whether it has a row that is shown, or at once can be, while it may change."""
+        """Whether a row that may still change is shown, or can be shown at once."""
         return any(row.bar or row.shown for row in self._rows)
 
     @property
     def unfinished(self) -> str:
-        """The text of the rows that may change, in lines."""
+        """The text of the rows that may still change, as lines."""
         return "\n".join(row.shown_text() for row in self._rows if row.text)

@@ -1,4 +1,4 @@
-"""Which of the ranks' pending items comes next, and which ranks share it."""
+"""Merges the ranks' pending output: chooses the next item, and the ranks that share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Choice", "Item", "MergeQueue"]
 
 _order = operator.attrgetter("order")
 _OVERHEAD = 350
-"""Memory of an item beside its text, bytes."""
+"""Memory of an item in addition to its text, in bytes."""
 
 
 @dataclass(slots=True)
@@ -22,29 +22,29 @@ class Item:
     """One line, bar or display of one rank."""
 
     key: Hashable
-    """Equal for what is shown once when several ranks send it."""
+    """Equal for items that are shown once if several ranks send them."""
     kind: str
     """``stdout``, ``stderr``, ``bar``, ``display`` or ``clear``."""
     payload: Any
     size: int
-    """In bytes."""
+    """Size in bytes."""
     at: float
-    """When it came, in seconds."""
+    """Arrival time in seconds."""
     order: int = 0
-    """Higher for what came later."""
+    """Higher for items that arrived later."""
 
 
 class Choice(NamedTuple):
-    """What is to be shown next."""
+    """The next item to show, and the ranks that sent it."""
 
     ranks: list[int]
     item: Item
     order: int = 0
-    """The lowest of its items on these ranks."""
+    """The lowest order of the item on these ranks."""
 
 
 class MergeQueue:
-    """One queue a rank. Each rank's order is kept; equal items of several ranks come out together where that allows."""
+    """One queue per rank. Each rank's order is preserved; if it permits, equal items of several ranks are merged."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._queues: dict[int, deque[Item]] = {rank: deque() for rank in sorted(ranks)}
@@ -53,7 +53,7 @@ class MergeQueue:
         self._open = set(ranks)
 
     def put(self, rank: int, item: Item) -> None:
-        """Add one item: at the end, or before those of a higher order."""
+        """Add an item at the end, or before items with a higher order."""
         queue = self._queues[rank]
         if not queue or queue[-1].order <= item.order:
             queue.append(item)
@@ -63,42 +63,42 @@ class MergeQueue:
         self._memory[rank] += item.size + _OVERHEAD
 
     def close(self, rank: int) -> None:
-        """The rank sends no more."""
+        """Record that the rank sends nothing more."""
         self._open.discard(rank)
 
     @property
     def closed(self) -> bool:
-        """Whether no rank sends any more."""
+        """Whether all ranks are closed."""
         return not self._open
 
     def __bool__(self) -> bool:
         return any(self._queues.values())
 
     def oldest(self, since: float) -> float:
-        """The lowest order of what came after `since` and still waits; infinity when nothing does."""
+        """Return the lowest order of the pending items that arrived after `since`; infinity if there are none."""
         return min((queue[0].order for queue in self._queues.values() if queue and queue[0].at > since), default=inf)
 
     def memory(self, rank: int) -> int:
-        """About how many bytes a rank's pending items take."""
+        """Return the approximate size of a rank's pending items, in bytes."""
         return self._memory[rank]
 
     def last(self, rank: int) -> Item | None:
-        """The item that a rank added last, when it is still pending."""
+        """Return the item that a rank added last, if it is still pending."""
         queue = self._queues[rank]
         return queue[-1] if queue else None
 
     def resize(self, rank: int, item: Item, size: int) -> None:
-        """A pending item of the rank has another size now, in bytes."""
+        """Set the size of a pending item of the rank, in bytes."""
         self._memory[rank] += size - item.size
         item.size = size
 
     def peek(self, now: float, hold_s: float, *, final: bool = False) -> Choice | None:
-        """What to show next; None when there is nothing, or ranks that print no less may still send the same.
+        """Return the next item to show; None if there is none, or if other ranks may still send an equal item.
 
         Args:
-            now: The time, in seconds.
-            hold_s: For how many seconds after its coming an item may wait for such ranks.
-            final: Whether nothing waits.
+            now: The time in seconds.
+            hold_s: How long an item waits for other ranks after its arrival, in seconds.
+            final: Whether not to wait for other ranks.
         """
         heads = {rank: queue[0] for rank, queue in self._queues.items() if queue}
         eligible: Mapping[int, Item] = heads
@@ -111,7 +111,7 @@ class MergeQueue:
         return Choice(ranks, item, min(heads[rank].order for rank in ranks))
 
     def take(self, choice: Choice) -> None:
-        """Remove what `peek` gave."""
+        """Remove the item that `peek` returned."""
         key = choice.item.key
         for rank in choice.ranks:
             item = self._queues[rank].popleft()
@@ -122,24 +122,24 @@ class MergeQueue:
                 del keys[key]
 
     def _overdue(self, heads: Mapping[int, Item], before: float) -> Mapping[int, Item]:
-        # The heads that have waited long enough, and, so that these meet their equals, what other ranks have in front
-        # of the same item.
-        wanted = {head.key for head in heads.values() if head.at <= before}
-        if not wanted:
+        # The heads that have waited long enough. So that they can be merged with equal items, the heads of ranks that
+        # have such an item further back are due, too.
+        due_keys = {head.key for head in heads.values() if head.at <= before}
+        if not due_keys:
             return {}
         chosen: set[int] = set()
         grows = True
         while grows:
             grows = False
             for rank, head in heads.items():
-                if rank not in chosen and any(key in self._keys[rank] for key in wanted):
+                if rank not in chosen and any(key in self._keys[rank] for key in due_keys):
                     chosen.add(rank)
-                    grows = grows or head.key not in wanted
-                    wanted.add(head.key)
+                    grows = grows or head.key not in due_keys
+                    due_keys.add(head.key)
         return {rank: head for rank, head in heads.items() if rank in chosen}
 
     def _choose(self, heads: Mapping[int, Item], eligible: Mapping[int, Item]) -> int:
-        # A head that another rank still has further down waits for it, or it would be shown twice.
+        # If another rank has an equal item further back, the head waits for it; otherwise it would be shown twice.
         for rank, head in eligible.items():
             if not any(head.key in self._keys[other] and heads[other].key != head.key for other in heads):
                 return rank

@@ -1,4 +1,4 @@
-"""Sends what is due to the sink: labels in front, streams in as few pieces as order allows, bars in their place."""
+"""Sends output to the sink: with labels, streams in as few pieces as their order permits, and bars in the live area."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from axon_nb.cluster.output.sinks import Sink, StreamName, label, labelled
 __all__ = ["Printer"]
 
 _MAX_PIECES = 20
-"""Pieces in one flush: Jupyter's server counts messages, too. With more, the streams are no longer interleaved."""
+"""Maximum number of pieces in one flush, because Jupyter's server limits messages, too.
+
+With more pieces, stdout and stderr are no longer interleaved.
+"""
 
 
 class Printer:
-    """Knows how output looks; keeps no state between two calls but that of the live area."""
+    """Formats output; keeps no state between calls except that of the live area."""
 
     def __init__(self, sink: Sink, live: LiveArea) -> None:
         self._sink = sink
@@ -26,33 +29,33 @@ class Printer:
         self._first_order = 0
 
     def clear(self, ranks: Sequence[int], *, wait: bool) -> None:
-        """Clear the cell's output, as `ranks` asked."""
-        self._live.cleared(ranks)
+        """Clear the cell's output on behalf of `ranks`."""
+        self._live.clear(ranks)
         self._sink.clear(wait=wait)
 
     def print(self, batch: Sequence[Choice], rows: Sequence[LiveRow], now: float) -> None:
-        """Show items in order, the live area where its rows began.
+        """Show items in order, with the live area where its first row started.
 
         Args:
-            batch: What is due.
-            rows: What is live now.
-            now: The time, in seconds.
+            batch: The items to show.
+            rows: The live rows.
+            now: The time in seconds.
         """
         self._num_sent = 0
-        begins_at = self._live.begins_at(rows)
+        live_order = self._live.next_row_order(rows)
         bars = False
         for ranks, item, order in batch:
             if bars and item.kind != "bar":
                 self._send()
                 self._live.show(self._live.members(rows), now)
-            if begins_at is not None and order > begins_at:
+            if live_order is not None and order > live_order:
                 self._send()
-                self._live.show(self._live.in_turn(rows, order), now)
-                begins_at = self._live.begins_at(rows)
+                self._live.show(self._live.showable(rows, order), now)
+                live_order = self._live.next_row_order(rows)
             bars = item.kind == "bar"
             if bars:
                 self._send()
-                self._live.fix(ranks, item.payload)
+                self._live.finish(ranks, item.payload)
             elif item.kind == "display":
                 self._print_display(ranks, item.payload, order)
             else:
@@ -74,10 +77,10 @@ class Printer:
         self._pieces[-1][1].append(text)
 
     def _send(self) -> None:
-        room = max(2, _MAX_PIECES - self._num_sent)
-        if len(self._pieces) > room:
-            rest = self._pieces[room - 2 :]
-            self._pieces[room - 2 :] = [
+        num_left = max(2, _MAX_PIECES - self._num_sent)
+        if len(self._pieces) > num_left:
+            rest = self._pieces[num_left - 2 :]
+            self._pieces[num_left - 2 :] = [
                 (name, [text for other, texts in rest if other == name for text in texts])
                 for name in (rest[0][0], rest[1][0])
             ]
@@ -85,5 +88,5 @@ class Printer:
             self._sink.stream(name, "".join(texts))
         if self._pieces:
             self._num_sent += len(self._pieces)
-            self._live.passed(self._first_order)
+            self._live.output_shown(self._first_order)
             self._pieces = []

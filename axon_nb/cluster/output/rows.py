@@ -1,7 +1,4 @@
-"""Rows of a screen: those that still change, and those that are finished.
-
-The control sequences that text for a terminal holds: which are kept, which are followed, which are left out.
-"""
+"""Rows of terminal output, and the control sequences in them: which are kept, interpreted or removed."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from typing import NamedTuple
 __all__ = [
     "COLOUR",
     "CONTROL",
+    "HAS_CONTROL",
     "INCOMPLETE",
     "MAX_LINE",
     "METER",
     "METER_NAME",
-    "UNUSUAL",
     "Finished",
     "Row",
     "append",
     "close_colours",
-    "take_intruder",
-    "whole_line",
-    "without_control",
+    "complete_line",
+    "split_foreign_text",
+    "strip_control",
 ]
 
 _CSI = r"\x1b\[[0-9;:<=>?]*[ -/]*[@-~]"
@@ -31,19 +28,19 @@ _OSC = r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
 _OTHER = r"\x1b[()*+][0-9A-Za-z]|\x1b[0-9<-Zc-z|}~]"
 
 CONTROL = re.compile(rf"(\n|\r|\x08+|{_CSI}|{_OSC}|{_OTHER})")
-"""Splits text into plain pieces, at even places, and the sequences between them."""
+"""Splits text into plain pieces, at even indices, and the control sequences between them."""
 
-UNUSUAL = re.compile(r"[\r\x08]|\x1b(?!\[[0-9;:]*m)")
-"""Matches when text holds more than lines and colours."""
+HAS_CONTROL = re.compile(r"[\r\x08]|\x1b(?!\[[0-9;:]*m)")
+"""Matches text with control sequences other than newlines and colours."""
 
 INCOMPLETE = re.compile(r"\x1b(?:\[[0-9;:<=>?]{0,32}|\][^\x07\x1b\n]{0,2048}\x1b?|[()*+])?\Z")
-"""Matches the beginning of a sequence at the end of text: the rest comes with the next piece."""
+"""Matches an incomplete sequence at the end of text; the rest arrives with the next piece."""
 
 METER = re.compile(r".*\[(?:[0-9]+:)?[0-9]+:[0-9]{2}[<,][^\[\]]*\](?:\x1b\[[0-9;:]*m)*")
 """Matches a row of tqdm up to its end: ``… 3/10 [00:01<00:02, 2.9it/s]``."""
 
 METER_NAME = re.compile(r"\s*(.*?)\s*[0-9]+%\|.*[^0-9][0-9.]+\S*?/(\S+) \[")
-"""Finds what a row of tqdm counts, and up to where: the same in all its states."""
+"""Matches the description and the total in a row of tqdm, which are the same in all states of a bar."""
 
 COLOUR = re.compile(r"\x1b\[([0-9;:]*)m")
 _ALL_BUT_COLOUR = re.compile(rf"(?!{COLOUR.pattern})(?:[\r\x08]|{_CSI}|{_OSC}|{_OTHER}|\x1b)")
@@ -51,59 +48,60 @@ _RESETS = frozenset({"", "0", "00"})
 
 
 def close_colours(line: str) -> str:
-    """A line whose colours end with it."""
+    """Return the line with its colours reset at its end."""
     if "\x1b" not in line:
         return line
     colours = COLOUR.findall(line)
     return line + "\x1b[0m" if colours and colours[-1] not in _RESETS else line
 
 
-def without_control(text: str) -> str:
-    """Text with lines and colours only."""
-    return _ALL_BUT_COLOUR.sub("", text.replace("\r\n", "\n")) if UNUSUAL.search(text) else text
+def strip_control(text: str) -> str:
+    """Remove all control sequences except newlines and colours."""
+    return _ALL_BUT_COLOUR.sub("", text.replace("\r\n", "\n")) if HAS_CONTROL.search(text) else text
 
 
 MAX_LINE = 65536
-"""Characters of one line; more are cut, and counted in a note at its end."""
+"""Maximum number of characters in a line; a longer one is truncated, with a note at its end."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One row of the screen that is not finished yet."""
+    """A row that is not finished yet."""
 
     number: int
-    """Tells it from the other rows of its stream."""
+    """Unique among the rows of its stream."""
     order: int
-    """Higher for what began later, in whatever stream."""
-    began_at: float
+    """Higher for rows that started later, in any stream."""
+    started_at: float
+    """In seconds, like `changed_at`."""
     changed_at: float
     text: str = ""
-    num_cut: int = 0
-    """Characters over the limit."""
+    num_truncated: int = 0
+    """Number of characters beyond the limit."""
     bar: bool = False
-    """Whether it has been written over: a progress bar."""
+    """Whether it was overwritten, as progress bars are."""
     erased: bool = False
     """Whether it was erased by a control sequence and then written once: it may be an ordinary line."""
-    fresh: bool = False
-    """Whether the next text replaces it."""
+    at_start: bool = False
+    """Whether the cursor is at its start after a return, so that the next text replaces it."""
     entered: bool = False
-    """Whether the cursor has just come down to its beginning: text, but for a bar's, is a new line."""
+    """Whether the cursor has just moved down to its start: new text is a new line, unless it belongs to a bar."""
     stepped_over: bool = False
-    """Whether the cursor went up over it: when it is empty it is no line, but room between bars."""
+    """Whether the cursor moved up over it: if it is empty, it is not a line but space between bars."""
     returned: bool = False
-    """Whether a return has begun it, as bars do."""
+    """Whether its text started after a return, as that of bars does."""
     written_by: int = 0
     """Number of the message that wrote its text."""
     joined_at: int = 0
-    """Where in a bar's text a later message went on without a return; 0: nowhere, -1: not to be asked."""
+    """Index in a bar's text at which a later message continued without a return; 0: none, -1: unknown."""
     last_length: int = 0
-    """Characters of the text that was written over."""
+    """Length of the overwritten text."""
     shown: bool = False
     """Whether it was shown while unfinished."""
 
     def shown_text(self) -> str:
-        """The row as it is to be seen, its colours closed."""
-        note = f" … {self.num_cut:,} more characters of this line not shown …" if self.num_cut else ""
+        """Return the row as shown, with its colours reset at its end."""
+        note = f" … {self.num_truncated:,} more characters of this line not shown …" if self.num_truncated else ""
         return close_colours(self.text) + note
 
 
@@ -112,20 +110,20 @@ class Finished(NamedTuple):
 
     text: str
     bar: bool = False
-    """Whether it is a progress bar, which stays in the live area, rather than an ordinary line."""
+    """Whether it is a progress bar, which stays in the live area, instead of an ordinary line."""
     ended: bool = True
-    """Whether a newline ended it."""
+    """Whether it ended with a newline."""
     number: int = -1
-    """The row's, when it was shown while unfinished; else -1."""
+    """The number of the row if it was shown while unfinished; else -1."""
     order: int = 0
-    """Of its beginning."""
+    """The order of its start."""
 
 
-def take_intruder(row: Row) -> str:
-    """Takes off what something else than the bar, such as logging, has written behind it; empty when nothing has."""
+def split_foreign_text(row: Row) -> str:
+    """Remove and return text that other code, such as logging, wrote behind a bar; empty if there is none."""
     meter = METER.match(row.text)
     at = meter.end() if meter else row.joined_at if row.bar else 0
-    # A bar keeps its length from one state to the next: when it is shorter, the later message was the rest of it.
+    # All states of a bar have the same length: if it is shorter, the later message was the rest of it.
     line = row.text[at:] if at > 0 and (meter or at >= row.last_length - 1) else ""
     if not COLOUR.sub("", line).strip() or (not meter and line[0].isspace()):
         return ""
@@ -134,17 +132,17 @@ def take_intruder(row: Row) -> str:
 
 
 def append(row: Row, text: str) -> None:
-    """Adds text to a row, as far as it fits."""
+    """Append text to a row, up to `MAX_LINE` characters."""
     if len(row.text) + len(text) <= MAX_LINE:
         row.text += text
     else:
         room = MAX_LINE - len(row.text)
         row.text += text[:room]
-        row.num_cut += len(text) - room
+        row.num_truncated += len(text) - room
 
 
-def whole_line(line: str) -> str:
-    """A line that came in one piece, as it is to be seen."""
+def complete_line(line: str) -> str:
+    """Return a line that arrived in one piece, as shown: truncated, with its colours reset at its end."""
     if len(line) <= MAX_LINE:
         return close_colours(line) if "\x1b" in line else line
     row = Row(0, 0, 0.0, 0.0)

@@ -1,7 +1,4 @@
-"""Where labelled output goes: the running notebook cell, or a list.
-
-Whose output it is, in front of it: ``[rank 2] text``, ``[ranks 0,2-3] text``.
-"""
+"""Sinks of labelled output, such as the running notebook cell, and the labels: ``[rank 2]``, ``[ranks 0,2-3]``."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "NotebookSink",
@@ -28,33 +25,33 @@ StreamName: TypeAlias = Literal["stdout", "stderr"]
 
 
 class Sink(Protocol):
-    """Takes what is to be shown; called on the notebook's thread.
+    """Shows output; called on the notebook's thread.
 
-    A sink that cannot change what it has shown says so with an attribute ``in_place = False``: progress bars then
-    come as lines, when they are finished.
+    A sink that cannot update what it has shown has an attribute ``in_place = False``. Progress bars are then shown as
+    lines when they are finished.
     """
 
     def stream(self, name: StreamName, text: str) -> None:
-        """Text of a standard stream."""
+        """Show text of a standard stream."""
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
-        """A mime bundle; with `update`, in place of the one of the same `display_id`."""
+        """Show a mime bundle; with `update`, replace the one with the same `display_id`."""
 
     def clear(self, *, wait: bool) -> None:
         """Clear the cell's output."""
 
 
 def is_in_place(sink: Sink) -> bool:
-    """Whether what the sink has shown can be changed."""
+    """Return whether the sink can update what it has shown."""
     return bool(getattr(sink, "in_place", True))
 
 
 class NotebookSink:
-    """Publishes into the running cell; plain printing where there is no notebook."""
+    """Publishes to the running cell; prints if there is no notebook."""
 
     @property
     def in_place(self) -> bool:
-        """Whether a kernel shows the output; a script and a terminal only print."""
+        """Whether a kernel shows the output; scripts and terminals only print."""
         return _kernel_shell() is not None
 
     def stream(self, name: StreamName, text: str) -> None:
@@ -62,12 +59,12 @@ class NotebookSink:
         stream = sys.stdout if name == "stdout" else sys.stderr
         try:
             stream.write(text)
-        except UnicodeEncodeError as error:  # a terminal or file of another encoding
+        except UnicodeEncodeError as error:  # a terminal or file that is not UTF-8
             stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
-        """Publish as it is."""
+        """Publish the bundle unchanged."""
         shell = _kernel_shell()
         if shell is not None:
             transient = {"display_id": display_id} if display_id else {}
@@ -76,17 +73,17 @@ class NotebookSink:
             self.stream("stdout", f"{text}\n")
 
     def clear(self, *, wait: bool) -> None:
-        """Clear the cell's output; nothing where that is not possible."""
+        """Clear the cell's output, if there is a notebook."""
         shell = _kernel_shell()
         if shell is not None:
             shell.display_pub.clear_output(wait=wait)
 
 
 class RecordingSink:
-    """Keeps what it gets.
+    """Records output in a list.
 
     Args:
-        in_place: Whether it passes for a sink that can change what it has shown.
+        in_place: Whether to act as a sink that can update what it has shown.
     """
 
     def __init__(self, *, in_place: bool = True) -> None:
@@ -95,19 +92,19 @@ class RecordingSink:
         """("stdout" or "stderr", text), ("display", (data, display_id, update)), ("clear", wait), in order."""
 
     def stream(self, name: StreamName, text: str) -> None:
-        """Keep."""
+        """Record the text."""
         self.records.append((name, text))
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
-        """Keep."""
+        """Record the bundle."""
         self.records.append(("display", (data, display_id, update)))
 
     def clear(self, *, wait: bool) -> None:
-        """Keep."""
+        """Record the clear."""
         self.records.append(("clear", wait))
 
     def text(self, name: str = "stdout") -> str:
-        """All text of one stream."""
+        """Return all text of one stream."""
         return "".join(payload for kind, payload in self.records if kind == name)
 
 
@@ -118,17 +115,17 @@ def _kernel_shell() -> Any:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """``[rank 2]`` or ``[ranks 0-3]``."""
+    """Return a label: ``[rank 2]`` or ``[ranks 0-3]``."""
     return _label(tuple(ranks))
 
 
 @functools.lru_cache(maxsize=256)
 def _label(ranks: tuple[int, ...]) -> str:
-    return f"[rank {ranks[0]}]" if len(ranks) == 1 else f"[ranks {format_ranks(ranks)}]"
+    return f"[{name_ranks(ranks)}]"
 
 
 def labelled(ranks: Sequence[int], text: str) -> str:
-    """Text with its label and a newline at its end; further lines are indented, so that tables stay aligned."""
+    """Return text with its label and a final newline; further lines are indented, so that tables stay aligned."""
     head = label(ranks)
     if "\n" in text:
         text = text.replace("\n", "\n" + " " * (len(head) + 1))
@@ -136,11 +133,11 @@ def labelled(ranks: Sequence[int], text: str) -> str:
 
 
 def num_bytes(text: str) -> int:
-    """Size in UTF-8, bytes."""
+    """Return the size in UTF-8, in bytes."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def valid_text(text: object) -> str:
-    """Text that can be sent: halves of surrogate pairs, which no encoding takes, become question marks."""
+    """Return text that can be encoded: lone surrogates become question marks."""
     text = text if isinstance(text, str) else str(text)
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -102,10 +102,10 @@ class Recovery:
 
     def step(self) -> bool:
         """Do what is due; return True once the recovery is done, whether it worked or not."""
-        if self._health.gone:
+        if self._health.disconnect_reason:
             return True
         health = self._health
-        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost}]
+        missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost_contexts}]
         if missing:
             return self._disable_groups(missing)
         now = time.monotonic()
@@ -132,8 +132,8 @@ class Recovery:
 
     def _report_abandoned(self, counts: Sequence[int]) -> None:
         # An aborted Gloo group cannot be freed: each keeps 2 threads and about 0.14 MiB until the rank exits.
-        if max(counts) // _REPORT_EVERY > self._health.leaks_told:
-            self._health.leaks_told = max(counts) // _REPORT_EVERY
+        if max(counts) // _REPORT_EVERY > self._health.leaks_reported:
+            self._health.leaks_reported = max(counts) // _REPORT_EVERY
             print(
                 f"{max(counts)} abandoned process groups still hold threads on the ranks. Run `%distributed restart` "
                 "when convenient to free them."
@@ -165,6 +165,6 @@ class Recovery:
         reason = f"{name_ranks(missing)} {what}; run `%distributed repair` to replace {'it' if one else 'them'}"
         self._health.broken = reason
         for rank in self._ranks:
-            if rank not in missing or rank in self._health.lost:
+            if rank not in missing or rank in self._health.lost_contexts:
                 requests.call(self._client, rank, _STAND_DOWN, reason=reason)
         return True

@@ -121,7 +121,7 @@ def repair(
 def auto_repair(state: ClusterState) -> None:
     """Replace the dead ranks, if there are any and they can be replaced, and print the report."""
     dead = state.health.dead
-    possible = state.engines == "axon" and len(dead) < state.world_size and not state.health.gone
+    possible = state.engines == "axon" and len(dead) < state.world_size and not state.health.disconnect_reason
     possible = possible and can_replace(state.rank_info, state.backend)
     if dead and possible and not state.busy and not state.health.stuck:
         print("\n".join(repair(state, None).lines(why=True)))
@@ -129,7 +129,7 @@ def auto_repair(state: ClusterState) -> None:
 
 def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
     """Replace ranks that do not react, all of them if need be; return the lines to show, also if it fails."""
-    if not ranks or state.health.gone:
+    if not ranks or state.health.disconnect_reason:
         return []
     try:
         return repair(state, ranks, all_allowed=True).lines()
@@ -222,7 +222,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
-    state.health.awaited.update(ranks)
+    state.health.expected_deaths.update(ranks)
     for rank in ranks:
         state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
     end = time.monotonic() + _REPAIR_TIMEOUT_S

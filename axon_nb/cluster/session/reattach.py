@@ -190,7 +190,7 @@ def _reattach(
     run.reattach(name, replay.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
     for rank, report in reports.items():
         replay.feed(rank, report)
-    cells.state.health.tell(run)
+    cells.state.health.report_to(run)
     if any(replies[rank]["aborted"] for rank in reports) and not run.errors:
         run.interrupt()  # the user interrupted the cell, and the kernel disconnected before that had its effect
     finish = _finisher(cells, run, replay, title, values=facts["token"] is not None)

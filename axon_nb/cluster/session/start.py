@@ -179,7 +179,9 @@ def attach(name: str | None = None) -> Cluster:
     )
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply["deaths"].get(str(rank))
-        cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
+        cluster.health.mark_dead(
+            rank, "died while no notebook was connected" if event is None else describe_death(event)
+        )
     current.put(cluster)
     settings.apply_again()
     cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply["left_ns"])

@@ -1,1 +1,1 @@
-"""Moving values between the notebook and the ranks; `axon_nb.engine.transfer` is the other end."""
+"""Moves values between the notebook and the ranks; `axon_nb.engine.transfer` is the other end."""

@@ -1,7 +1,4 @@
-"""`sync`: models, optimizers and schedulers of one rank, copied to all others in place.
-
-`seed`: the random generators of all ranks, alike or each its own.
-"""
+"""Copies one rank's models, optimizers and schedulers to all others (`sync`); seeds all ranks (`seed`)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,111 +16,115 @@ if TYPE_CHECKING:
 __all__ = ["SyncReport", "plan_sync", "seed", "sync"]
 
 _RANK_SIDE = "axon_nb.engine.transfer.broadcast_models"
-_INSTEAD = "load a checkpoint on all ranks, or build it anew"
+_ALTERNATIVE = "load a checkpoint on all ranks, or rebuild it"
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What `Cluster.sync` has copied; its text says so."""
+    """What `Cluster.sync` copied, and what it could not copy; prints as sentences."""
 
     source: int
-    """The rank that all others are like now."""
+    """The rank that the variables were copied from."""
     copied: tuple[str, ...]
-    """Names of the variables."""
+    """Names of the copied variables."""
     size: int
-    """Bytes of the modules among them."""
+    """Bytes of the copied modules."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why each of the others was not; reads after its name."""
+    """By name of each variable that was not copied, the reason; reads after the name."""
 
     def __str__(self) -> str:
         names = ", ".join(f"`{name}`" for name in self.copied)
-        lines = [f"All ranks now have {names} of rank {self.source} ({format_bytes(self.size)} of weights)."]
-        lines += [f"Not copied: `{name}` {why}: {_INSTEAD}." for name, why in self.skipped.items()]
+        lines = [f"Copied {names} from rank {self.source} to all ranks ({format_bytes(self.size)} of weights)."]
+        lines += [f"Not copied: `{name}` {reason}: {_ALTERNATIVE}." for name, reason in self.skipped.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def plan_sync(
-    told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, names: Sequence[str]
+    reports: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, names: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Which variables to copy, in order, and why the others cannot be.
+    """Decide which variables to copy, in order, and why the others cannot be copied.
 
     Args:
-        told: By rank and name what each rank has; see `axon_nb.engine.transfer.broadcast_models.describe`.
+        reports: By rank and name, the variables of each rank; see `axon_nb.engine.transfer.broadcast_models.describe`.
         source: The rank to copy from.
-        names: What the user named; empty: all that rank `source` has.
+        names: What the user named; empty: everything on rank `source`.
 
     Raises:
-        UsageError: one that was named cannot be copied, or there is nothing to copy.
+        UsageError: a named variable cannot be copied, or there is nothing to copy.
     """
-    skipped = {name: why for name in names or told[source] if (why := _why_not(told, source, name))}
+    skipped = {name: reason for name in names or reports[source] if (reason := _why_not(reports, source, name))}
     if names and skipped:
-        name, why = next(iter(skipped.items()))
-        raise UsageError(f"`{name}` {why}: {_INSTEAD}; `%distributed sync` copies what every rank has a whole copy of.")
-    possible = [name for name in told[source] if name not in skipped]
+        name, reason = next(iter(skipped.items()))
+        raise UsageError(
+            f"`{name}` {reason}: {_ALTERNATIVE}. `%distributed sync` copies only what every rank holds in full."
+        )
+    possible = [name for name in reports[source] if name not in skipped]
     chosen = [
-        name for name in possible if not all(told[rank][name]["contained_in"] in possible for rank in told)
-    ]  # the others come with what holds them
+        name for name in possible if not all(reports[rank][name]["contained_in"] in possible for rank in reports)
+    ]  # the others come with the variable that contains them
     if not chosen:
-        more = "".join(f" `{name}` {why}." for name, why in skipped.items())
+        more = "".join(f" `{name}` {reason}." for name, reason in skipped.items())
         raise UsageError(f"Rank {source} has no module, optimizer or scheduler that can be copied.{more}")
-    return chosen, {name: why for name, why in skipped.items() if told[source][name]["contained_in"] not in skipped}
+    return chosen, {
+        name: reason for name, reason in skipped.items() if reports[source][name]["contained_in"] not in skipped
+    }
 
 
-def _why_not(told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, name: str) -> str:
-    absent = [rank for rank in told if name not in told[rank]]
+def _why_not(reports: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, name: str) -> str:
+    absent = [rank for rank in reports if name not in reports[rank]]
     if absent:
-        return f"is no variable of rank{'s' if len(absent) > 1 else ''} {format_ranks(absent)}"
-    reasons = [str(told[rank][name]["obstacle"]) for rank in told if told[rank][name]["obstacle"]]
+        return f"does not exist on {name_ranks(absent)}"
+    entries = {rank: report[name] for rank, report in reports.items()}
+    reasons = [str(entry["obstacle"]) for entry in entries.values() if entry["obstacle"]]
     if reasons:
         return reasons[0]
-    own = told[source][name]
-    other = [
-        rank for rank in told if (told[rank][name]["kind"], told[rank][name]["digest"]) != (own["kind"], own["digest"])
+    own = entries[source]
+    different = [
+        rank for rank, entry in entries.items() if (entry["kind"], entry["digest"]) != (own["kind"], own["digest"])
     ]
-    return f"has other types or shapes on rank{'s' if len(other) > 1 else ''} {format_ranks(other)}" if other else ""
+    return f"has different types or shapes on {name_ranks(different)}" if different else ""
 
 
 def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
-    """See `Cluster.sync`."""
+    """Copy one rank's models, optimizers and schedulers to all others; see `Cluster.sync`."""
     if source not in cells.state.ranks:
         raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
-    if cells.state.busy:
-        raise UsageError(
-            f"Ranks {format_ranks(cells.state.busy)} still run a cell: wait for its end or interrupt it first."
-        )
-    told = _ask(cells, f"describe({list(names)!r})")
-    chosen, skipped = plan_sync(told, source, names)
-    _ask(cells, f"broadcast({source}, {chosen!r})")
-    size = sum(told[source][name]["bytes"] for name in chosen if told[source][name]["kind"] == "module")
+    if busy := cells.state.busy:
+        raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
+    reports = _call(cells, f"describe({list(names)!r})")
+    chosen, skipped = plan_sync(reports, source, names)
+    _call(cells, f"broadcast({source}, {chosen!r})")
+    size = sum(reports[source][name]["bytes"] for name in chosen if reports[source][name]["kind"] == "module")
     return SyncReport(source, tuple(chosen), size, skipped)
 
 
-def _ask(cells: CellManager, call: str) -> Mapping[int, Any]:
-    # As a cell: a death, an interrupt or a failure in the middle ends it as it ends any other.
+def _call(cells: CellManager, call: str) -> Mapping[int, Any]:
+    # It runs as a cell, so that a death, an interrupt or a failure aborts it like any other cell.
     return cells.run(f"__import__({_RANK_SIDE!r}, fromlist=['sync']).{call}", quiet=True).values
 
 
-_MAX = (1 << 63) - 1
+_MAX_SEED = (1 << 63) - 1
 
 
 def seed(cells: CellManager, value: int, *, per_rank: bool = False) -> str:
-    """Seed `random`, NumPy and torch (every device) on all ranks; says what was done.
+    """Seed `random`, NumPy and torch (every device) on all ranks; return a sentence that says so.
 
     Args:
         cells: The cells of the cluster.
         value: The seed.
-        per_rank: Whether each rank gets the sum of `value` and its number.
+        per_rank: Whether each rank's seed is `value` plus its rank.
 
     Raises:
-        UsageError: a seed that torch does not take.
+        UsageError: torch does not accept the seed.
     """
-    if not 0 <= value <= _MAX - cells.state.world_size:
-        raise UsageError(f"seed {value}: it is a whole number from 0 to {_MAX - cells.state.world_size}.")
+    highest = _MAX_SEED - cells.state.world_size
+    if not 0 <= value <= highest:
+        raise UsageError(f"seed must be an integer from 0 to {highest}; got {value}.")
     call = f"seed({value}, per_rank={per_rank})"
     cells.run(f"__import__('axon_nb.engine.kernel.random_state', fromlist=['seed']).{call}", quiet=True)
-    what = f"random, numpy and torch are seeded on ranks {format_ranks(cells.state.ranks)}"
+    done = f"Seeded random, numpy and torch on {name_ranks(cells.state.ranks)}"
     if per_rank:
-        return f"{what}: with {value} on rank 0, {value + 1} on rank 1 and so on."
-    return f"{what}, all with {value}."
+        return f"{done}: {value} on rank 0, {value + 1} on rank 1, and so on."
+    return f"{done} with {value}."

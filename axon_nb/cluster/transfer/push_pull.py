@@ -1,4 +1,4 @@
-"""Moving values between the notebook and ranks: a parcel in memory on one host, messages to other hosts."""
+"""Moves values between the notebook and ranks: through shared memory on one host, in messages between hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import BlockAddress, SharedBlock, SharedBlockUnavailableError, block_size, join_parts
-from axon_nb.records.ranks import format_ranks, parse_ranks
+from axon_nb.records.ranks import name_ranks, parse_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
@@ -25,83 +25,94 @@ _UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
 def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None:
-    """Put variables into the namespaces of ranks; returns when each has them.
+    """Set variables in the namespaces of ranks; return when each rank has them.
 
     Args:
         cells: The cells of the cluster.
-        variables: By rank; the same mapping for several ranks is sent once.
+        variables: The variables of each rank; a mapping that several ranks share is sent once.
+
+    Raises:
+        UsageError: a name is not valid, or a value cannot be pickled or is too large.
+        ClusterLostError: the cluster is gone, or one of the ranks is dead or stuck.
     """
     names = list(dict.fromkeys(name for own in variables.values() for name in own))
     for name in names:
         if not name.isidentifier():
-            raise UsageError(f"{name!r} is no variable name.")
-    what = f"take {', '.join(names)}"
-    cells.state.health.refuse(list(variables))
-    _tell_queue(cells.state, variables)
+            raise UsageError(f"{name!r} is not a valid variable name.")
+    task = f"receive {', '.join(names)}"
+    cells.state.health.ensure_available(list(variables))
+    _report_queue(cells.state, variables)
     packed = {id(own): _packed(own) for own in variables.values()}
-    near = ranks_on_this_host(cells.state, variables)
+    local = ranks_on_this_host(cells.state, variables)
     _check_memory(sum(block_size(parts) for parts in packed.values()), what=", ".join(names))
-    with contextlib.ExitStack() as open_parcels:
+    with contextlib.ExitStack() as open_blocks:
         addresses: dict[int, BlockAddress] = {}
         for key, parts in packed.items():
-            fitting = [rank for rank in near if id(variables[rank]) == key]
-            if fitting:
-                parcel = open_parcels.enter_context(SharedBlock())
-                parcel.write(parts)
-                addresses.update(dict.fromkeys(fitting, parcel.address))
-        unreached = _run(cells, list(addresses), f"receive_block({addresses!r})", what) if addresses else []
-    far = [rank for rank in variables if rank not in addresses or rank in unreached]
-    joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if far else {}
-    _ask_far(cells.state, far, "set_variables", what, lambda rank: {"parts": joined[id(variables[rank])]})
+            recipients = [rank for rank in local if id(variables[rank]) == key]
+            if recipients:
+                block = open_blocks.enter_context(SharedBlock())
+                block.write(parts)
+                addresses.update(dict.fromkeys(recipients, block.address))
+        unreached = _run(cells, list(addresses), f"receive_block({addresses!r})", task) if addresses else []
+    remote = [rank for rank in variables if rank not in addresses or rank in unreached]
+    joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if remote else {}
+    _call_remote(cells.state, remote, "set_variables", task, lambda rank: {"parts": joined[id(variables[rank])]})
 
 
 def pull(
     cells: CellManager, ranks: Sequence[int], expression: str, *, shards: bool = False, arrays: bool = False
 ) -> tuple[dict[int, Any], bool]:
-    """The value of a name or expression on each rank.
+    """Fetch the value of a name or expression from each rank.
 
     Args:
         cells: The cells of the cluster.
-        ranks: Which are asked.
-        expression: What they evaluate.
-        shards: Whether each gives its own part of a distributed tensor; else all of it is put together.
-        arrays: Whether tensors come as NumPy arrays.
+        ranks: Where to evaluate it.
+        expression: The name or expression.
+        shards: Whether each rank sends its own shard of a distributed tensor; else the full tensor is gathered.
+        arrays: Whether tensors arrive as NumPy arrays.
 
     Returns:
-        The values by rank, and whether they are one value that was put together from several ranks.
+        The values by rank, and whether they are copies of one value that was gathered from several ranks.
+
+    Raises:
+        UsageError: the expression is not valid or fails, or its value cannot be pickled or loaded.
+        ClusterLostError: the cluster is gone, or one of the ranks is dead or stuck.
     """
     try:
         compile(expression, "<pull>", "eval")
     except (SyntaxError, ValueError):
-        raise UsageError(f"{expression!r} is no name or expression.") from None
-    cells.state.health.refuse(ranks)
-    _tell_queue(cells.state, ranks)
-    near = ranks_on_this_host(cells.state, ranks)
-    running = list(ranks)
-    with contextlib.ExitStack() as open_parcels:
+        raise UsageError(f"{expression!r} is not a name or an expression.") from None
+    cells.state.health.ensure_available(ranks)
+    _report_queue(cells.state, ranks)
+    task = f"send {expression!r}"
+    local = ranks_on_this_host(cells.state, ranks)
+    participants = list(ranks)
+    with contextlib.ExitStack() as open_blocks:
         while True:
-            parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
-            addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
-            call = f"send_value({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
+            blocks = {rank: open_blocks.enter_context(SharedBlock()) for rank in local}
+            addresses = {rank: blocks[rank].address if rank in blocks else None for rank in ranks}
+            call = f"send_value({expression!r}, {addresses!r}, {participants!r}, shards={shards}, arrays={arrays})"
             try:
-                unreached = _run(cells, running, call, f"give {expression!r}")
-            except _NeedsRanks as more:
-                running = more.ranks
+                unreached = _run(cells, participants, call, task)
+            except _NeedsRanksError as error:
+                participants = error.ranks
                 continue
             if not unreached:
                 break
-            near = [rank for rank in near if rank not in unreached]
-        far = [rank for rank in ranks if rank not in parcels]
-        came = _ask_far(cells.state, far, "take_pending_value", f"give {expression!r}", lambda rank: {})
-        sources: dict[int, SharedBlock | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
-        sources |= {rank: data for rank, data in came.items() if data}
-        # What was put together has one giver; the entry of each rank is a copy of its own all the same.
-        whole = len(sources) < len(ranks) or running != list(ranks)
+            local = [rank for rank in local if rank not in unreached]
+        remote = [rank for rank in ranks if rank not in blocks]
+        received = _call_remote(cells.state, remote, "take_pending_value", task, lambda rank: {})
+        sources: dict[int, SharedBlock | bytes] = {rank: block for rank, block in blocks.items() if not block.empty}
+        sources |= {rank: data for rank, data in received.items() if data}
+        # A gathered value comes from one rank; the entry of each rank is still a separate copy.
+        is_gathered = len(sources) < len(ranks) or participants != list(ranks)
         first = sources[min(sources)]
-        return {rank: _loaded(rank, expression, sources.get(rank, first)) for rank in ranks}, whole
+        return {rank: _loaded(rank, expression, sources.get(rank, first)) for rank in ranks}, is_gathered
 
 
-class _NeedsRanks(Exception):
+class _NeedsRanksError(Exception):
+    """The value is distributed over these ranks: all of them must take part."""
+
     def __init__(self, ranks: list[int]) -> None:
         super().__init__()
         self.ranks = ranks
@@ -112,8 +123,7 @@ def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
         return read_value(source)
     except Exception as error:
         raise UsageError(
-            f"Rank {rank} has given {expression!r}, but it cannot be loaded in the notebook: "
-            f"{type(error).__name__}: {error}"
+            f"Rank {rank} sent {expression!r}, but the notebook cannot load it: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -139,22 +149,28 @@ def _check_memory(size: int, *, what: str) -> None:
     free = free_memory()
     if free is not None and size > free:
         raise UsageError(
-            f"{what} takes {format_bytes(size)}, and {format_bytes(free)} of memory are free: send a part, or have "
-            "the ranks load it themselves."
+            f"{what} needs {format_bytes(size)} but only {format_bytes(free)} is free: send part of it, or load it on "
+            "the ranks."
         )
 
 
-def _tell_queue(state: ClusterState, ranks: Iterable[int]) -> None:
+def _report_queue(state: ClusterState, ranks: Iterable[int]) -> None:
     ahead = [rank for rank in state.busy if rank in ranks]
     if ahead:
-        print(f"Waiting for the cell that still runs on ranks {format_ranks(ahead)}.")
+        print(f"Waiting for the cell that is running on {name_ranks(ahead)}.")
 
 
-def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list[int]:
-    """Call a function of the ranks' side as a cell: a death, an interrupt or a deadlock ends it as it ends any other.
+def _run(cells: CellManager, ranks: Sequence[int], call: str, task: str) -> list[int]:
+    """Call a rank-side function as a cell, so that a death, an interrupt or a deadlock aborts it like any other cell.
+
+    Args:
+        cells: The cells of the cluster.
+        ranks: Where to call it.
+        call: The call's source text.
+        task: What the ranks do, for messages; reads after "cannot".
 
     Returns:
-        The ranks that cannot open the parcel.
+        The ranks that cannot open their shared-memory block.
     """
     code = f"__import__({RANK_SIDE!r}, fromlist=['receive_block']).{call}"
     result = cells.run(code, ranks=ranks, quiet=True, check=False, values=False)
@@ -163,17 +179,17 @@ def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list
         return list(result.errors)
     cause = root_cause(errors)
     if cause.ename == _OTHER_RANKS:
-        raise _NeedsRanks(parse_ranks(cause.evalue, cells.state.world_size))
+        raise _NeedsRanksError(parse_ranks(cause.evalue, cells.state.world_size))
     if cause.kind != "raised":
         raise cell_error(errors, first=(), hint=hint_for(errors.values()))
-    why = cause.evalue if cause.ename == "UsageError" else str(cause)
-    raise UsageError(f"Rank {cause.rank} cannot {what}: {why}")
+    reason = cause.evalue if cause.ename == "UsageError" else str(cause)
+    raise UsageError(f"Rank {cause.rank} cannot {task}: {reason}")
 
 
-def _ask_far(
-    state: ClusterState, ranks: Sequence[int], function: str, what: str, arguments: Callable[[int], dict[str, Any]]
+def _call_remote(
+    state: ClusterState, ranks: Sequence[int], function: str, task: str, arguments: Callable[[int], dict[str, Any]]
 ) -> dict[int, Any]:
-    """Call a function of ranks that share no memory with the notebook; what it was sent and gave is cached nowhere."""
+    """Call a function on ranks that share no memory with the notebook; its arguments and results are not cached."""
     client = state.connection.client
     futures = {rank: requests.call(client, rank, f"{RANK_SIDE}:{function}", **arguments(rank)) for rank in ranks}
-    return {rank: await_reply(state, rank, future, what) for rank, future in futures.items()}
+    return {rank: await_reply(state, rank, future, task) for rank, future in futures.items()}

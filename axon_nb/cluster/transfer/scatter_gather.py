@@ -1,4 +1,4 @@
-"""Dealing one value out in parts of about equal size, and putting parts together again."""
+"""Splits a value into parts of about equal size, and joins parts."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ _SEQUENCES = (list, tuple, range, str, bytes)
 
 
 def split_value(value: Any, count: int, *, dim: int = 0, name: str = "the value") -> list[Any]:
-    """`count` neighbouring parts, the first ones longer by one where it does not come out even; no copies of memory.
+    """Split a value into `count` contiguous parts without copying arrays; if uneven, the first ones are longer by one.
 
     Args:
-        value: A tensor, an array, a table, or a sequence of Python's.
+        value: A tensor, an array, a table, or a Python sequence.
         count: Number of parts.
-        dim: Dimension of a tensor or an array along which it is split.
-        name: What messages call it.
+        dim: Dimension of a tensor or an array to split along.
+        name: The value's name in messages.
 
     Raises:
-        UsageError: it has no such dimension, or is nothing that can be split.
+        UsageError: it has no such dimension, or its type cannot be split.
     """
     if _is_table(value) or isinstance(value, _SEQUENCES):
         if dim:
-            raise UsageError(f"--dim {dim}: {name} is a {type(value).__name__}, which is split along 0 alone.")
+            raise UsageError(f"--dim {dim}: {name} is a {type(value).__name__}; only --dim 0 is possible.")
         rows = value.iloc if _is_table(value) else value
         return [rows[start:end] for start, end in _bounds(len(value), count)]
     if _is_array(value) or _is_tensor(value):
         if not -value.ndim <= dim < value.ndim:
-            raise UsageError(f"--dim {dim}: {name} has {value.ndim} dimensions.")
+            raise UsageError(f"--dim {dim}: {name} has {value.ndim} dimension{'' if value.ndim == 1 else 's'}.")
         before = (slice(None),) * (dim % value.ndim)
         return [value[(*before, slice(start, end))] for start, end in _bounds(value.shape[dim], count)]
     raise UsageError(
-        f"{name} is a {type(value).__name__}: tensors, arrays, tables and sequences can be split; "
-        "`%push` sends it whole."
+        f"{name} is a {type(value).__name__}: only tensors, arrays, tables and sequences can be split. "
+        "Use `%push` to send all of it to each rank."
     )
 
 
 def join_values(parts: Sequence[Any], *, dim: int = 0) -> Any:
-    """What the parts make together: tensors and arrays along `dim`, tables by rows, sequences; others as a list.
+    """Join parts: tensors and arrays along `dim`, tables by rows, lists and tuples end to end; others become a list.
 
     Raises:
-        UsageError: their shapes do not fit together.
+        UsageError: their shapes do not match.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -60,7 +60,7 @@ def join_values(parts: Sequence[Any], *, dim: int = 0) -> Any:
             return numpy.concatenate(parts, dim) if first.ndim else numpy.stack(parts)
     except (IndexError, RuntimeError, ValueError) as error:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise UsageError(f"Parts of shapes {shapes} do not fit together along {dim}: {error}") from None
+        raise UsageError(f"Cannot join parts of shapes {shapes} along dimension {dim}: {error}") from None
     if _is_table(first):
         return sys.modules["pandas"].concat(list(parts))
     if isinstance(first, (list, tuple)):
@@ -69,8 +69,8 @@ def join_values(parts: Sequence[Any], *, dim: int = 0) -> Any:
 
 
 def _bounds(length: int, count: int) -> list[tuple[int, int]]:
-    size, longer = divmod(length, count)
-    starts = [index * size + min(index, longer) for index in range(count + 1)]
+    size, num_longer = divmod(length, count)
+    starts = [index * size + min(index, num_longer) for index in range(count + 1)]
     return list(itertools.pairwise(starts))
 
 

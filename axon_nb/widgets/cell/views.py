@@ -20,7 +20,7 @@ from IPython.display import display
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.span_feed import SpanFeed, span_feed
 from axon_nb.cluster.inspection.span_table import SpanTable
-from axon_nb.cluster.inspection.telemetry import Watch
+from axon_nb.cluster.inspection.telemetry import StateFeed
 from axon_nb.widgets.cell.strip import RankStrip
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.view import TimelineView
@@ -56,13 +56,13 @@ class _Reader:
 
 def _open(cluster: Cluster, ranks: Sequence[int], title: str, undo: contextlib.ExitStack) -> None:
     feed = span_feed(cluster.state)
-    feed.collect(limit_s=1.0, watch_s=5.0)
+    feed.collect(timeout_s=1.0, watch_s=5.0)
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         reader, begin = _Reader(), feed.store.end
         feed.open(reader)
         undo.callback(lambda: print(_text(feed, ranks, title, begin)))
-        undo.callback(feed.collect, limit_s=0.5)
+        undo.callback(feed.collect, timeout_s=0.5)
         undo.callback(feed.close, reader)
         return
     view = TimelineView(feed, ranks, title=title, begin=feed.store.end)
@@ -71,7 +71,7 @@ def _open(cluster: Cluster, ranks: Sequence[int], title: str, undo: contextlib.E
 
     def freeze() -> None:
         feed.close(view)
-        feed.collect(limit_s=0.5)
+        feed.collect(timeout_s=0.5)
         view.finish()
         if handle is not None:
             handle.update(view.to_bundle(), raw=True)
@@ -154,14 +154,14 @@ class CellViews:
         self._ranks = list(ranks)
         self._title = title
         self._strip = RankStrip(ranks, title=title)
-        self._watch = Watch(cluster.client, ranks, self._strip)
+        self._watch = StateFeed(cluster.client, ranks, self._strip)
         self._feed: SpanFeed | None = None
         self._first = 0
         """The number that the cell's first span has in the feed's store."""
         self._time_ns = (0, 0)
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> StateFeed:
         """What feeds the strip; `Cluster.run` is given it."""
         return self._watch
 
@@ -204,7 +204,7 @@ class CellViews:
         """The cell's spans, as far as the notebook still has them."""
         if self._feed is None:
             return None
-        self._feed.collect(limit_s=_COLLECT_S)  # a busy rank may not have told all when the cell was over
+        self._feed.collect(timeout_s=_COLLECT_S)  # a busy rank may not have told all when the cell was over
         table = self._feed.store.table(self._first).between(*self._time_ns)
         return KeptSpans(table, (self._title, *self._time_ns)) if len(table) else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from axon_nb.cluster.inspection.memory import MemoryAnswers
+from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryPrediction, MemoryUse
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
@@ -58,11 +58,11 @@ class MemoryRows:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self._answers = MemoryAnswers({}, {}, ())
+        self._answers = MemorySnapshot({}, {}, ())
         self._highest: dict[int, int] = {}
         self._expected: dict[int, MemoryUse] = {}
 
-    def take(self, answers: MemoryAnswers) -> None:
+    def take(self, answers: MemorySnapshot) -> None:
         """Show these instead."""
         self._answers = answers
         for rank, use in answers.measured.items():

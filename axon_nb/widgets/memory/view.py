@@ -13,7 +13,7 @@ from typing import Any
 import traitlets
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.memory import MemoryAnswers, ask_memory, ask_plan
+from axon_nb.cluster.inspection.memory import MemorySnapshot, request_memory, request_plan
 from axon_nb.cluster.inspection.memory_what_if import WhatIf
 from axon_nb.records.memory import WhatIfState
 from axon_nb.widgets.assets import script, style
@@ -53,7 +53,7 @@ class MemoryView(LiveView):
         me = weakref.ref(self)
         self.on_msg(lambda _, message, buffers: _asked(me, message))
 
-    def take(self, answers: MemoryAnswers) -> None:
+    def take(self, answers: MemorySnapshot) -> None:
         """Show what the ranks have said; from any thread."""
         with self._lock:
             self._rows.take(answers)
@@ -113,15 +113,15 @@ class MemoryPanel(FollowingPanel):
     def __init__(self, cluster: Cluster, names: Sequence[str]) -> None:
         super().__init__(cluster, every_s=_EVERY_S)
         self._names = list(names)
-        answers = ask_memory(cluster.state, self._names)
+        answers = request_memory(cluster.state, self._names)
         self._model = answers.model
         self.what_if = WhatIf(
-            lambda asked, known: ask_plan(cluster.state, self._names, asked, known),
+            lambda asked, known: request_plan(cluster.state, self._names, asked, known),
             self._answered,
             lambda: bool(cluster.busy),
         )
         # Of all variables together, or of several models, nothing can be planned.
-        self.view: MemoryView = MemoryView(", ".join(names), self.what_if.ask if answers.model else None)
+        self.view: MemoryView = MemoryView(", ".join(names), self.what_if.request if answers.model else None)
         self._take(answers)
         self.view.refresh(unseen=True)
 
@@ -130,9 +130,9 @@ class MemoryPanel(FollowingPanel):
 
     def ask(self) -> float:
         """Ask the ranks, and show what they say."""
-        answers = ask_memory(self._cluster.state, self._names, patient=False)
+        answers = request_memory(self._cluster.state, self._names, wait_for_estimates=False)
         self._take(answers)
-        return answers.spent_s
+        return answers.cost_s
 
     def cluster_is_gone(self) -> None:
         """What was asked last stays; nothing else can be."""
@@ -143,8 +143,8 @@ class MemoryPanel(FollowingPanel):
         self.what_if.close()
         super().close()
 
-    def _take(self, answers: MemoryAnswers) -> None:
+    def _take(self, answers: MemorySnapshot) -> None:
         if answers.model and answers.model != self._model:
             self._model = answers.model
-            self.what_if.renew()
+            self.what_if.repeat()
         self.view.take(answers)

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.shards import LayoutQuestion
+from axon_nb.cluster.inspection.shards import LayoutRequest
 from axon_nb.records.placement import Shard
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
@@ -170,8 +170,8 @@ class ShardsPanel:
 
     def __init__(self, cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
         self._cluster = cluster
-        self._question = LayoutQuestion(cluster.state, names, gradients=gradients)
-        self.view = ShardsView(", ".join(names), *self._question.ask())
+        self._question = LayoutRequest(cluster.state, names, gradients=gradients)
+        self.view = ShardsView(", ".join(names), *self._question.send())
         self._asking = threading.Lock()
         self._pace = Pace(_EVERY_S)
         self._is_stale = False
@@ -200,9 +200,9 @@ class ShardsPanel:
         try:
             with self._asking:
                 began = time.thread_time()
-                told = self._question.ask()
-                is_other = self._question.is_news and self.view.show(*told)
-                self._pace.took(self._question.spent_s + time.thread_time() - began)
+                told = self._question.send()
+                is_other = self._question.has_changed and self.view.show(*told)
+                self._pace.took(self._question.cost_s + time.thread_time() - began)
                 self._is_stale |= is_other
         except Exception:  # a view must not disturb the cell that it shows
             _log.debug("a panel could not be updated", exc_info=True)

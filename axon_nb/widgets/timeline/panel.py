@@ -57,7 +57,7 @@ class TimelinePanel:
         running = cluster is not None and cluster.running
         try:
             if running:
-                self._feed.collect(limit_s=0.3)
+                self._feed.collect(timeout_s=0.3)
             if self._saved is not None and self._feed.store.end != self._saved_at:
                 self._saved_at = self._feed.store.end
                 self._saved.update(self._folded(), raw=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.span_feed import cell_window, recorded, save_trace
+from axon_nb.cluster.inspection.span_feed import cell_window, recorded_spans, save_trace
 from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
@@ -107,7 +107,7 @@ class Timeline:
         Raises:
             UsageError: ranks have no spans of that cell.
         """
-        table = recorded(self._cluster.state)
+        table = recorded_spans(self._cluster.state)
         if self._cell is not None:
             table = table.between(*cell_window(table, self._cell))
         if len(self._ranks) < self._cluster.world_size:

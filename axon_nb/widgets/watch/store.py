@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from axon_nb.cluster.inspection.job import JobAnswers
+from axon_nb.cluster.inspection.job import JobSnapshot
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.training.job import JobReport, MetricRow
 from axon_nb.records.training.progress import Bar
@@ -126,10 +126,10 @@ class JobStore:
         self._left_out: set[str] = set()
         self._began: float | None = None
 
-    def take(self, answers: JobAnswers, now: float) -> None:
+    def take(self, answers: JobSnapshot, now: float) -> None:
         """Take in what all ranks say at `now`, in seconds of any clock."""
         self._began = now if self._began is None else self._began
-        self._words = answers.words
+        self._words = answers.descriptions
         # Ranks that are too busy to answer still run the cell of before.
         self.cell = self.cell or 0 if answers.cell == 0 else answers.cell
         begun = [row.run for report in answers.reports.values() for row in report.rows if not row.is_first]

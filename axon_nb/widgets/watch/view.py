@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.job import JobAnswers, ask_job
+from axon_nb.cluster.inspection.job import JobSnapshot, request_job
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.panel import FollowingPanel
 from axon_nb.widgets.view import LiveView
@@ -52,7 +52,7 @@ class WatchView(LiveView):
         """What is known of the job; only to be read."""
         return self._store
 
-    def take(self, answers: Sequence[JobAnswers], now: float) -> None:
+    def take(self, answers: Sequence[JobSnapshot], now: float) -> None:
         """Take in what the ranks have said, at `now` in seconds of any clock, and show it; from any thread."""
         with self._lock:
             for answer in answers:
@@ -117,18 +117,18 @@ class WatchPanel(FollowingPanel):
         """Ask until everything is read that was logged so far."""
         answers = ask_all(self._cluster, self.view)
         self.view.take(answers, time.monotonic())
-        return sum(answer.spent_s for answer in answers)
+        return sum(answer.cost_s for answer in answers)
 
     def cluster_is_gone(self) -> None:
         """No cell runs any more, whatever was told last."""
-        self.view.take([JobAnswers({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
+        self.view.take([JobSnapshot({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
 
 
-def ask_all(cluster: Cluster, view: WatchView) -> list[JobAnswers]:
+def ask_all(cluster: Cluster, view: WatchView) -> list[JobSnapshot]:
     """What the ranks have logged since the view was fed last, in as many questions as it takes."""
     known, answers = dict(view.store.reports), []
     for _ in range(_MAX_ROUNDS):
-        answers.append(ask_job(cluster.state, known))
+        answers.append(request_job(cluster.state, known))
         known.update(answers[-1].reports)
         if all(report.is_last for report in answers[-1].reports.values()):
             break

@@ -21,13 +21,13 @@ def _raised(rank: int, text: str) -> RankError:
     "text", [ASSERT, "CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"]
 )
 def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
-    errors = {2: _raised(2, text), 0: RankError(0, "ended", "AbortedError", "waited in barrier")}
+    errors = {2: _raised(2, text), 0: RankError(0, "aborted", "AbortedError", "waited in barrier")}
     assert lost_contexts(errors) == [2]
     error = cell_error(errors, first=[2, 0], hint=context_hint(errors))
-    assert "Rank 2 has lost the CUDA context" in "\n".join(error._render_traceback_())
+    assert "Rank 2 lost its CUDA context" in "\n".join(error._render_traceback_())
     assert "`%distributed repair --ranks 2`" in "\n".join(error._render_traceback_())
     both = {1: _raised(1, text), 2: _raised(2, text)}
-    assert context_hint(both).startswith("Ranks 1-2 have lost the CUDA context")
+    assert context_hint(both).startswith("Ranks 1-2 lost their CUDA context")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
     [
         _raised(0, FULL),
         _raised(0, "device-side assert triggered"),  # no word of CUDA: any code may say so
-        RankError(0, "ended", "AbortedError", ASSERT),
+        RankError(0, "aborted", "AbortedError", ASSERT),
         RankError(0, "died", "", "was killed by SIGKILL"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.failures.deaths import describe_death, last_line, place_of_crash
+from axon_nb.cluster.failures.deaths import crash_location, describe_death, last_line
 
 CRASH = """Fatal Python error: {what}
 
@@ -75,7 +75,7 @@ def test_a_death_reads(event: dict[str, Any], text: str) -> None:
     ],
 )
 def test_the_line_of_a_crash(report: str, place: str) -> None:
-    assert place_of_crash(report) == place
+    assert crash_location(report) == place
 
 
 def test_a_report_among_the_words_is_not_the_last_line() -> None:

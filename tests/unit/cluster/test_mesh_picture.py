@@ -31,7 +31,7 @@ def test_a_rank_that_is_gone_is_struck_out() -> None:
     dead = dataclasses.replace(RANKS[2], state="was killed by SIGKILL", rss_bytes=0)
     html = cluster_card(dataclasses.replace(INFO, ranks=(*RANKS[:2], dead, RANKS[3])))["text/html"]
     assert html.count("line-through") == 1
-    assert 'title="rank 2: is gone"' in html
+    assert 'title="rank 2: gone"' in html
 
 
 def test_large_meshes_are_told_in_words_alone() -> None:

@@ -46,7 +46,7 @@ def test_spans_of_another_clock_are_moved() -> None:
 
 def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
     store = SpanStore()
-    store.know_groups({"0": [0, 1]})
+    store.set_groups({"0": [0, 1]})
     calls = [span(rank, 10 * rank, 50, "collective", group="0", sequence=1, bytes=8) for rank in (0, 1)]
     store.add([calls[0]])
     assert store.patches(0) == ([], 0)

@@ -111,7 +111,7 @@ def test_sync_copies_what_all_ranks_have_whole() -> None:
     }
     chosen, skipped = plan_sync(told, 0, ())
     assert chosen == ["ddp"]
-    assert skipped == {"sharded": "is sharded over ranks", "mine": "is no variable of rank 1"}
+    assert skipped == {"sharded": "is sharded over ranks", "mine": "does not exist on rank 1"}
 
 
 def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
@@ -123,8 +123,8 @@ def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
     ("name", "says"),
     [
         ("sharded", r"`sharded` is sharded over ranks: load a checkpoint on all ranks"),
-        ("nothing", r"`nothing` is no variable of ranks 0-1"),
-        ("odd", r"`odd` has other types or shapes on rank 1"),
+        ("nothing", r"`nothing` does not exist on ranks 0-1"),
+        ("odd", r"`odd` has different types or shapes on rank 1"),
     ],
 )
 def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:

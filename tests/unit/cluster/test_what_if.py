@@ -72,24 +72,24 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     shown, busy = Shown(), threading.Event()
     what_if = WhatIf(asked_of(model, session, asked), shown, busy.is_set)
     # As long as nobody has called the model there is the formula, and the reason.
-    what_if.ask(None)
+    what_if.request(None)
     state = shown.wait(lambda state: state.estimate is not None and not state.doing)
     assert state.as_is is not None
     assert (state.as_is.strategy, state.as_is.world, state.as_is.optimizer) == ("full_shard", 2, "adamw")
     assert not state.is_trained_so
     assert state.estimate is not None
     assert not state.estimate.is_whole
-    assert "how the model is called is seen in its next forward" in state.estimate.notes[0]
+    assert "learns how the model is called from its next forward" in state.estimate.notes[0]
     states = state.estimate.persistent[0]
     assert states["optimizer"] == 2 * states["parameters"]
     # What cannot be is one sentence, and the next question is answered.
-    what_if.ask({"world": "0"})
+    what_if.request({"world": "0"})
     assert shown.wait(lambda state: bool(state.error)).error.startswith("ranks: '0': must be an integer")
-    what_if.ask({"offload": "full", "strategy": "ddp"})
+    what_if.request({"offload": "full", "strategy": "ddp"})
     state = shown.wait(lambda state: "ddp" in state.error)
     assert "\n" not in state.error
     assert (state.doing, state.estimate) == ("", None)
-    what_if.ask({"optimizer": "sgd"})
+    what_if.request({"optimizer": "sgd"})
     state = shown.wait(lambda state: state.estimate is not None and not state.doing and not state.error)
     assert state.estimate is not None
     assert "optimizer" not in state.estimate.persistent[0]
@@ -101,8 +101,8 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     assert recorded_inputs(model) == [{"shape": [3, 8], "dtype": "int64"}]
     assert not model._forward_pre_hooks
     busy.set()
-    what_if.ask(None)
-    state = shown.wait(lambda state: state.doing == "waiting for the cell that runs")
+    what_if.request(None)
+    state = shown.wait(lambda state: state.doing == "waiting for the running cell")
     assert state.as_is is not None
     assert state.as_is.batch == 3
     what_if.close()
@@ -114,8 +114,8 @@ def test_the_newest_question_wins(session: RankSession, model: GPT) -> None:
     what_if = WhatIf(asked_of(model, session, []), shown, lambda: False)
     model_key(model)
     model(torch.zeros(3, 8, dtype=torch.int64))
-    what_if.ask({"strategy": "ddp"})
-    what_if.ask({"world": "4", "strategy": "shard_grad_op", "batch": "2", "checkpointing": True})
+    what_if.request({"strategy": "ddp"})
+    what_if.request({"world": "4", "strategy": "shard_grad_op", "batch": "2", "checkpointing": True})
     state = shown.wait(lambda state: state.estimate is not None and state.estimate.is_whole)
     assert state.setup is not None
     assert (state.setup.world, state.setup.strategy, state.setup.checkpointing) == (4, "shard_grad_op", True)
@@ -135,6 +135,6 @@ def test_a_rank_that_fails_is_a_sentence_too() -> None:
 
     shown = Shown()
     what_if = WhatIf(ask, shown, lambda: False)
-    what_if.ask(None)
+    what_if.request(None)
     assert shown.wait(lambda state: bool(state.error)).error == "ValueError: first line"
     what_if.close()

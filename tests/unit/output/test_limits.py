@@ -9,12 +9,12 @@ import tracemalloc
 
 import pytest
 
-from axon_nb.cluster.output.intake import Transcript
 from axon_nb.cluster.output.limits import Rate
+from axon_nb.cluster.output.parser import Transcript
 from tests.unit.output.bench import Bench
 
 MIB = 1 << 20
-RAISE = "`%distributed config output_limit=4MiB` raises that"
+RAISE = "run `%distributed config output_limit=4MiB` to raise it"
 
 
 def counted(text: str) -> int:
@@ -47,7 +47,7 @@ def test_ten_megabytes_of_four_ranks(flushes: bool) -> None:
     shown = bench.sink.text("stderr")
     assert peak < 40 * MIB
     assert MIB * 0.9 < len(shown) < MIB * 1.1
-    assert f"not shown: a cell shows 1 MiB; {RAISE}" in shown
+    assert f"not shown: the limit is 1 MiB per cell; {RAISE}" in shown
     for rank in range(4):
         assert f"line {per_rank - 1} of rank {rank} " in shown
     assert counted(shown) + len(re.findall("line [0-9]+ of rank", shown)) == 4 * per_rank
@@ -97,11 +97,11 @@ def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_
     assert bench.end() == [
         "[rank 0] unfinished",
         "[rank 0] after",
-        f"[rank 0] … 7 lines (900.0 kB) not shown: a cell shows 1 MiB; {RAISE} …",
+        f"[rank 0] … 7 lines (900.0 kB) not shown: the limit is 1 MiB per cell; {RAISE} …",
         "[rank 0] second last",
         "[rank 0] last",
     ]
-    assert bench.output.text(0) == "unfinished… 7 lines (0.9 MB) left out on the rank …\nsecond last\nlast\nafter\n"
+    assert bench.output.text(0) == "unfinished… 7 lines (0.9 MB) omitted by the rank …\nsecond last\nlast\nafter\n"
 
 
 def test_the_counts_of_the_rank_and_of_the_notebook_are_added() -> None:
@@ -144,7 +144,7 @@ def test_the_end_of_a_cell_sends_no_more_at_once_than_the_server_takes() -> None
     bench.print(0, "".join(f"line {i} {'x' * 90}\n" for i in range(50_000)))
     text = "\n".join(bench.end())
     assert len(text) < 2_100_000
-    assert "more at once than a notebook takes" in text
+    assert "too much at once for a notebook" in text
     assert "line 49999 " in text
     assert counted(text) + len(re.findall("line [0-9]+ x", text)) == 50_000
 
@@ -196,7 +196,7 @@ def test_no_kind_of_text_is_slow(piece: str) -> None:
 def test_the_limit_in_the_note_is_the_cells_own() -> None:
     bench = Bench([0], limit_bytes=8 * MIB, in_place=False)
     bench.print(0, ("x" * 99 + "\n") * 100_000)
-    assert "a cell shows 8 MiB; `%distributed config output_limit=32MiB`" in "\n".join(bench.end())
+    assert "the limit is 8 MiB per cell; run `%distributed config output_limit=32MiB`" in "\n".join(bench.end())
 
 
 def test_rate_is_of_any_second() -> None:
@@ -224,9 +224,9 @@ def test_a_transcript_keeps_both_ends() -> None:
     assert len(text) < 1100
     assert text.startswith("line 0\nline 1\n")
     assert text.endswith("line 998\nline 999\n")
-    (left_out,) = re.findall(r"\n… ([0-9,]+) characters left out …\n", text)
+    (omitted,) = re.findall(r"\n… ([0-9,]+) characters omitted …\n", text)
     whole = sum(len(f"line {i}\n") for i in range(1000))
-    assert int(left_out.replace(",", "")) == whole - (len(text) - len(f"\n… {left_out} characters left out …\n"))
+    assert int(omitted.replace(",", "")) == whole - (len(text) - len(f"\n… {omitted} characters omitted …\n"))
 
 
 def test_a_transcript_under_its_limit_is_exact() -> None:

@@ -17,10 +17,10 @@ def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:
 
 @pytest.mark.parametrize("module", ["accelerate", "deepspeed", "transformers"])
 def test_a_missing_framework_names_its_extra(module: str) -> None:
-    errors = {0: raised(f"No module named '{module}'"), 1: RankError(1, "ended", "", "waited in barrier")}
+    errors = {0: raised(f"No module named '{module}'"), 1: RankError(1, "aborted", "", "waited in barrier")}
     hint = hint_for(errors.values())
     assert hint == (
-        f'`{module}` is not installed where the ranks run: `pip install "axon_nb[frameworks]"` there, and run the '
+        f'`{module}` is not installed where the ranks run. Run `pip install "axon_nb[frameworks]"` there, then run the '
         "cell again."
     )
     assert hint in "\n".join(cell_error(errors, first=[0], hint=hint)._render_traceback_())
@@ -55,4 +55,4 @@ def test_unknown_packages_get_no_hint(error: RankError) -> None:
     ],
 )
 def test_a_missing_compiler_is_reported(text: str) -> None:
-    assert hint_for([raised(text, "RuntimeError")]).startswith("C++ is compiled here: install a compiler")
+    assert hint_for([raised(text, "RuntimeError")]).startswith("This cell compiles C++: install a compiler")

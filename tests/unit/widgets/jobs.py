@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.inspection.job import JobAnswers
+from axon_nb.cluster.inspection.job import JobSnapshot
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.records.training.job import JobReport, MetricRow
 from axon_nb.records.training.progress import Bar
@@ -40,8 +40,8 @@ def report(
     return JobReport(rank=rank, state=state, rows=tuple(rows), bars=tuple(bars), **{**fields, **more})
 
 
-def answers(*reports: JobReport, words: Mapping[int, str] | None = None) -> JobAnswers:
+def answers(*reports: JobReport, words: Mapping[int, str] | None = None) -> JobSnapshot:
     """What all ranks say at one moment."""
     told = {own.rank: "running line 4" for own in reports}
     cells = [own.state.cell for own in reports if own.state.cell is not None]
-    return JobAnswers({own.rank: own for own in reports}, {**told, **(words or {})}, max(cells, default=None))
+    return JobSnapshot({own.rank: own for own in reports}, {**told, **(words or {})}, max(cells, default=None))

@@ -25,7 +25,7 @@ __all__ = ["VIEWS"]
 
 def _timeline() -> Mapping[str, str]:
     store = SpanStore()
-    store.know_groups({"0": range(2)})
+    store.set_groups({"0": range(2)})
     orders = [[(action, rank, m) for action in "FB" for m in range(4)] for rank in range(2)]
     step = play(orders, {"F": 0.01, "B": 0.02})
     for rank in range(2):

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from axon_nb.cluster.inspection.memory import MemoryAnswers
+from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryUse
 from axon_nb.widgets.memory.page import bar_svg, memory_bundle, role_swatch
 from axon_nb.widgets.memory.rows import MemoryRows
@@ -33,13 +33,13 @@ def use(rank: int = 0, **more: Any) -> MemoryUse:
     return MemoryUse(rank, 0, more.pop("source", "storages"), **{**fields, **more})
 
 
-def answers(*uses: MemoryUse, estimated: dict[str, int] | None = None, notes: tuple[str, ...] = ()) -> MemoryAnswers:
+def answers(*uses: MemoryUse, estimated: dict[str, int] | None = None, notes: tuple[str, ...] = ()) -> MemorySnapshot:
     """Of these ranks, each with the same estimate."""
     estimates = {} if estimated is None else {own.rank: MemoryUse(own.rank, 0, "estimate", estimated) for own in uses}
-    return MemoryAnswers({own.rank: own for own in uses}, estimates, notes)
+    return MemorySnapshot({own.rank: own for own in uses}, estimates, notes)
 
 
-def rows_of(*told: MemoryAnswers) -> MemoryRows:
+def rows_of(*told: MemorySnapshot) -> MemoryRows:
     made = MemoryRows("model")
     for own in told:
         made.take(own)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.inspection.memory import MemoryAnswers
+from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
 from axon_nb.widgets.memory.view import MemoryView
 from axon_nb.widgets.memory.what_if import answer_bars, setup_in_words, state_in_words, what_if_content
@@ -89,7 +89,7 @@ def test_setups_in_words() -> None:
 def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     asked: list[Any] = []
     view = MemoryView("model", asked.append)
-    view.take(MemoryAnswers({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
+    view.take(MemorySnapshot({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
     view.refresh(unseen=True)
     assert view.content["rows"][0]["estimated"]["words"].startswith("estimate: 160 MiB (parameters")
     view._handle_custom_msg({"op": "what_if", "setup": {"world": "8"}}, [])

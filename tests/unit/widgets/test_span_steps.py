@@ -27,10 +27,10 @@ def gpipe(num_ranks: int, num_microbatches: int, *, group: str, start_ns: int, f
 def test_the_newest_pipelines_are_shown_however_many_there_were_before() -> None:
     store = SpanStore()
     for number in range(1, 41):
-        store.know_groups({str(number): [0, 1]})
+        store.set_groups({str(number): [0, 1]})
         for own in gpipe(2, 4, group=str(number), start_ns=number * STEP_NS):
             store.add(own)
-    store.know_groups({"0": range(4)})
+    store.set_groups({"0": range(4)})
     for own in gpipe(4, 4, group="0", start_ns=50 * STEP_NS):
         store.add(own)
     found = pipeline_steps(store.table())
@@ -42,7 +42,7 @@ def test_the_newest_pipelines_are_shown_however_many_there_were_before() -> None
 
 def test_ranks_that_answer_one_after_another_with_very_many_spans_are_all_looked_at() -> None:
     store = SpanStore()
-    store.know_groups({"0": range(4), "1": range(4)})
+    store.set_groups({"0": range(4), "1": range(4)})
     by_rank: list[list[Span]] = [[], [], [], []]
     for number in range(100):
         for rank, own in enumerate(gpipe(4, 16, group="0", start_ns=number * STEP_NS)):
@@ -59,7 +59,7 @@ def test_ranks_that_answer_one_after_another_with_very_many_spans_are_all_looked
 def test_facts_of_large_pipelines_fit_into_one_message() -> None:
     store = SpanStore()
     for number in range(4):
-        store.know_groups({str(number): range(16)})
+        store.set_groups({str(number): range(16)})
         for own in gpipe(16, 64, group=str(number), start_ns=number * STEP_NS):
             store.add(own)
     facts = page_facts(facts_of(store.table()), range(16))

@@ -34,7 +34,7 @@ def span(rank: int, start: float, end: float, kind: str, **more: Any) -> Span:
 
 def filled(*spans: Span, ranks: int = 2) -> SpanStore:
     store = SpanStore()
-    store.know_groups({"0": list(range(ranks))})
+    store.set_groups({"0": list(range(ranks))})
     store.add(spans)
     return store
 
