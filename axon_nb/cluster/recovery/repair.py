@@ -55,7 +55,7 @@ def copy_variables(
             groups |= {name: group for name, group in answer.items() if not names or name in names}
         packed = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
         parcel = gather({source: packed}, _COPY_LIMIT_S * 10, connection)[source]
-        content = {key: parcel[key] for key in ("size", "digest", "environment")}
+        content = {key: parcel[key] for key in ("size", "digest", "import_context")}
         calls = {
             rank: requests.call(client, rank, f"{_COPIES}:receive", source=source, groups=groups, **content)
             for rank in ranks
