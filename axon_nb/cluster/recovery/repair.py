@@ -62,7 +62,7 @@ def copy_variables(
             groups |= {name: group for name, group in own_groups.items() if not names or name in names}
         future = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
         packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
-        content = {key: packed[key] for key in ("size", "digest", "environment")}
+        content = {key: packed[key] for key in ("size", "digest", "import_context")}
         calls = {
             rank: requests.call(client, rank, f"{_COPIES}:receive", source=source, groups=groups, **content)
             for rank in ranks

@@ -36,6 +36,7 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 20.0
+_Step = Callable[[int], None]
 
 
 class _Store(FileStore):
@@ -162,9 +163,7 @@ def repair(process: CheckProcess) -> None:
         _expect_sum(group)
 
 
-def _train_through_abort(
-    process: CheckProcess, make: Callable[[], Callable[[int], None]], weights: Callable[[], Any]
-) -> None:
+def _train_through_abort(process: CheckProcess, make: Callable[[], _Step], weights: Callable[[], Any]) -> None:
     """Check that steps 0, 1, 2, with step 1 aborted on rank 0 and repeated, equal undisturbed ones bit for bit.
 
     Args:
@@ -205,7 +204,7 @@ def _check_wrapper_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], 
     _join(process)
     models: list[nn.Module] = []
 
-    def make() -> Callable[[int], None]:
+    def make() -> _Step:
         model = wrap(_layers())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         models[:] = [model]
@@ -248,7 +247,7 @@ def pipeline_reset(process: CheckProcess) -> None:
     _join(process)
     modules: list[nn.Module] = []
 
-    def make() -> Callable[[int], None]:
+    def make() -> _Step:
         torch.manual_seed(process.rank)
         module = nn.Linear(8, 8)
         modules[:] = [module]

@@ -54,7 +54,7 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
 
     Returns:
         `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
-        payload, and `environment`, an argument of `receive`.
+        payload, and `import_context`, an argument of `receive`.
     """
     variables = user_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
@@ -74,7 +74,7 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
         "skipped": skipped,
         "size": len(payload),
         "digest": hashlib.sha256(payload).hexdigest(),
-        "environment": _environment(copied),
+        "import_context": _import_context(copied),
     }
 
 
@@ -86,14 +86,14 @@ def send(ranks: Sequence[int]) -> None:
             dist.send(chunk.to(_transfer_device()), rank)
 
 
-def receive(source: int, size: int, digest: str, environment: dict[str, Any], groups: dict[str, str]) -> None:
+def receive(source: int, size: int, digest: str, import_context: dict[str, Any], groups: dict[str, str]) -> None:
     """Receive the payload from `source` and put its variables into the namespace.
 
     Args:
         source: The rank that is in `send`.
         size: Bytes of the payload.
         digest: Its SHA-256, checked because a pickle runs code and Gloo's connections are not authenticated.
-        environment: Working folder and modules, as returned by `pack`.
+        import_context: Working folder and modules, as returned by `pack`.
         groups: Variables that are process groups on other ranks, with the names of the groups.
 
     Raises:
@@ -108,7 +108,7 @@ def receive(source: int, size: int, digest: str, environment: dict[str, Any], gr
     data: Any = payload.numpy()
     if hashlib.sha256(data).hexdigest() != digest:
         raise RuntimeError(f"the data received from rank {source} does not match its digest")
-    _apply_environment(environment)
+    _apply_import_context(import_context)
     content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
     shell = current().kernel.shell
     own_groups = {group.group_name: group for group in install.all_groups()}
@@ -143,17 +143,17 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _environment(variables: dict[str, Any]) -> dict[str, Any]:
+def _import_context(variables: dict[str, Any]) -> dict[str, Any]:
     packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
     modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
     return {"path": list(sys.path), "folder": os.getcwd(), "modules": modules}
 
 
-def _apply_environment(environment: dict[str, Any]) -> None:
-    sys.path[:] = environment["path"]
+def _apply_import_context(import_context: dict[str, Any]) -> None:
+    sys.path[:] = import_context["path"]
     with contextlib.suppress(OSError):
-        os.chdir(environment["folder"])
-    for name in environment["modules"]:
+        os.chdir(import_context["folder"])
+    for name in import_context["modules"]:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
                 importlib.import_module(name)
