@@ -1,7 +1,7 @@
 """Panels: a live view in one output, and a picture of it, folded, in a second one, which the notebook saves.
 
-A `LivePanel` also polls the ranks while they work, seldom enough that replying takes little of their time, however large
-a model is. All panels poll at the same moments (`records.telemetry.seconds_to_tick`), and all ranks at once.
+A `LivePanel` also polls the ranks while they work, seldom enough that replying takes little of their time, even for
+large models. All panels poll at the same moments (`records.telemetry.seconds_to_tick`), and all ranks at once.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class LivePanel(Panel):
             AxonError: The ranks cannot be queried.
         """
 
-    def on_cluster_stopped(self) -> None:  # noqa: B027 -- most have nothing to do then
+    def on_cluster_stopped(self) -> None:
         """Show that there are no ranks to poll anymore; on the notebook's thread."""
 
     def open(self, shell: InteractiveShell) -> None:

@@ -86,7 +86,7 @@ class SpanTable:
             kind, name, group = self.labels[label]
             yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
 
-    def to_dataframe(self) -> pd.DataFrame:
+    def to_frame(self) -> pd.DataFrame:
         """One row a span, by start: rank, kind, name, group, start in seconds from the first span on, and so on.
 
         `waited_s` is how long a collective waited for the last rank to begin it, and `waited_for` that rank; missing

@@ -7,7 +7,17 @@ from html import escape
 
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.html import CELL, WRAPPED_CELL, data_cells, figure, note_lines, row_title, svg_uri, table, table_row
+from axon_nb.widgets.html import (
+    CELL,
+    WRAPPED_CELL,
+    data_cells,
+    figure,
+    note_lines,
+    row_title,
+    svg_uri,
+    table,
+    table_row,
+)
 from axon_nb.widgets.shards.boxes import describe_boxes, draw, drawing_svg
 from axon_nb.widgets.shards.tensors import PlacedTensor, bytes_by_rank, describe_placement, ranks_by_bytes
 

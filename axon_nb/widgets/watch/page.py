@@ -6,7 +6,17 @@ from collections.abc import Callable
 from html import escape
 
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.html import MUTED, data_cells, figure, note_lines, row_title, svg_uri, table, table_row, table_style
+from axon_nb.widgets.html import (
+    MUTED,
+    data_cells,
+    figure,
+    note_lines,
+    row_title,
+    svg_uri,
+    table,
+    table_row,
+    table_style,
+)
 from axon_nb.widgets.watch.series import HEIGHT, WIDTH, Point, Series, chart_svg
 from axon_nb.widgets.watch.store import MAX_CURVES, JobStore, MergedBar, RankRow
 
