@@ -2,7 +2,7 @@
 // The memory panel on a page.
 
 import { element } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
+import { sendHeartbeats } from "../shared/wire.js";
 import { makeLegend, makeRow, news } from "./bars.js";
 import { WhatIf } from "./what_if.js";
 
@@ -65,9 +65,9 @@ function render({ model, el }) {
   whatIf.draw();
   // What is, is planned once somebody looks; after a reload the answer is there.
   if (!whatIf.root.hidden && whatIf.isEmpty) model.send({ op: "what_if", setup: null });
-  const unsay = sayHere(model, page.root);
+  const stopHeartbeats = sendHeartbeats(model, page.root);
   return () => {
-    unsay();
+    stopHeartbeats();
     model.off("change:content", draw);
     model.off("change:what_if", whatIf.draw);
   };

@@ -1,8 +1,8 @@
 // @ts-check
 // The shards panel on a page: a list of drawings, or a treemap by bytes.
 
-import { element, shape } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
+import { element, svgElement } from "../shared/dom.js";
+import { sendHeartbeats } from "../shared/wire.js";
 import { drawMap, drawParts, makeLegend, makePatterns } from "./drawing.js";
 import { changed, keyOf, matching } from "./layout.js";
 
@@ -31,7 +31,7 @@ function buildPage(prefix) {
   const body = element("div", { class: "axon-shards-body" });
   const notes = element("div", { class: "axon-view-muted" });
   const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
-  const defs = shape("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
+  const defs = svgElement("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
   defs.append(makePatterns(prefix));
   const tools = element("div", { class: "axon-shards-tools" }, filter, list, map, state);
   const root = element("div", { class: "axon-view axon-shards" }, heading, totals, tools, body, notes, tip, defs);
@@ -69,11 +69,11 @@ class ShardsView {
       });
     }
     model.on("change:content", this.#update);
-    const unsay = sayHere(model, this.page.root);
+    const stopHeartbeats = sendHeartbeats(model, this.page.root);
     shared.content ??= this.#content;
     this.#draw();
     this.close = () => {
-      unsay();
+      stopHeartbeats();
       model.off("change:content", this.#update);
     };
   }

@@ -1,7 +1,7 @@
 // @ts-check
 // One curve of a job, over all ranks.
 
-import { element, shape } from "../shared/dom.js";
+import { element, svgElement } from "../shared/dom.js";
 import { decode, describe, moved, nearest, paths, place, range, words } from "./points.js";
 
 /** @import { Along, Kind } from "./points.js" */
@@ -23,15 +23,15 @@ function buildElements() {
   const title = element("b");
   const last = element("span");
   const viewBox = `0 0 ${FRAME.width} ${FRAME.height + 2 * FRAME.top}`;
-  const band = shape("path", { class: "axon-watch-band" });
-  const line = shape("path", { class: "axon-watch-mean", "vector-effect": "non-scaling-stroke" });
-  const dot = shape("circle", { r: 2.5, class: "axon-watch-dot" });
-  const cursor = shape("path", { class: "axon-watch-cursor", "vector-effect": "non-scaling-stroke" });
+  const band = svgElement("path", { class: "axon-watch-band" });
+  const line = svgElement("path", { class: "axon-watch-mean", "vector-effect": "non-scaling-stroke" });
+  const dot = svgElement("circle", { r: 2.5, class: "axon-watch-dot" });
+  const cursor = svgElement("path", { class: "axon-watch-cursor", "vector-effect": "non-scaling-stroke" });
   const edges = [FRAME.top, FRAME.top + FRAME.height].map((y) =>
-    shape("path", { d: `M0 ${y}h${FRAME.width}`, class: "axon-watch-grid" }),
+    svgElement("path", { d: `M0 ${y}h${FRAME.width}`, class: "axon-watch-grid" }),
   );
   const attributes = { viewBox, preserveAspectRatio: "none", role: "img", tabindex: "0" };
-  const svg = shape("svg", attributes, ...edges, band, line, dot, cursor);
+  const svg = svgElement("svg", attributes, ...edges, band, line, dot, cursor);
   const axis = element("div", { class: "axon-view-muted axon-watch-axis" });
   const root = element("div", { class: "axon-watch-chart" }, element("div", {}, title, " ", last), svg, axis);
   return { root, title, last, svg, band, line, dot, cursor, axis };

@@ -1,7 +1,7 @@
 // @ts-check
 // The points of a curve: their scales, paths and words.
 
-import { size } from "../shared/format.js";
+import { formatBytes } from "../shared/format.js";
 
 /** @typedef {{steps: number[], lows: number[], means: number[], highs: number[]}} Points over all ranks, by step */
 
@@ -99,7 +99,7 @@ export function nearest({ steps }, share) {
  */
 export function words(value, kind) {
   if (kind === "share") return `${Math.round(100 * value)} %`;
-  if (kind === "bytes") return size(value);
+  if (kind === "bytes") return formatBytes(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
   const large = Math.abs(value);
   return large >= 1e-4 && large < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);

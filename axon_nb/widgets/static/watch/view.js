@@ -2,7 +2,7 @@
 // A running job on a page: curves over all ranks, loops, states, a stop button.
 
 import { element, setText } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
+import { sendHeartbeats } from "../shared/wire.js";
 import { Chart } from "./chart.js";
 
 /** @import { Context } from "../shared/wire.js" */
@@ -93,9 +93,9 @@ class WatchView {
     });
     model.on("change:content", this.#draw);
     this.#draw();
-    const unsay = sayHere(model, root);
+    const stopHeartbeats = sendHeartbeats(model, root);
     this.close = () => {
-      unsay();
+      stopHeartbeats();
       model.off("change:content", this.#draw);
     };
   }
