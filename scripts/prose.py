@@ -33,6 +33,7 @@ CHECKED = (
     "axon_nb/plan",
     "axon_nb/records",
     "axon_nb/torch_api",
+    "axon_nb/widgets",
 )
 SKIPPED = ("docs/parity.md", "docs/parity/", "scripts/prose.py")
 SUFFIXES = {".py", ".md", ".js", ".mjs", ".css"}

@@ -82,7 +82,7 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     page.run_cell(3)
     # Live: while the cell runs two blocks are whole for the moment; they may become so one after the other.
     page.wait_until(
-        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-fresh') !== null"
+        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
     )
     assert page.is_running(3)
     assert "gathered for now, sharded at rest" in up.inner_text()

@@ -7,7 +7,7 @@ import { treemap } from "./layout.js";
 /** @import { Attributes } from "../shared/dom.js" */
 /** @import { Drawing, Tensor } from "./layout.js" */
 
-/** @typedef {(words: string, event?: PointerEvent) => void} Show a tooltip; no words: hide it */
+/** @typedef {(text: string, event?: PointerEvent) => void} ShowTooltip an empty text hides it */
 
 const KINDS = ["sharded", "replicated", "partial", "own"];
 const MAP_HEIGHT = 300; // pixels
@@ -33,14 +33,14 @@ export function makePatterns(prefix) {
 /**
  * @param {Drawing} drawing
  * @param {string} prefix of the patterns' identifiers
- * @param {Show} show
+ * @param {ShowTooltip} show
  */
 export function drawParts(drawing, prefix, show) {
   const { width, height } = drawing;
-  const words = [...drawing.boxes.map((box) => box.words), drawing.empty].filter(Boolean).join("; ");
+  const text = [...drawing.boxes.map((box) => box.text), drawing.empty].filter(Boolean).join("; ");
   const size = { width: width + 2, height: height + 2 };
   const viewBox = `-1 -1 ${size.width} ${size.height}`;
-  const svg = svgElement("svg", { ...size, viewBox, role: "img", "aria-label": words });
+  const svg = svgElement("svg", { ...size, viewBox, role: "img", "aria-label": text });
   for (const part of drawing.boxes) {
     const area = { x: part.x, y: part.y, width: part.width, height: part.height };
     const rect = svgElement("rect", { ...area, fill: part.color, class: "axon-shards-part" });
@@ -49,12 +49,12 @@ export function drawParts(drawing, prefix, show) {
       svg.append(svgElement("rect", { ...area, fill: `url(#${prefix}-${part.pattern})`, "pointer-events": "none" }));
     }
     if (part.label) {
-      const middle = { x: part.x + part.width / 2, y: part.y + part.height / 2 + 3.5 };
+      const center = { x: part.x + part.width / 2, y: part.y + part.height / 2 + 3.5 };
       /** @type {Attributes} */
       const halo = part.pattern ? { "paint-order": "stroke", stroke: part.color, "stroke-width": 3 } : {};
-      svg.append(svgElement("text", { ...middle, ...halo, fill: part.ink, class: "axon-shards-label" }, part.label));
+      svg.append(svgElement("text", { ...center, ...halo, fill: part.ink, class: "axon-shards-label" }, part.label));
     }
-    rect.addEventListener("pointerenter", (event) => show(part.words, event));
+    rect.addEventListener("pointerenter", (event) => show(part.text, event));
     rect.addEventListener("pointerleave", () => show(""));
   }
   svg.append(svgElement("rect", { width, height, fill: "none", class: "axon-shards-frame" }));
@@ -62,11 +62,11 @@ export function drawParts(drawing, prefix, show) {
 }
 
 /**
- * Tensors as boxes by bytes.
+ * Draw tensors as boxes by bytes.
  *
  * @param {Tensor[]} tensors
  * @param {number} width pixels
- * @param {Show} show
+ * @param {ShowTooltip} show
  */
 export function drawMap(tensors, width, show) {
   const height = MAP_HEIGHT;
@@ -76,11 +76,11 @@ export function drawMap(tensors, width, show) {
   const bytes = tensors.map((tensor) => tensor.bytes);
   treemap(bytes, width, height).forEach((box, i) => {
     if (box.width < 1 || box.height < 1) return;
-    const { name, role, shape: lengths, where, kind, total } = tensors[i];
-    const words = `${name}, ${role}, ${lengths}: ${where}; ${total} in all`;
+    const { name, role, shape, placement, kind, total } = tensors[i];
+    const description = `${name}, ${role}, ${shape}: ${placement}; ${total} in all`;
     const inner = { x: box.x + 0.5, y: box.y + 0.5, width: box.width - 1, height: box.height - 1 };
     const rect = svgElement("rect", { ...inner, class: `axon-shards-tile axon-shards-${kind}`, "data-name": name });
-    rect.addEventListener("pointerenter", (event) => show(words, event));
+    rect.addEventListener("pointerenter", (event) => show(description, event));
     rect.addEventListener("pointerleave", () => show(""));
     svg.append(rect);
     const letters = Math.floor((box.width - 6) / 6.5);
@@ -94,7 +94,7 @@ export function drawMap(tensors, width, show) {
 /** @param {Tensor[]} tensors */
 export function makeLegend(tensors) {
   const legend = element("div", { class: "axon-shards-legend" });
-  for (const kind of KINDS.filter((known) => tensors.some((tensor) => tensor.kind === known))) {
+  for (const kind of KINDS.filter((each) => tensors.some((tensor) => tensor.kind === each))) {
     const tile = { x: 0.5, y: 0.5, width: 13, height: 11, class: `axon-shards-tile axon-shards-${kind}` };
     const swatch = svgElement("svg", { width: 14, height: 12 }, svgElement("rect", tile));
     legend.append(element("span", {}, swatch, kind === "own" ? "each rank's own" : kind));

@@ -77,8 +77,9 @@ class TimelineView extends TimeView {
     const onWheel = (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
-      const time = timeAt(canvas, this.range, event.offsetX);
-      this.#zoom = rescaleRange(this.range, event.deltaY < 0 ? 0.8 : 1.25, { minLength: MIN_SPAN, time });
+      const { range } = this;
+      const time = timeAt(canvas, range, event.offsetX);
+      this.#zoom = rescaleRange(range, event.deltaY < 0 ? 0.8 : 1.25, { minLength: MIN_SPAN, time });
       this.request();
     };
     on(canvas, "wheel", onWheel, { passive: false });
