@@ -71,12 +71,12 @@ def draw(tensor: PlacedTensor) -> Drawing:
     columns = tensor.shape[horizontal] if horizontal is not None else 1
     width, height = _size(rows, columns)
     parts = [part for part in tensor.parts if not part.is_empty]
-    own = tensor.kind == "own" and len(tensor.ranks) > 1
+    is_independent = tensor.kind == "own" and len(tensor.ranks) > 1
     boxes = []
     for number, part in enumerate(parts):
         y, box_height = _interval(part, vertical, rows, height)
         x, box_width = _interval(part, horizontal, columns, width)
-        if own:  # independent tensors: strips beside one another
+        if is_independent:  # strips beside one another
             x, box_width = width * number / len(parts), width / len(parts)
         boxes.append(_box(tensor, part, (x, y, box_width, box_height)))
     without = [rank for part in tensor.parts if part.is_empty for rank in part.ranks]

@@ -90,11 +90,11 @@ def _rank_facts(
     table: SpanTable, rank: int, kinds: dict[str, npt.NDArray[np.bool_]], known: npt.NDArray[np.bool_]
 ) -> RankFacts:
     columns = table.columns
-    own = columns["rank"] == rank
+    is_own = columns["rank"] == rank
 
     def times(*names: str) -> tuple[_Times, _Times]:
-        which = own & np.logical_or.reduce([kinds[name] for name in names])
-        return columns["start"][which], columns["end"][which]
+        selected = is_own & np.logical_or.reduce([kinds[name] for name in names])
+        return columns["start"][selected], columns["end"][selected]
 
     def seconds(name: str) -> float:
         starts, ends = times(name)
@@ -105,7 +105,7 @@ def _rank_facts(
     blocked = (np.concatenate((waiting[0], tails[0])), np.concatenate((waiting[1], tails[1])))
     covered, lengths = _coverage(communicating, times(*_COMPUTING), blocked, waiting)
     is_communicating, is_computing, is_blocked, is_waiting = covered
-    waited_for_it = known & (columns["by"] == rank) & ~own
+    waited_for_it = known & (columns["by"] == rank) & ~is_own
     return RankFacts(
         rank=rank,
         forward=seconds("forward"),
@@ -115,8 +115,8 @@ def _rank_facts(
         hidden=float(lengths[is_communicating & is_computing & ~is_blocked].sum()) / 1e9,
         waiting=float(lengths[is_waiting].sum()) / 1e9,
         waited_for=float(columns["late"][waited_for_it].sum()) / 1e9,
-        times_last=int((known & (columns["by"] == rank) & own).sum()),
-        bytes=int(columns["bytes"][own & (kinds["collective"] | kinds["p2p"])].sum()),
+        times_last=int((known & (columns["by"] == rank) & is_own).sum()),
+        bytes=int(columns["bytes"][is_own & (kinds["collective"] | kinds["p2p"])].sum()),
     )
 
 
@@ -174,9 +174,9 @@ def pipeline_steps(table: SpanTable) -> list[PipelineStep]:
     for limit in _LIMITS:
         groups = group_of[table.columns["label"][rows]] if len(rows) else rows
         chosen = rows[_last_of_each(groups * (1 << 32) + table.columns["rank"][rows], limit)]
-        which = np.zeros(len(table), dtype=bool)
-        which[chosen] = True
-        for step in last_steps(table.pick(which).spans(), members=table.groups):
+        selected = np.zeros(len(table), dtype=bool)
+        selected[chosen] = True
+        for step in last_steps(table.pick(selected).spans(), members=table.groups):
             found[step.group] = step
         # Read more only of pipelines whose step was not found among the first spans.
         rest = np.isin(groups, [index[name] for name in names if name not in found])

@@ -114,14 +114,14 @@ def watch_bundle(store: JobStore) -> dict[str, str]:
 
 
 def _text(store: JobStore) -> str:
-    series = [f"  {own.name}: {series_text(own, measured=measured)}" for own, measured in shown_series(store)]
+    curves = [f"  {series.name}: {series_text(series, measured=measured)}" for series, measured in shown_series(store)]
     bars = [f"  {bar.desc or 'progress'}: {bar.text}" for bar in store.bars()]
     ranks = []
     for row in store.rows():
         state, step, rate, share, memory = rank_cells(row)
         parts = [state, f"step {step}", f"{rate} steps/s", f"communication {share}", memory]
         ranks.append(f"  rank {row.rank}: " + "; ".join(part for part in parts if "–" not in part))
-    return "\n".join([heading(store), *series, *bars, *ranks, *store.notes()])
+    return "\n".join([heading(store), *curves, *bars, *ranks, *store.notes()])
 
 
 def _html(store: JobStore) -> str:

@@ -41,11 +41,11 @@ def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
     Args:
         bars: The loops of each rank.
     """
-    found: dict[tuple[int, str], dict[int, Bar]] = {}
-    for rank, own in sorted(bars.items()):
-        for bar in own:
-            found.setdefault((bar.depth, bar.desc), {})[rank] = bar
-    merged = [_merge(found[key]) for key in sorted(found)]
+    groups: dict[tuple[int, str], dict[int, Bar]] = {}
+    for rank, rank_bars in sorted(bars.items()):
+        for bar in rank_bars:
+            groups.setdefault((bar.depth, bar.desc), {})[rank] = bar
+    merged = [_merge(groups[key]) for key in sorted(groups)]
     return sorted(merged, key=lambda bar: bar.is_over)[:_MAX_BARS]
 
 

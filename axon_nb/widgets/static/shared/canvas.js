@@ -126,7 +126,7 @@ export class Painter {
   }
 
   /**
-   * Write text in the middle of a box, if it fits.
+   * Write text centered in a box, if it fits.
    *
    * @param {string} text
    * @param {number} left
