@@ -15,7 +15,7 @@ from axon_nb.widgets.palette import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, Span
 __all__ = ["rank_svg", "step_svg", "swatch_svg"]
 
 _WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
-"""(up to so many rows, width of a row in units): pictures are saved with the notebook."""
+"""(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
 _LANES = ((1.0, 14.0), (16.0, 9.0))
 """Top and height of each lane, in units."""
 _HEIGHT = 26
