@@ -51,10 +51,7 @@ from axon_nb.cluster.inspection.span_feed import span_feed
 from axon_nb.widgets import open as opened
 
 def views():
-    panels = [
-        *opened._job_panels.values(), *opened._shards_panels.values(), *opened._timeline_panels.values()
-    ]
-    found = [panel.view for panel in panels]
+    found = [panel.view for panel in list(opened._panels.values())]
     spans = span_feed(current.get().state)._views if current.get() is not None else ()
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
@@ -86,18 +83,17 @@ class Page:
             for view in shown:
                 if now - said.get(view, 0.0) > 4:
                     said[view] = now
-                    view._handle_custom_msg({"op": "here"}, [])
-                if getattr(view, "_num_sent", 0) > getattr(view, "_num_seen", 0):
-                    view._handle_custom_msg({"op": "seen"}, [])
+                    view._handle_custom_msg({"op": "heartbeat"}, [])
+                if getattr(view, "_last_sent", 0) > getattr(view, "_last_acked", 0):
+                    view._handle_custom_msg({"op": "ack"}, [])
             said = said if self.on else {}
 
     def close(self):
         self.on = False
-        for found in (opened._job_panels, opened._shards_panels, opened._timeline_panels):
-            for panel in found.values():
-                panel.close()
-                panel.view.close()
-            found.clear()
+        for panel in list(opened._panels.values()):
+            panel.close()
+            panel.view.close()
+        opened._panels.clear()
         self.sizes.clear()
 
 page = Page(get_ipython().kernel.session)

@@ -112,7 +112,7 @@ for _ in range(6):
 # and `%timeline --save page.html` as a page that needs no kernel.
 
 # %%
-spans = timeline.to_dataframe()
+spans = timeline.to_frame()
 spans.pivot_table(index="rank", columns="kind", values="seconds", aggfunc="sum").round(2)
 
 # %% [markdown]

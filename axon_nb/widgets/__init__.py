@@ -1,4 +1,4 @@
-"""Views of records in a notebook: live while a cell runs, pictures and tables afterwards. Loaded on first use."""
+"""Views in a notebook: live while a cell runs, pictures and tables afterwards. Loaded on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a public name from its module on first use, and keep it."""
+    """Import a public name on first use, and cache it."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those not fetched yet among them."""
+    """List the public names, including those not imported yet."""
     return sorted(__all__)

@@ -1,6 +1,6 @@
-"""Scripts and styles of the views: modules in `static/`, joined into the one script and one style that a page gets.
+"""Scripts and styles of the views: modules in `static/`, bundled into the one script and one style that a page gets.
 
-`python -m axon_nb.widgets.assets NAME` prints a script: that of a view (`strip`) or of a module (`strip/store`).
+`python -m axon_nb.widgets.assets NAME` prints the script of a view (`strip`) or of a module (`strip/store`).
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ class _Module:
     imports: dict[str, list[str]]
     """Names, by the path of the module that they come from."""
     names: dict[str, bool]
-    """What its top level declares, and whether it exports it."""
+    """Names declared at the top level, each with whether it is exported."""
     lines: list[str]
-    """All but the imports, and comments, which need not travel to pages."""
+    """Without imports, and without comments, which pages do not need."""
 
 
 def script(name: str) -> str:
-    """The script of a view, a module that imports nothing: anywidget gives the page one text, not a folder.
+    """Return the script of a view as one module without imports: anywidget gives the page one text, not a folder.
 
     Raises:
-        ValueError: Modules cannot be joined, such as two that declare the same name.
+        ValueError: Modules cannot be bundled, such as two that declare the same name.
     """
     entry = f"{name}/view.js" if (_STATIC / name).is_dir() else f"{name}.js"
     modules = _in_order(entry)
     owners: dict[str, str] = {}
     for module in modules:
-        for own in module.names:
-            if (other := owners.setdefault(own, module.path)) != module.path:
-                raise ValueError(f"{module.path} and {other} both declare {own}: rename one of them.")
+        for declared in module.names:
+            if (other := owners.setdefault(declared, module.path)) != module.path:
+                raise ValueError(f"{module.path} and {other} both declare {declared}: rename one of them.")
     return "".join("".join(module.lines if module.path == entry else _without_exports(module)) for module in modules)
 
 
 def style(name: str) -> str:
-    """The style of a view, after what all have in common."""
+    """Return the style of a view, after the shared one."""
     return f"{_read(_SHARED_STYLE)}{_read(f'{name}/view.css')}"
 
 
 def _in_order(entry: str) -> list[_Module]:
-    """A module and all that it imports, each after its own imports."""
+    """Return a module and all that it imports, each after its own imports."""
     modules: dict[str, _Module] = {}
     waiting = [entry]
     while waiting:
@@ -71,7 +71,7 @@ def _in_order(entry: str) -> list[_Module]:
 
 
 def _parse(path: str) -> _Module:
-    """Read a module. The formatter indents what is not at its top level, so that no other line begins a statement."""
+    """Read a module. The formatter indents all but the top level, so that only its lines start with a keyword."""
     module = _Module(path, {}, {}, [])
     lines = _code(_read(path))
     for line in lines:
@@ -93,7 +93,7 @@ def _parse(path: str) -> _Module:
 
 
 def _code(text: str) -> Iterator[str]:
-    """The lines of a module without comments that have lines of their own."""
+    """Yield the lines of a module, without comments that have lines of their own."""
     lines = iter(text.splitlines(keepends=True))
     for line in lines:
         start = line.lstrip()
@@ -105,19 +105,19 @@ def _code(text: str) -> Iterator[str]:
 
 
 def _imported(path: str, line: str, rest: Iterator[str]) -> tuple[str, list[str]]:
-    """The module and the names of an import that begins with a line and goes on with the next ones."""
+    """Return the module and the names of an import that starts with a line and continues with the next ones."""
     while not line.rstrip().endswith(";"):
         line += next(rest, ";")
     names, found, source = line.rstrip().removesuffix(";").partition(_FROM)
-    listed = [name.strip() for name in names.removeprefix(_IMPORT).split(",") if name.strip()]
-    if not found or not names.startswith(_IMPORT) or not all(map(str.isidentifier, listed)):
-        raise ValueError(f"{path}: import names in braces and as they are, unlike {line.strip()!r}.")
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), source.strip('"'))), listed
+    imported = [name.strip() for name in names.removeprefix(_IMPORT).split(",") if name.strip()]
+    if not found or not names.startswith(_IMPORT) or not all(map(str.isidentifier, imported)):
+        raise ValueError(f"{path}: import names in braces, without `as`, unlike {line.strip()!r}.")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), source.strip('"'))), imported
 
 
 def _without_exports(module: _Module) -> list[str]:
     if any(line.startswith(_EXPORT + _DEFAULT) for line in module.lines):
-        raise ValueError(f"{module.path} is a view, which no module can import.")
+        raise ValueError(f"{module.path} is a view; modules cannot import it.")
     return [line.removeprefix(_EXPORT) for line in module.lines]
 
 

@@ -7,44 +7,40 @@ from collections.abc import Iterable
 from html import escape
 
 __all__ = [
+    "CELL",
     "MUTED",
-    "cell_style",
+    "WRAPPED_CELL",
     "data_cells",
     "figure",
-    "head_cells",
+    "folded",
     "legend",
     "note_lines",
+    "row_title",
     "svg_uri",
+    "table",
+    "table_row",
     "table_style",
 ]
 
 MUTED = "color:var(--jp-ui-font-color2, inherit)"
-"""Style of what is said beside the facts."""
+"""Style of secondary text."""
+WRAPPED_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none"
+"""Style of a table's cell with long text."""
+CELL = f"{WRAPPED_CELL};white-space:nowrap"
+"""Style of a table's cell with text that is not wrapped."""
 
 
 def svg_uri(svg: str) -> str:
-    """An SVG as an address for `<img src>`."""
+    """Return an SVG as an address for `<img src>`."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-def cell_style(gap: int, *, above: int = 2, wraps: bool = False) -> str:
-    """Style of a table's cell.
-
-    Args:
-        gap: To the next column, in px.
-        above: And below, in px.
-        wraps: Whether long text is broken into lines.
-    """
-    style = f"padding:{above}px {gap}px {above}px 0;text-align:left;vertical-align:middle;border:none"
-    return style if wraps else f"{style};white-space:nowrap"
-
-
 def table_style(*, margin: str = "0", widths: tuple[int, int] | None = None) -> str:
-    """Style of a table.
+    """Return the style of a table.
 
     Args:
         margin: As CSS.
-        widths: Least and largest in px, of a table that is as wide as the page allows; None: as its cells are.
+        widths: Minimum and maximum in px of a table that fills the page; None: as wide as its cells.
     """
     if widths is None:
         return f"border-collapse:collapse;border:none;margin:{margin};font-size:inherit;color:inherit"
@@ -54,30 +50,49 @@ def table_style(*, margin: str = "0", widths: tuple[int, int] | None = None) -> 
     )
 
 
-def head_cells(titles: Iterable[str], style: str) -> str:
-    """A table's head; `style` is that of its cells."""
-    return "".join(
-        f'<th scope="col" style="{style};font-weight:normal;{MUTED}">{escape(title)}</th>' for title in titles
+def table(titles: Iterable[str], rows: Iterable[str], *, cell: str = CELL, style: str = "") -> str:
+    """Return a table.
+
+    Args:
+        titles: Of the columns; empty: the table has no head.
+        rows: From `table_row`.
+        cell: Style of the titles' cells.
+        style: From `table_style`; empty: its default.
+    """
+    heads = "".join(
+        f'<th scope="col" style="{cell};font-weight:normal;{MUTED}">{escape(title)}</th>' for title in titles
     )
+    head = f"<thead>{table_row(heads)}</thead>" if heads else ""
+    return f'<table style="{style or table_style()}">{head}<tbody>{"".join(rows)}</tbody></table>'
 
 
-def data_cells(cells: Iterable[str], style: str) -> str:
-    """Cells of text, in one style."""
-    return "".join(f'<td style="{style}">{escape(cell)}</td>' for cell in cells)
+def table_row(*cells: str) -> str:
+    """Return a row of cells, each of them HTML."""
+    return f'<tr style="background:none">{"".join(cells)}</tr>'
+
+
+def row_title(html: str, cell: str = CELL) -> str:
+    """Return the first cell of a row, in a style."""
+    return f'<th scope="row" style="{cell};font-weight:normal">{html}</th>'
+
+
+def data_cells(texts: Iterable[str], cell: str = CELL) -> str:
+    """Return cells of text, in one style."""
+    return "".join(f'<td style="{cell}">{escape(text)}</td>' for text in texts)
 
 
 def note_lines(notes: Iterable[str]) -> str:
-    """Sentences below a figure."""
+    """Return sentences for below a figure."""
     return "".join(f'<div style="{MUTED}">{escape(note)}</div>' for note in notes)
 
 
 def legend(entries: Iterable[tuple[str, str]], *, height: int = 14, margin: str = "left") -> str:
-    """Samples with their names.
+    """Return samples with their names.
 
     Args:
         entries: (SVG 24 units wide, label) of each.
         height: Of a sample in px.
-        margin: The side on which entries keep apart.
+        margin: The side of an entry that has one.
     """
     return "".join(
         f'<span style="white-space:nowrap;margin-{margin}:14px"><img alt="" src="{svg_uri(svg)}" width="24" '
@@ -87,15 +102,20 @@ def legend(entries: Iterable[tuple[str, str]], *, height: int = 14, margin: str 
 
 
 def figure(body: str, *, heading: str, beside: str = "") -> str:
-    """A figure.
+    """Return a figure.
 
     Args:
         body: HTML below the caption.
         heading: Text of the caption.
-        beside: HTML after it.
+        beside: HTML after the caption.
     """
     return (
         '<figure style="margin:4px 0;overflow-x:auto;font-size:var(--jp-ui-font-size1, 13px);'
         'color:var(--jp-ui-font-color1, inherit)">'
         f'<figcaption style="margin:0 0 4px"><b>{escape(heading)}</b>{beside}</figcaption>{body}</figure>'
     )
+
+
+def folded(body: str, *, summary: str = "the same as a picture, which stays in the saved notebook") -> str:
+    """Return HTML below a line of text; a click opens it."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"

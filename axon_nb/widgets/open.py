@@ -1,143 +1,127 @@
-"""Opening the panels of a running job: each is there once, and moves to where it was opened last.
+"""Opening views: each panel is open once per notebook and moves to where it was opened last.
 
-The panels that follow a cluster: each is opened once for what it shows.
-
-Showing a timeline: a panel in a notebook, text elsewhere; each cluster has one panel.
+A panel in a notebook, text elsewhere.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.shards import request_layouts
-from axon_nb.widgets.panel import FollowingPanel
+from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import put_together
+from axon_nb.widgets.shards.tensors import merge_shards
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
 __all__ = ["show_memory", "show_shards", "show_timeline", "show_watch"]
 
-_job_panels: dict[tuple[str, ...], FollowingPanel] = {}
+_panels: WeakValueDictionary[tuple[object, ...], Panel] = WeakValueDictionary()
+"""Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
 
 
 def show_watch(cluster: Cluster) -> None:
-    """Show what the job does: a panel in a notebook, text elsewhere."""
-    if not _in_notebook():
+    """Show the progress of the job: a panel in a notebook, text elsewhere."""
+    shell = _notebook_shell()
+    if shell is None:
         from axon_nb.cluster.inspection.job import request_job
         from axon_nb.widgets.watch.page import watch_bundle
         from axon_nb.widgets.watch.store import JobStore
 
         store = JobStore()
-        store.take(request_job(cluster.state, {}), time.monotonic())
+        store.add(request_job(cluster.state, {}), time.monotonic())
         print(watch_bundle(store)["text/plain"])
         return
     from axon_nb.widgets.watch.view import WatchPanel
 
-    _replace(("watch",), WatchPanel(cluster))
+    _open(WatchPanel(cluster), shell, "watch")
 
 
 def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
-    """Show what the ranks' memory holds: a panel in a notebook, text elsewhere.
+    """Show the ranks' memory by what uses it: a panel in a notebook, text elsewhere.
 
     Args:
-        cluster: Whose ranks are asked.
+        cluster: Whose ranks are queried.
         names: Modules and optimizers of the ranks, by name; empty: all that their variables hold.
 
     Raises:
-        UsageError: there is nothing of that name.
+        UsageError: No rank has a module or optimizer of that name.
     """
-    if not _in_notebook():
+    shell = _notebook_shell()
+    if shell is None:
         from axon_nb.cluster.inspection.memory import request_memory
         from axon_nb.widgets.memory.page import memory_bundle
         from axon_nb.widgets.memory.rows import MemoryRows
 
         rows = MemoryRows(", ".join(names))
-        rows.take(request_memory(cluster.state, names))
+        rows.update(request_memory(cluster.state, names))
         print(memory_bundle(rows)["text/plain"])
         return
     from axon_nb.widgets.memory.view import MemoryPanel
 
-    _replace(("memory", *names), MemoryPanel(cluster, names))
-
-
-def _in_notebook() -> bool:
-    return hasattr(get_ipython(), "kernel")
-
-
-def _replace(key: tuple[str, ...], panel: FollowingPanel) -> None:
-    earlier = _job_panels.pop(key, None)
-    if earlier is not None:
-        earlier.close()
-    shell = get_ipython()
-    assert shell is not None
-    panel.open(shell)
-    _job_panels[key] = panel
-
-
-_shards_panels: dict[tuple[str, ...], object] = {}
+    _open(MemoryPanel(cluster, names), shell, "memory", *names)
 
 
 def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = False) -> None:
     """Show which rank holds which part of tensors: a panel in a notebook, text elsewhere.
 
     Args:
-        cluster: Whose ranks are asked.
+        cluster: Whose ranks are queried.
         names: Modules, optimizers, tensors of the ranks, by name.
-        gradients: Whether gradients are shown besides parameters.
+        gradients: Whether to show gradients, too.
 
     Raises:
-        UsageError: there is nothing of that name to show.
+        UsageError: No rank has a variable of that name with tensors.
     """
-    shell = get_ipython()
-    if shell is None or not hasattr(shell, "kernel"):
+    shell = _notebook_shell()
+    if shell is None:
         shards, notes = request_layouts(cluster.state, names, gradients=gradients)
-        print(shards_bundle(", ".join(names), put_together(shards), notes)["text/plain"])
+        print(shards_bundle(", ".join(names), merge_shards(shards), notes)["text/plain"])
         return
     from axon_nb.widgets.shards.view import ShardsPanel
 
-    panel = ShardsPanel(cluster, names, gradients=gradients)
-    earlier = _shards_panels.pop(tuple(names), None)
-    if isinstance(earlier, ShardsPanel):
-        earlier.close()
-    panel.open(shell)
-    _shards_panels[tuple(names)] = panel
-
-
-_timeline_panels: WeakKeyDictionary[Cluster, object] = WeakKeyDictionary()
+    _open(ShardsPanel(cluster, names, gradients=gradients), shell, "shards", *names)
 
 
 def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> Timeline:
-    """Show what ranks do, from now on and as far back as they have kept it.
+    """Show the ranks' spans, from now on and as far back as they are stored; each cluster has one panel.
 
     Args:
         cluster: The cluster.
         ranks: Which of its ranks.
-        cell: Show one cell that is over instead.
+        cell: Number of a finished cell to show instead.
 
     Raises:
-        UsageError: ranks have no spans of that cell.
+        UsageError: Ranks have no spans of that cell.
     """
     timeline = Timeline(cluster, list(ranks), cell=cell)
-    shell = get_ipython()
-    if shell is None or not hasattr(shell, "kernel"):
+    shell = _notebook_shell()
+    if shell is None:
         print(repr(timeline))
-        return timeline
-    if cell is not None:
+    elif cell is not None:
         display(timeline_bundle(timeline.table(), ranks, title=timeline.title), raw=True)
-        return timeline
-    from axon_nb.widgets.timeline.panel import TimelinePanel
+    else:
+        from axon_nb.widgets.timeline.panel import TimelinePanel
 
-    panel = TimelinePanel(cluster, list(ranks))
-    earlier = _timeline_panels.pop(cluster, None)
-    if isinstance(earlier, TimelinePanel):
+        _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
+    return timeline
+
+
+def _notebook_shell() -> InteractiveShell | None:
+    shell = get_ipython()
+    return shell if hasattr(shell, "kernel") else None
+
+
+def _open(panel: Panel, shell: InteractiveShell, *key: object) -> None:
+    earlier = _panels.pop(key, None)
+    if earlier is not None:
         earlier.close()
     panel.open(shell)
-    _timeline_panels[cluster] = panel
-    return timeline
+    _panels[key] = panel

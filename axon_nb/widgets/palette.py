@@ -1,6 +1,6 @@
-"""Colours and patterns: Okabe and Ito's palette, which colour-blind people can tell apart, and never colour alone.
+"""Colours and patterns of activities and of kinds of spans, with their labels.
 
-How kinds of spans are drawn and what they are called: Okabe and Ito's colours, and a pattern besides.
+The colours are Okabe and Ito's, which colour-blind people can distinguish; patterns differ as well.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ OKABE_ITO = {
     "purple": "#CC79A7",
     "grey": "#767676",
 }
-"""The palette; its black is a grey here that shows on white as well as on a dark page."""
+"""The palette; its black is replaced by a grey that is visible on light and dark pages."""
 
 _PAGES = ("#FFFFFF", "#111111")
 
 
 @dataclass(frozen=True, slots=True)
 class Paint:
-    """How one activity is drawn and what it is called."""
+    """How one activity is drawn, and its label."""
 
     activity: Activity
     label: str
-    """Words for the legend."""
+    """Text for the legend."""
     color: str
     """Hex RGB."""
     pattern: Pattern
-    """What is drawn over, or instead of, the plain colour."""
+    """Drawn over, or instead of, the plain colour."""
 
 
 PAINTS = (
@@ -65,19 +65,19 @@ PAINTS = (
     Paint(Activity.FAILED, "failed", OKABE_ITO["vermillion"], "cross"),
     Paint(Activity.DEAD, "dead", OKABE_ITO["grey"], "cross"),
 )
-"""One paint an activity; the position is the activity's code on the wire."""
+"""One paint per activity; the position is the activity's code on the wire."""
 
 ACTIVITY_CODES = {paint.activity: code for code, paint in enumerate(PAINTS)}
 
 
 def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two hex colours after WCAG 2, from 1 to 21."""
+    """Return the contrast ratio of two hex colours, from 1 to 21, as WCAG 2 defines it."""
     lighter, darker = sorted((_luminance(first), _luminance(second)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 
 
 def needs_outline(color: str) -> bool:
-    """Whether a colour is below 3:1 on a white or on a dark page, so that its shapes need an outline."""
+    """Whether a colour's contrast is below 3:1 on a light or dark page, so that its shapes need an outline."""
     return min(contrast(color, page) for page in _PAGES) < 3
 
 
@@ -92,16 +92,16 @@ SpanPattern = Literal["solid", "rows", "cross", "bars", "dots", "hatch", "line",
 
 @dataclass(frozen=True, slots=True)
 class SpanPaint:
-    """One kind of span."""
+    """How one kind of span is drawn, and its label."""
 
     kind: str
     label: str
-    """Words for the legend."""
+    """Text for the legend."""
     color: str
     """Hex RGB."""
     pattern: SpanPattern
     lane: int
-    """0: what the rank's own code does; 1: what communication is under way; -1: the cell, above both."""
+    """0: the rank's own code; 1: its communication; -1: the cell, above both."""
 
 
 SPAN_PAINTS = (
@@ -115,7 +115,7 @@ SPAN_PAINTS = (
     SpanPaint("other", "other", OKABE_ITO["grey"], "bars", 0),
     SpanPaint("bubble", "bubble", OKABE_ITO["grey"], "dashed", 0),
 )
-"""One paint a kind; the position is the kind's code on the wire."""
+"""One paint per kind; the position is the kind's code on the wire."""
 
 SPAN_CODES = {paint.kind: code for code, paint in enumerate(SPAN_PAINTS)}
 OTHER = SPAN_CODES["other"]
@@ -123,7 +123,7 @@ BUBBLE = SPAN_CODES["bubble"]
 
 
 def paints_for_page() -> list[dict[str, object]]:
-    """The paints as `static/timeline/store.js` reads them."""
+    """Return the paints of spans as `static/timeline/store.js` reads them."""
     return [
         {
             "kind": paint.kind,

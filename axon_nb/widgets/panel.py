@@ -1,8 +1,7 @@
-"""What panels have in common that follow a cluster: live in one output, a saved picture in a second one, folded.
+"""Panels: a live view in one output, and a picture of it, folded, in a second one, which the notebook saves.
 
-How often ranks are asked while they work, so that answering takes little of their time, however large a model is.
-
-All views ask at the same moments (`records.beat`), and all ranks at once.
+A `LivePanel` also polls the ranks while they work, seldom enough that replying takes little of their time, even for
+large models. All panels poll at the same moments (`records.telemetry.seconds_to_tick`), and all ranks at once.
 """
 
 from __future__ import annotations
@@ -19,135 +18,166 @@ from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
+from axon_nb.widgets.html import folded
 
-__all__ = ["FollowingPanel", "Pace"]
+__all__ = ["LivePanel", "Panel", "PollSchedule"]
 
-_SHARE = 0.004
-"""Of a rank's time: what one view takes at most. Ranks that meet in collectives wait for the one that answers."""
-_SELDOM_S = 10.0
-"""Even of a huge model nothing that is shown is older, give or take a beat."""
-
-
-class Pace:
-    """Seconds between two questions, a multiple of `TICK_S`.
-
-    Args:
-        least_s: No fewer, however little an answer costs.
-    """
-
-    def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
-        self._before = 0.0
-        self.every_s = _in_beats(least_s)
-
-    def took(self, seconds: float) -> None:
-        """The last answer has cost so much; one that costs more than the one before it changes nothing yet."""
-        usual, self._before = min(seconds, self._before), seconds
-        self.every_s = _in_beats(max(self._least_s, min(usual / _SHARE, _SELDOM_S)))
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the next question."""
-        return seconds_to_tick(self.every_s)
-
-
-def _in_beats(seconds: float) -> float:
-    return math.ceil(seconds / TICK_S) * TICK_S
-
-
-_SUMMARY = "the same as a picture, which stays in the saved notebook"
 _log = logging.getLogger("axon_nb.panels")
 
 
-class FollowingPanel(ABC):
-    """Asks a cluster while somebody looks and a cell runs, and after each cell.
-
-    Args:
-        cluster: Whose ranks are asked.
-        every_s: Seconds between two questions, at least.
-    """
+class Panel(ABC):
+    """A view and its folded picture, which is made again after each cell."""
 
     view: Any
-    """The widget, a `LiveView`."""
+    """The widget."""
 
-    def __init__(self, cluster: Cluster, *, every_s: float) -> None:
-        self._cluster = cluster
-        self._pace = Pace(every_s)
-        self._asking = threading.Lock()
-        self._closed = threading.Event()
+    def __init__(self) -> None:
         self._saved: DisplayHandle | None = None
         self._saved_html = ""
         self._shell: InteractiveShell | None = None
 
     @abstractmethod
-    def ask(self) -> float:
-        """Ask the ranks, and show what they say.
+    def after_cell(self) -> None:
+        """Bring the view up to date, or close the panel if the cluster has stopped."""
 
-        Returns:
-            Seconds that the answer has cost a rank, at most.
-
-        Raises:
-            AxonError: they cannot be asked.
-        """
-
-    def cluster_is_gone(self) -> None:  # noqa: B027 -- most have nothing to say then
-        """On the notebook's thread: there is nobody to ask any more."""
+    def picture(self) -> dict[str, str]:
+        """Return what the view shows now, as `text/html` and `text/plain`."""
+        bundle: dict[str, str] = self.view.to_bundle()
+        return bundle
 
     def open(self, shell: InteractiveShell) -> None:
-        """Show it in the running cell, and follow the cluster from now on."""
+        """Show the panel in the running cell and update it from now on."""
         display(self.view)
-        self._saved = display(self._folded(), raw=True, display_id=True)
+        self._saved = display(self._folded_picture(), raw=True, display_id=True)
         self._shell = shell
         shell.events.register("post_run_cell", self._after_cell)
-        threading.Thread(target=self._follow, name="axon_nb-panel", daemon=True).start()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it follows no more."""
-        return self._closed.is_set()
 
     def close(self) -> None:
-        """Follow no more; what is shown stays."""
-        self._closed.set()
+        """Stop updating; what is shown stays."""
         if self._shell is not None:
             self._shell.events.unregister("post_run_cell", self._after_cell)
             self._shell = None
 
-    def update(self) -> None:
-        """Ask the ranks and show what they say; when that goes wrong, what is shown stays as it is."""
+    def _after_cell(self, result: Any) -> None:
         try:
-            with self._asking:
-                began = time.thread_time()
-                spent_s = self.ask()
-                self._pace.took(spent_s + time.thread_time() - began)
+            self.after_cell()
+            before = self._saved_html
+            bundle = self._folded_picture()
+            if self._saved is not None and self._saved_html != before:
+                self._saved.update(bundle, raw=True)
+        except Exception:  # a view must not fail a cell
+            _log.warning("The saved picture of a panel could not be updated.", exc_info=True)
+
+    def _folded_picture(self) -> dict[str, str]:
+        bundle = self.picture()
+        self._saved_html = bundle["text/html"]
+        return {**bundle, "text/html": folded(self._saved_html)}
+
+
+_MAX_SHARE = 0.004
+"""Of a rank's time, for one view. Ranks that communicate wait for the one that replies."""
+_MAX_INTERVAL_S = 10.0
+"""Even for a huge model; what is shown is not older, give or take a tick."""
+
+
+class PollSchedule:
+    """How often ranks are polled: a multiple of `TICK_S`, larger if replies are expensive.
+
+    Args:
+        min_interval_s: Seconds between two polls, however cheap a reply is.
+    """
+
+    def __init__(self, min_interval_s: float) -> None:
+        self._min_interval_s = min_interval_s
+        self._previous_cost_s = 0.0
+        self.interval_s = _round_up_to_ticks(min_interval_s)
+
+    def record_cost(self, seconds: float) -> None:
+        """Adapt to the cost of the last reply; one that is costlier than the reply before it changes nothing yet."""
+        usual_s, self._previous_cost_s = min(seconds, self._previous_cost_s), seconds
+        self.interval_s = _round_up_to_ticks(max(self._min_interval_s, min(usual_s / _MAX_SHARE, _MAX_INTERVAL_S)))
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next poll."""
+        return seconds_to_tick(self.interval_s)
+
+
+def _round_up_to_ticks(seconds: float) -> float:
+    return math.ceil(seconds / TICK_S) * TICK_S
+
+
+class LivePanel(Panel):
+    """A panel that polls a cluster while a page shows it and a cell runs, and after each cell.
+
+    Args:
+        cluster: Whose ranks are polled.
+        min_interval_s: Least number of seconds between two polls.
+    """
+
+    view: Any
+    """The widget, a `LiveView`."""
+
+    def __init__(self, cluster: Cluster, *, min_interval_s: float) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._schedule = PollSchedule(min_interval_s)
+        self._polling = threading.Lock()
+        self._closed = threading.Event()
+
+    @abstractmethod
+    def poll(self) -> float:
+        """Query the ranks and show their replies.
+
+        Returns:
+            Seconds that replying cost a rank, at most.
+
+        Raises:
+            AxonError: The ranks cannot be queried.
+        """
+
+    def on_cluster_stopped(self) -> None:
+        """Show that there are no ranks to poll anymore; on the notebook's thread."""
+
+    def open(self, shell: InteractiveShell) -> None:
+        """Show the panel in the running cell and poll the cluster from now on."""
+        super().open(shell)
+        threading.Thread(target=self._poll_while_busy, name="axon_nb-panel", daemon=True).start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it no longer polls."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Stop polling; what is shown stays."""
+        self._closed.set()
+        super().close()
+
+    def update(self) -> None:
+        """Query the ranks and show their replies; if that fails, what is shown stays as it is."""
+        try:
+            with self._polling:
+                start_s = time.thread_time()
+                rank_cost_s = self.poll()
+                self._schedule.record_cost(rank_cost_s + time.thread_time() - start_s)
         except Exception:  # a view must not disturb the cell that it shows
             _log.debug("a panel could not be updated", exc_info=True)
 
-    def _after_cell(self, result: Any) -> None:
-        try:
-            if self._cluster.running:
-                self.update()
-            else:
-                self.cluster_is_gone()
-                self.close()
-            before = self._saved_html
-            bundle = self._folded()
-            if self._saved is not None and self._saved_html != before:
-                self._saved.update(bundle, raw=True)
-        except Exception:  # a view is never worth a cell
-            _log.warning("The saved picture of a panel could not be made anew.", exc_info=True)
+    def after_cell(self) -> None:
+        """Query the ranks once more, or close the panel if the cluster has stopped."""
+        if self._cluster.running:
+            self.update()
+        else:
+            self.on_cluster_stopped()
+            self.close()
 
-    def _follow(self) -> None:
+    def _poll_while_busy(self) -> None:
         was_busy = False
-        while not self._closed.wait(self._pace.wait_s):
-            busy = bool(self._cluster.busy)
-            if busy != was_busy:
-                was_busy = busy
-                (self.view.cell_begins if busy else self.view.cell_ends)()
-            if busy and self.view.watched:
+        while not self._closed.wait(self._schedule.wait_s):
+            is_busy = bool(self._cluster.busy)
+            if is_busy != was_busy:
+                was_busy = is_busy
+                (self.view.on_cell_start if is_busy else self.view.on_cell_end)()
+            if is_busy and self.view.watched:
                 self.update()
-
-    def _folded(self) -> dict[str, str]:
-        bundle = self.view.to_bundle()
-        self._saved_html = bundle["text/html"]
-        return {**bundle, "text/html": f"<details><summary>{_SUMMARY}</summary>{self._saved_html}</details>"}

@@ -1,6 +1,6 @@
-"""What all live views are: widgets of one script and one style, described in one line where widgets are not shown.
+"""Base classes of live views: widgets with one script and one style, described in one line where widgets are not shown.
 
-What views have in common that a panel keeps up to date: one record that is drawn, sent while somebody looks.
+A `LiveView` draws one record, which a panel keeps up to date and which is sent only while a page shows it.
 """
 
 from __future__ import annotations
@@ -19,82 +19,87 @@ __all__ = ["LiveView", "View"]
 
 
 class View(anywidget.AnyWidget):
-    """Subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
+    """A widget; subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
 
     def __repr__(self) -> str:
         """Shown where widgets are not, besides the saved picture."""
-        return "A live view, for which this front end needs ipywidgets; a picture of it is beside it."
+        return "Live view (needs ipywidgets in this front end); a static picture is shown instead."
 
 
-_SEEN_S = 12.0
+_HEARTBEAT_TIMEOUT_S = 12.0
 
 
 class LiveView(View):
-    """A page that shows it says so every few seconds; without one nothing is sent."""
+    """A view that is sent only while a page shows it, which the page reports with a heartbeat every few seconds."""
 
     content = traitlets.Dict().tag(sync=True)
-    """What is drawn."""
+    """What the page draws."""
 
     def __init__(self) -> None:
-        # The base class asks for the state while it starts.
+        # The base class requests the state while it starts.
         self._lock = threading.Lock()
-        self._seen = -math.inf
-        self._seen_before = -1.0
+        self._last_heartbeat = -math.inf
+        self._last_heartbeat_before_cell = -1.0
         self._is_stale = False
         self._updates = 0
-        super().__init__(content=self._numbered())
-        # Held weakly: a view that nobody has any more is not kept by its own callback.
-        me = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _heard(me, message))
+        super().__init__(content=self._numbered_content())
+        # A weak reference, so that the callback does not keep an unused view alive.
+        view_ref = weakref.ref(self)
+        self.on_msg(lambda _, message, buffers: _on_message(view_ref, message))
 
     @abstractmethod
     def make_content(self) -> dict[str, Any]:
-        """What is drawn now; called with the lock held."""
+        """Return what the page draws now; called with the lock held."""
 
     @abstractmethod
     def to_bundle(self) -> dict[str, str]:
-        """What is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
 
     def on_op(self, op: str) -> None:
-        """From any thread: the page has sent something else than a sign of life."""
+        """Handle a message of the page that is not a heartbeat; from any thread."""
 
     @property
     def watched(self) -> bool:
-        """Whether a page has shown it in the last seconds, or did when the cell began that runs now.
+        """Whether a page has shown it in the last seconds, or did when the running cell started.
 
-        Some front ends' messages come through only when no cell runs.
+        Some front ends' messages arrive only while no cell runs.
         """
-        return time.monotonic() - self._seen < _SEEN_S or self._seen == self._seen_before
+        is_recent = time.monotonic() - self._last_heartbeat < _HEARTBEAT_TIMEOUT_S
+        return is_recent or self._last_heartbeat == self._last_heartbeat_before_cell
 
-    def cell_begins(self) -> None:
-        """From any thread: a cell runs from now on."""
-        self._seen_before = self._seen if self.watched else -1.0
+    def on_cell_start(self) -> None:
+        """Note that a cell starts; from any thread."""
+        self._last_heartbeat_before_cell = self._last_heartbeat if self.watched else -1.0
 
-    def cell_ends(self) -> None:
-        """From any thread: no cell runs any more."""
-        self._seen_before = -1.0
+    def on_cell_end(self) -> None:
+        """Note that no cell runs anymore; from any thread."""
+        self._last_heartbeat_before_cell = -1.0
 
     def refresh(self, *, unseen: bool = False) -> None:
-        """Send what is drawn now; from any thread. When no page shows it, only with `unseen`."""
+        """Send the current content; from any thread.
+
+        Args:
+            unseen: Whether to send it even if no page shows it.
+        """
         if not (self.watched or unseen):
             self._is_stale = True
             return
         self._is_stale = False
         with self._lock:
             self._updates += 1
-            content = self._numbered()
+            content = self._numbered_content()
         self.content = content
 
-    def _numbered(self) -> dict[str, Any]:
+    def _numbered_content(self) -> dict[str, Any]:
         return {**self.make_content(), "updates": self._updates}
 
 
-def _heard(me: weakref.ref[LiveView], message: dict[str, Any]) -> None:
-    view = me()
+def _on_message(view_ref: weakref.ref[LiveView], message: dict[str, Any]) -> None:
+    view = view_ref()
     if view is None:
         return
-    view._seen = time.monotonic()
+    view._last_heartbeat = time.monotonic()
     if view._is_stale:
         view.refresh()
-    if (op := str(message.get("op"))) != "here":
+    if (op := str(message.get("op"))) != "heartbeat":
         view.on_op(op)

@@ -107,8 +107,8 @@ def timeline_message() -> bytes:
 def contents() -> dict[str, dict[str, Any]]:
     """What the kernel sides of the views without messages draw."""
     watch, memory = WatchView(lambda: None), MemoryView("model")
-    watch.take([answers(report(0, [row(0, loss=2.0)]), report(1, [row(0, loss=3.0)]))], 0.0)
-    memory.take(memory_answers(use(0), use(1)))
+    watch.add([answers(report(0, [row(0, loss=2.0)]), report(1, [row(0, loss=3.0)]))], 0.0)
+    memory.show(memory_answers(use(0), use(1)))
     shards = ShardsView("model", split((8, 6), (2, 2), (0, 1)))
     found = {}
     for name, view in (("watch", watch), ("memory", memory), ("shards", shards)):
@@ -131,7 +131,7 @@ def test_a_view_of_content_draws_says_that_it_is_there_and_ends(
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.get_by_text(words).first.wait_for()
-    page.wait_for_function("() => sent.some((message) => message.op === 'here')")
+    page.wait_for_function("() => sent.some((message) => message.op === 'heartbeat')")
     page.evaluate("handlers['change:content']()")
     assert page.evaluate("end()") == 0
     assert errors == []
@@ -155,7 +155,7 @@ def test_a_view_of_messages_draws_answers_and_ends(chromium: Browser, tmp_path: 
     page.evaluate("(text) => append(text)", base64.b64encode(message).decode())
     page.wait_for_function(f"() => document.querySelector('.axon-{name}-canvas').dataset.{drawn}")
     if name == "timeline":
-        page.wait_for_function("() => sent.some((message) => message.op === 'seen' && message.number === 7)")
+        page.wait_for_function("() => sent.some((message) => message.op === 'ack' && message.number === 7)")
     # Marked with the mouse, the stretch is all that is shown; Home shows everything again.
     canvas = page.locator(f".axon-{name}-canvas")
     box = canvas.bounding_box()

@@ -82,17 +82,17 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     page.run_cell(3)
     # Live: while the cell runs two blocks are whole for the moment; they may become so one after the other.
     page.wait_until(
-        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-fresh') !== null"
+        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
     )
     assert page.is_running(3)
-    assert "whole for now, sharded at rest" in up.inner_text()
+    assert "gathered for now, sharded at rest" in up.inner_text()
     _picture(page, "shards-gathered")
     stop.touch()
     page.wait_done(3)
     # What was shown while the cell ran is what the picture shows afterwards.
-    page.wait_until(f"() => {PICTURE}.includes('whole for now')")
+    page.wait_until(f"() => {PICTURE}.includes('gathered for now')")
     page.run_and_wait(4)
-    page.wait_until(f"() => {WHOLE}.length === 0 && !{PICTURE}.includes('whole for now')")
+    page.wait_until(f"() => {WHOLE}.length === 0 && !{PICTURE}.includes('gathered for now')")
     page.save()
     stop.unlink()
     page.run_cell(3)
@@ -106,5 +106,5 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     bundles = [output["data"] for output in saved.cells[2].outputs if output.output_type == "display_data"]
     html = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
     assert "data:image/svg+xml;base64," in html
-    assert "whole for now" not in html
+    assert "gathered for now" not in html
     assert len(nbformat.writes(saved)) < 400_000

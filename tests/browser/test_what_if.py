@@ -59,7 +59,7 @@ def _ask(page: LabPage) -> None:
         page, "ddp on 8 ranks, adamw, batch 4", *(("simulated",) if "AXON_NB_SCREENSHOTS" in os.environ else ())
     )
     labels = page.page.locator(f"{PART} tbody th, {PART} table th").all_inner_texts()
-    assert labels[:3] == ["as it is, after a step", "as it is, at the peak", "as asked, after a step"]
+    assert labels[:3] == ["current, after a step", "current, at the peak", "proposed, after a step"]
     assert page.page.locator(f"{PART} i[data-role=activations]").count() > 0
     _picture(page, "what-if", ".axon-memory")
     page.page.locator(f"{PART} label[data-name=shard]").wait_for(state="hidden")
@@ -67,7 +67,7 @@ def _ask(page: LabPage) -> None:
     batch.press("Tab")
     page.page.locator(".axon-memory-error", has_text="must be an integer from 1").wait_for()
     _picture(page, "what-if-error", ".axon-memory")
-    page.page.get_by_role("button", name="as it is").click()
+    page.page.get_by_role("button", name="reset").click()
     _wait_answer(page, "full_shard on 2 ranks", "simulated")
     assert (ranks.input_value(), batch.input_value()) == ("2", "4")
     page.wait_until("(s) => document.querySelector(s).disabled", ".axon-memory-reset")

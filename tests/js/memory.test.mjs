@@ -17,14 +17,14 @@ test("lengths stay within the bar", () => {
 test("a rank is told with all its bars, and why it is flagged", () => {
   const row = {
     rank: 3,
-    measured: { words: "1 MiB" },
+    measured: { text: "1 MiB" },
     estimated: null,
-    process: { words: "300 MiB resident" },
+    process: { text: "300 MiB resident" },
     flag: "",
   };
-  assert.equal(bars.said(row), "rank 3: 1 MiB; 300 MiB resident");
-  const flagged = { ...row, estimated: { words: "estimate: 2 MiB" }, flag: "98 % is taken." };
-  assert.equal(bars.said(flagged), "rank 3: 1 MiB; estimate: 2 MiB; 300 MiB resident; 98 % is taken.");
+  assert.equal(bars.describeRow(row), "rank 3: 1 MiB; 300 MiB resident");
+  const flagged = { ...row, estimated: { text: "estimate: 2 MiB" }, flag: "98 % is taken." };
+  assert.equal(bars.describeRow(flagged), "rank 3: 1 MiB; estimate: 2 MiB; 300 MiB resident; 98 % is taken.");
 });
 
 test("only ranks that were not flagged before are news", () => {
@@ -36,15 +36,15 @@ test("only ranks that were not flagged before are news", () => {
     { rank: 0, flag: "full" },
     { rank: 1, flag: "full" },
   ];
-  assert.deepEqual(bars.news(before, after), ["rank 1: full"]);
-  assert.deepEqual(bars.news(after, after), []);
+  assert.deepEqual(bars.newFlags(before, after), ["rank 1: full"]);
+  assert.deepEqual(bars.newFlags(after, after), []);
 });
 
 const FIELDS = [
-  { name: "world", now: 4 },
-  { name: "strategy", now: "full_shard" },
-  { name: "shard", now: 4 },
-  { name: "checkpointing", now: false },
+  { name: "world", current: 4 },
+  { name: "strategy", current: "full_shard" },
+  { name: "shard", current: 4 },
+  { name: "checkpointing", current: false },
 ];
 
 test("only what differs is asked, and only where it has a meaning", () => {
@@ -62,7 +62,7 @@ test("only what differs is asked, and only where it has a meaning", () => {
 });
 
 test("progress has its share where it is known", () => {
-  assert.equal(whatIf.progressWords("simulating: a step", 0.256), "simulating: a step (26 %)");
-  assert.equal(whatIf.progressWords("asking a rank", null), "asking a rank");
-  assert.equal(whatIf.progressWords("", 0.5), "");
+  assert.equal(whatIf.progressText("simulating: a step", 0.256), "simulating: a step (26 %)");
+  assert.equal(whatIf.progressText("asking a rank", null), "asking a rank");
+  assert.equal(whatIf.progressText("", 0.5), "");
 });

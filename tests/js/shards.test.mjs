@@ -35,20 +35,20 @@ test("a treemap of nothing has no area", () => {
 
 test("the filter wants each of its words, anywhere", () => {
   const tensors = [
-    { name: "block0.up.weight", role: "parameter", kind: "sharded", where: "rows over tp (2)" },
-    { name: "block1.up.weight", role: "gradient", kind: "sharded", where: "columns over dp (2)" },
+    { name: "block0.up.weight", role: "parameter", kind: "sharded", placement: "rows over tp (2)" },
+    { name: "block1.up.weight", role: "gradient", kind: "sharded", placement: "columns over dp (2)" },
   ];
-  const names = (filter) => shards.matching(tensors, filter).map((tensor) => tensor.name);
+  const names = (filter) => shards.filterTensors(tensors, filter).map((tensor) => tensor.name);
   assert.deepEqual(names(""), ["block0.up.weight", "block1.up.weight"]);
   assert.deepEqual(names("UP dp"), ["block1.up.weight"]);
   assert.deepEqual(names("block0 gradient"), []);
 });
 
 test("what lies differently than before is found by role and name", () => {
-  const tensor = (name, where, drawing) => ({ name, role: "parameter", where, drawing });
+  const tensor = (name, placement, drawing) => ({ name, role: "parameter", placement, drawing });
   const before = { tensors: [tensor("a", "rows", 0), tensor("b", "rows", 0)], drawings: [{ width: 1 }] };
   const after = { tensors: [tensor("b", "rows", 1), tensor("a", "copies", 0), tensor("c", "rows", 1)] };
   after.drawings = [{ width: 2 }, { width: 1 }];
-  assert.deepEqual([...shards.changed(before, after)].sort(), ["parameter a", "parameter c"]);
-  assert.equal(shards.changed(null, after).size, 0);
+  assert.deepEqual([...shards.changedTensors(before, after)].sort(), ["parameter a", "parameter c"]);
+  assert.equal(shards.changedTensors(null, after).size, 0);
 });

@@ -56,7 +56,7 @@ test("a missing message is noticed, and everything sent again mends it", () => {
 });
 
 test("durations read like those of the kernel", () => {
-  const said = [0, 0.254, 0.999, 2.14, 99.94, 99.96, 192, 3599, 3600, 7500].map(strip.seconds);
+  const said = [0, 0.254, 0.999, 2.14, 99.94, 99.96, 192, 3599, 3600, 7500].map(strip.formatSeconds);
   const expected = ["0.00 s", "0.25 s", "1.0 s", "2.1 s", "99.9 s", "1 min 40 s", "3 min 12 s", "59 min 59 s"];
   assert.deepEqual(said, [...expected, "1 h 00 min", "2 h 05 min"]);
 });
@@ -76,19 +76,22 @@ test("the present state is words", () => {
 
 test("the tooltip tells lines, times and what was merged", () => {
   const running = segment(RUNNING, 1, 2, { low: 2, high: 5 });
-  assert.equal(strip.explain(3, running, 2.5, config), "rank 3 · running, lines 2–5 · 1.00–2.50 s (1.5 s)");
+  assert.equal(strip.describeSegment(3, running, 2.5, config), "rank 3 · running, lines 2–5 · 1.00–2.50 s (1.5 s)");
   const waiting = segment(WAITING, 1, 2, { call: "recv", low: 4, high: 4, mixed: true });
-  assert.equal(strip.explain(0, waiting, 2, config), "rank 0 · mostly waiting in recv, line 4 · 1.00–2.00 s (1.0 s)");
+  assert.equal(
+    strip.describeSegment(0, waiting, 2, config),
+    "rank 0 · mostly waiting in recv, line 4 · 1.00–2.00 s (1.0 s)",
+  );
 });
 
 test("everything is on show until somebody zooms", () => {
-  assert.deepEqual(strip.visible(null, 1), { from: 0, to: 5 });
-  assert.deepEqual(strip.visible(null, 60), { from: 0, to: 60 });
-  assert.deepEqual(strip.visible({ follow: true, span: 10 }, 60), { from: 50, to: 60 });
+  assert.deepEqual(strip.visibleRange(null, 1), { from: 0, to: 5 });
+  assert.deepEqual(strip.visibleRange(null, 60), { from: 0, to: 60 });
+  assert.deepEqual(strip.visibleRange({ follow: true, span: 10 }, 60), { from: 50, to: 60 });
 });
 
 test("keys zoom about the newest, move, and go back", () => {
-  const press = (view, key, now = 60) => strip.navigate(view, key, now).view;
+  const press = (view, key, now = 60) => strip.navigate(view, key, now).zoom;
   const near = press(null, "+");
   assert.deepEqual(near, { follow: true, span: 30 });
   const moved = press(near, "ArrowLeft");
@@ -128,19 +131,19 @@ test("a row ends where its samples end, unless the rank is through", () => {
 
 test("the pointer finds the segment below it, and nothing where nothing is known", () => {
   const segments = [segment(RUNNING, 1, 4), segment(RUNNING, 7, 8), segment(WAITING, 8, 9)];
-  const at = (time) => strip.hit(segments, time, 10, config)?.segment ?? null;
+  const at = (time) => strip.segmentAt(segments, time, 10, config)?.segment ?? null;
   assert.equal(at(0.5), null);
   assert.equal(at(2), segments[0]);
   assert.equal(at(5), null);
   assert.equal(at(7.5), segments[1]);
   assert.equal(at(9.9), segments[2]);
-  assert.equal(strip.hit([], 1, 10, config), null);
+  assert.equal(strip.segmentAt([], 1, 10, config), null);
 });
 
 test("news are told once: failures, deaths, long waits", () => {
   const store = strip.newStore(2);
   const told = new Map();
-  const tell = (now) => strip.news(store, now, config, told);
+  const tell = (now) => strip.newAlerts(store, now, config, told);
   store.rows[1].segments.push(segment(WAITING, 0, 4, { call: "recv", line: 3 }));
   assert.equal(tell(4), "");
   store.rows[1].segments[0].end = 6;

@@ -96,7 +96,7 @@ export function both(...texts) {
     [
         ('import { a } from "./other.js";', "export function a() {}\nconst own = 2;", "both declare own: rename"),
         ('import { a, b } from "./other.js";', "export const a = 1;\nconst b = 2;", "imports b, which other.js does"),
-        ('import { a as b } from "./other.js";', "export const a = 1;", "as they are, unlike"),
+        ('import { a as b } from "./other.js";', "export const a = 1;", "without `as`, unlike"),
         ('import * as all from "./other.js";', "export const a = 1;", "in braces"),
         ('import all from "./other.js";', "export const a = 1;", "in braces"),
         ('import "./other.js";', "export const a = 1;", "in braces"),

@@ -5,10 +5,10 @@ import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const { ticks } = await load("shared/time_axis");
+const { rescaleRange, ticks } = await load("shared/time_axis");
 
 test("ticks of a strip are few, round and labelled by their size", () => {
-  const strip = (from, to, width) => ticks(from, to, width, { finest: 0.01, minutes: true });
+  const strip = (from, to, width) => ticks(from, to, width, { minStep: 0.01, minutes: true });
   const labels = (from, to, width) => strip(from, to, width).map(({ label }) => label);
   assert.deepEqual(labels(0, 5, 600), ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s"]);
   assert.deepEqual(labels(1, 2, 300), ["1.0 s", "1.5 s", "2.0 s"]);
@@ -30,4 +30,10 @@ test("ticks of a timeline are round, few, and counted from the cell's start", ()
   assert.deepEqual(labels(0, 1200, 0, 400), ["0 s", "5:00", "10:00", "15:00", "20:00"]);
   assert.ok(labels(0, 7000, 0, 1000).length <= 12);
   assert.equal(labels(0, 0.35, 0, 300).at(-1), "0.2 s");
+});
+
+test("a range is rescaled about a time, which stays at its place", () => {
+  assert.deepEqual(rescaleRange({ from: 0, to: 10 }, 0.5, { minLength: 0, time: 2 }), { from: 1, to: 6 });
+  assert.deepEqual(rescaleRange({ from: 0, to: 10 }, 2, { minLength: 0 }), { from: -5, to: 15 });
+  assert.deepEqual(rescaleRange({ from: 0, to: 10 }, 0.5, { minLength: 8 }), { from: 1, to: 9 });
 });

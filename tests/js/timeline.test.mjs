@@ -99,8 +99,8 @@ function stored(spans, header) {
   return store;
 }
 
-const runs = (pixels, line) => pixels.runs(line, timeline.LEAST_SHARE);
-const everything = (store) => timeline.allowed(store, config.ranks, config, "", new Set());
+const runs = (pixels, line) => pixels.runs(line, timeline.MIN_SHARE);
+const everything = (store) => timeline.shownLabels(store, config.ranks, config, "", new Set());
 
 test("messages append, patches change what is there, what is old goes", () => {
   const store = stored([{ kind: FORWARD }, { kind: COLLECTIVE, start: 1 }], { restart: true });
@@ -110,7 +110,7 @@ test("messages append, patches change what is there, what is old goes", () => {
   assert.ok(timeline.merge(store, message([], { first: 3, oldest: 2, dropped: 2, labels: [] })));
   assert.deepEqual([store.skip, store.dropped], [2, 2]);
   assert.equal(
-    timeline.shares(store, { ranks: [0], from: 0, to: 3, width: 30, shown: everything(store), config }).found,
+    timeline.pixelShares(store, { ranks: [0], from: 0, to: 3, width: 30, shown: everything(store), config }).found,
     1,
   );
 });
@@ -162,7 +162,7 @@ test("pixels show what takes most of them; what waits does not compute; late col
     { kind: COLLECTIVE, start: 0, length: 6, late: 4, by: 1 },
     { kind: FORWARD, start: 0, length: 5, rank: 7 },
   ]);
-  const { pixels, found } = timeline.shares(store, {
+  const { pixels, found } = timeline.pixelShares(store, {
     ranks: [0, 1],
     from: 0,
     to: 10,
@@ -191,7 +191,7 @@ test("many short spans fill their pixels in proportion, and a single short one i
     length: 0.01,
   }));
   const store = stored([...short, { kind: OPTIMIZER, rank: 1, start: 5, length: 1e-4 }]);
-  const { pixels } = timeline.shares(store, {
+  const { pixels } = timeline.pixelShares(store, {
     ranks: [0, 1],
     from: 0,
     to: 10,
@@ -202,12 +202,12 @@ test("many short spans fill their pixels in proportion, and a single short one i
   assert.deepEqual(runs(pixels, 0), [{ left: 0, right: 50, kind: FORWARD }]);
   const at = 25 * paints.length + FORWARD;
   assert.ok(Math.abs(pixels.share[at] - 0.75) < 0.01);
-  const alone = timeline.shares(store, {
+  const alone = timeline.pixelShares(store, {
     ranks: [1],
     from: 4.9,
     to: 5.1,
     width: 500,
-    shown: timeline.allowed(store, [1], config, "", new Set()),
+    shown: timeline.shownLabels(store, [1], config, "", new Set()),
     config,
   });
   assert.equal(runs(alone.pixels, 0).length, 1);
@@ -219,7 +219,7 @@ test("the filter wants each of its words, and kinds can be switched off", () => 
     { kind: COLLECTIVE, name: "all_gather" },
     { kind: FORWARD, name: "GPT" },
   ]);
-  const found = (filter, ...off) => [...timeline.allowed(store, config.ranks, config, filter, new Set(off))];
+  const found = (filter, ...off) => [...timeline.shownLabels(store, config.ranks, config, filter, new Set(off))];
   assert.deepEqual(found(""), [1, 1, 1, 1, 1, 1]);
   assert.deepEqual(found("ALL_"), [1, 1, 1, 1, 0, 0]);
   assert.deepEqual(found("all_reduce rank:1"), [0, 1, 0, 0, 0, 0]);
@@ -235,10 +235,10 @@ test("the pointer finds the shortest span under it, in its lane and row", () => 
     { kind: FORWARD, start: 5, length: 1, rank: 1 },
   ]);
   const known = { ranks: config.ranks, shown: everything(store), config };
-  const hit = (rank, lane, time, near = 0) => timeline.hit(store, { ...known, rank, row: rank, lane, time, near });
+  const hit = (rank, lane, time, near = 0) => timeline.spanAt(store, { ...known, rank, row: rank, lane, time, near });
   assert.deepEqual([hit(0, 0, 2), hit(0, 0, 5), hit(0, 1, 5), hit(1, 0, 5.5), hit(1, 0, 4)], [0, 1, 2, 3, -1]);
   assert.equal(hit(1, 0, 4.9, 0.2), 3);
-  const next = (time, way) => timeline.neighbour(store, { ...known, rank: 0, row: 0, lane: 0, time, way });
+  const next = (time, direction) => timeline.nextSpan(store, { ...known, rank: 0, row: 0, lane: 0, time, direction });
   assert.deepEqual([next(-1, 1), next(0, 1), next(4, 1), next(4, -1)], [0, 1, -1, 0]);
 });
 
@@ -270,26 +270,24 @@ test("the view keeps to the last cell, zooms, moves, and shows everything", () =
     ],
     { focus: [10, 15] },
   );
-  const cell = timeline.visible(null, store, 99);
+  const cell = timeline.visibleRange(null, store, 99);
   assert.ok(cell.from === 10 && cell.to >= 15 && cell.to < 15.1);
-  assert.deepEqual(timeline.visible("all", store, 99), { from: -50, to: 15 });
-  const zoomed = timeline.navigate(null, "+", store, 99).view;
+  assert.deepEqual(timeline.visibleRange("all", store, 99), { from: -50, to: 15 });
+  const zoomed = timeline.navigate(null, "+", store, 99).zoom;
   assert.ok(Math.abs(zoomed.to - zoomed.from - (cell.to - cell.from) / 2) < 1e-9 && zoomed.from > 10);
-  const moved = timeline.navigate(zoomed, "ArrowRight", store, 99).view;
+  const moved = timeline.navigate(zoomed, "ArrowRight", store, 99).zoom;
   assert.ok(moved.from > zoomed.from);
-  assert.equal(timeline.navigate(moved, "Home", store, 99).view, null);
-  assert.equal(timeline.navigate(moved, "a", store, 99).view, "all");
-  assert.equal(timeline.navigate({ from: -40, to: 15 }, "-", store, 99).view, "all");
+  assert.equal(timeline.navigate(moved, "Home", store, 99).zoom, null);
+  assert.equal(timeline.navigate(moved, "a", store, 99).zoom, "all");
+  assert.equal(timeline.navigate({ from: -40, to: 15 }, "-", store, 99).zoom, "all");
   assert.equal(timeline.navigate(null, "x", store, 99), null);
-  const { from, to } = timeline.zoomAt({ from: 0, to: 10 }, 2, 0.5);
-  assert.deepEqual([from, to], [1, 6]);
 });
 
 test("while a cell runs the view follows the present", () => {
   const store = stored([{ kind: FORWARD, start: 10, length: 5 }], { focus: [10, null], now: 20 });
-  assert.deepEqual(timeline.visible(null, store, 21), { from: 10, to: 21 });
-  const near = timeline.navigate(null, "+", store, 21).view;
-  assert.deepEqual(timeline.visible(near, store, 22), { from: 22 - 5.5, to: 22 });
+  assert.deepEqual(timeline.visibleRange(null, store, 21), { from: 10, to: 21 });
+  const near = timeline.navigate(null, "+", store, 21).zoom;
+  assert.deepEqual(timeline.visibleRange(near, store, 22), { from: 22 - 5.5, to: 22 });
 });
 
 test("the trace is one that Perfetto opens", () => {

@@ -52,8 +52,8 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(ASK)
     yield shared_kernel
     # Those that stay open would go on updating their pictures in the cells of other tests.
-    shared_kernel.ok("for t_one in open_job._job_panels.values(): t_one.close()")
-    shared_kernel.ok("open_job._job_panels.clear()")
+    shared_kernel.ok("for t_one in list(open_job._panels.values()): t_one.close()")
+    shared_kernel.ok("open_job._panels.clear()")
 
 
 def views(reply: Reply) -> int:
@@ -145,7 +145,7 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert views(reply) == 1
     assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
     ready.ok("%%distributed\naxon_nb.log(t_panel=rank + 0.5, step=3)")
-    ready.ok("t_panel = open_job._job_panels['watch',]")
+    ready.ok("t_panel = open_job._panels['watch',]")
     words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"
     # It asks after each cell; a busy rank may answer too late.
     assert until(lambda: words in told(ready, "t_panel.view.to_bundle()['text/plain']"))
@@ -153,13 +153,13 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     # Opened again, it moves: there is one that follows.
     ready.ok("%watch")
     assert told(ready, "t_panel.closed") is True
-    assert told(ready, "len([key for key in open_job._job_panels if key == ('watch',)])") == 1
+    assert told(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
 
 
 def test_the_button_ends_the_cell_from_another_thread(ready: Kernel) -> None:
     ready.ok("%watch")
     ready.ok(
-        "import threading\nt_view = open_job._job_panels['watch',].view\n"
+        "import threading\nt_view = open_job._panels['watch',].view\n"
         "def t_press():\n    t_until(lambda found: found.cell is not None)\n"
         "    t_view._handle_custom_msg({'op': 'stop'}, [])\n"
         "threading.Thread(target=t_press).start()"
@@ -217,13 +217,13 @@ def test_hooks_are_there(ready: Kernel) -> None:
 
 
 def test_a_terminal_gets_text(ready: Kernel) -> None:
-    ready.ok("t_real, open_job._in_notebook = open_job._in_notebook, lambda: False")
+    ready.ok("t_real, open_job._notebook_shell = open_job._notebook_shell, lambda: None")
     try:
         # A busy rank may answer too late.
         assert until(lambda: "\n  rank 3: idle; " in ready.ok("%watch").stdout)
         watched, memory = ready.ok("%watch"), ready.ok("%memory t_plain")
     finally:
-        ready.ok("open_job._in_notebook = t_real")
+        ready.ok("open_job._notebook_shell = t_real")
     assert views(watched) == views(memory) == 0
     assert watched.lines()[0].startswith("4 ranks, no cell is running")
     assert any(line.startswith("  rank 3: ") and "estimate: " in line for line in memory.lines())

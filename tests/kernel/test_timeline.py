@@ -63,15 +63,15 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
         yield shared_kernel
     shared_kernel.ok(
         "from axon_nb.widgets import open as open_timeline\n"
-        "for t_panel in open_timeline._timeline_panels.values():\n    t_panel.close()\n"
-        "open_timeline._timeline_panels.clear()"
+        "for t_panel in list(open_timeline._panels.values()):\n    t_panel.close()\n"
+        "open_timeline._panels.clear()"
     )
 
 
 def counts(kernel: Kernel, extra: str = "") -> dict[str, int]:
     """Spans of the last cell on rank 0, by kind."""
     kernel.ok(
-        "t_frame = axon_nb.show.timeline().to_dataframe()\n"
+        "t_frame = axon_nb.show.timeline().to_frame()\n"
         "t_last = t_frame[t_frame.kind == 'cell'].name.iloc[-1]\n"
         "t_start = t_frame[(t_frame.name == t_last)].start.min()\n"
         f"t_own = t_frame[(t_frame['rank'] == 0) & (t_frame.start >= t_start){extra}]"
@@ -164,7 +164,7 @@ def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path
 
 def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) -> None:
     ready.ok("%%distributed\ntrain(1)")
-    number = ready.value("int(axon_nb.show.timeline().to_dataframe().query('kind == \"cell\"').name.iloc[-1][4:-1])")
+    number = ready.value("int(axon_nb.show.timeline().to_frame().query('kind == \"cell\"').name.iloc[-1][4:-1])")
     reply = ready.ok(f"%timeline --cell {number} --ranks 1,2")
     assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"In [{number}]: 2 ranks, ")
     ready.ok(f"%timeline --cell {number} --ranks 2 --save {tmp_path}/one.csv")
@@ -175,7 +175,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Pat
     for line, words in {
         "%timeline --cell 99999": "ranks have no spans of In [99999]",
         "%timeline --ranks 9": "rank 9 does not exist",
-        f"%timeline --save {tmp_path}/spans.png": "a timeline is saved as .json, .html or .csv",
+        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html or .csv",
         "%timeline model": "%timeline has no 'model'",
     }.items():
         reply = ready.run(line)

@@ -16,7 +16,7 @@ REFUSED = {
     "%memory t_text(": "'t_text(' is not the name of a variable",
     "%timeline --ranks 9": "9",
     "%timeline --cell 99999": "ranks have no spans of In [99999]",
-    "%timeline --save t.txt": "a timeline is saved as .json, .html or .csv",
+    "%timeline --save t.txt": "must end in .json, .html or .csv",
     "%watch t_text": "%watch has no 't_text'",
     "axon_nb.show.shards()": "needs the name of a variable on the ranks, such as 'model'",
     "axon_nb.show.shards(3)": "such as 'model'; got an object of type int",
@@ -66,7 +66,7 @@ def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str,
     finally:
         kernel.ok(f"t_view.{method} = t_method")
         kernel.ok(
-            "from axon_nb.widgets import open as open_job; from axon_nb.widgets import open as open_panels\n"
-            "for t_one in [*open_job._job_panels.values(), *open_panels._shards_panels.values()]: t_one.close()\n"
-            "open_job._job_panels.clear(); open_panels._shards_panels.clear()"
+            "from axon_nb.widgets import open as open_panels\n"
+            "for t_one in list(open_panels._panels.values()): t_one.close()\n"
+            "open_panels._panels.clear()"
         )

@@ -72,7 +72,7 @@ def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(ASK)
     with patient(shared_kernel):
         yield shared_kernel
-    shared_kernel.ok("for t_one in open_job._job_panels.values(): t_one.close()\nopen_job._job_panels.clear()")
+    shared_kernel.ok("for t_one in list(open_job._panels.values()): t_one.close()\nopen_job._panels.clear()")
 
 
 def told(kernel: Kernel, expression: str) -> Any:
@@ -145,7 +145,7 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
 def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
     ready.ok("%memory t_gpt")
     ready.ok(
-        "t_panel = open_job._job_panels['memory', 't_gpt']\n"
+        "t_panel = open_job._panels['memory', 't_gpt']\n"
         "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
         "t_say(None)"
     )
@@ -157,9 +157,9 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     assert reference["method"].startswith("simulated")
     assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
     # The view is given each state a moment after it was reached.
-    words = "[row.estimated and row.estimated.words for row in t_panel.view._rows.rows()]"
+    words = "[row.estimated and row.estimated.text for row in t_panel.view._rows.rows()]"
     ready.ok(f"t_until(lambda: all(words and words.endswith('simulated') for words in {words}))", timeout=LIMIT_S)
-    measured = told(ready, "{use.rank: dict(use.by_role) for use in t_panel.view._rows._answers.measured.values()}")
+    measured = told(ready, "{use.rank: dict(use.by_role) for use in t_panel.view._rows._replies.measured.values()}")
     for rank, sizes in measured.items():
         for role in ("parameters", "gradients"):
             assert reference["persistent"][rank][role] == sizes[role], (rank, role)
@@ -177,7 +177,7 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     assert answer["setup"]["world"] == 8
     eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
     assert quarter / 2 <= eighth <= quarter / 2 * 1.05
-    shown = "'as asked, at the peak' in t_panel.view.to_bundle()['text/plain']"
+    shown = "'proposed, at the peak' in t_panel.view.to_bundle()['text/plain']"
     ready.ok(f"t_until(lambda: {shown})", timeout=LIMIT_S)
     # An error is a sentence of the panel; the panel goes on.
     ready.ok("t_say({'batch': '-1'})")
@@ -199,7 +199,7 @@ def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
 def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     ready.ok("%memory t_three_d")
     ready.ok(
-        "t_panel = open_job._job_panels['memory', 't_three_d']\n"
+        "t_panel = open_job._panels['memory', 't_three_d']\n"
         "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
         "t_say(None)"
     )

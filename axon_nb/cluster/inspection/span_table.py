@@ -89,7 +89,7 @@ class SpanTable:
             kind, name, group = self.labels[label]
             yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
 
-    def to_dataframe(self) -> pd.DataFrame:
+    def to_frame(self) -> pd.DataFrame:
         """Return one row per span, ordered by start.
 
         `start` is in seconds from the first span. `waited_s` is how long a collective waited for the last rank to start

@@ -38,7 +38,7 @@ def request_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
 
 def request_states(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
     """Return what each rank is doing now; ranks that do not reply within a second are left out."""
-    replies = ask(client, ranks, "axon_status", limit_s=_TIMEOUT_S)
+    replies = request_all(client, ranks, "axon_status", timeout_s=_TIMEOUT_S)
     return {rank: _read_state(reply) for rank, reply in replies.items()}
 
 

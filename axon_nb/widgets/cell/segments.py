@@ -1,6 +1,6 @@
-"""What one rank did during a cell: samples merged into segments, bounded however long the cell runs.
+"""What a rank did during a cell: samples merged into segments, bounded however long the cell runs.
 
-Segments as bytes, kernel to browser: a JSON header and columns. `static/strip/store.js` reads them.
+They travel to the browser as a JSON header and columns, which `static/strip/store.js` reads.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from axon_nb.widgets.palette import ACTIVITY_CODES
 __all__ = ["SILENCE_S", "TERMINAL", "Clock", "LongestWait", "RankHistory", "Segment", "encode"]
 
 SILENCE_S = 2.0
-"""Seconds without a sample after which what the rank does is not known."""
+"""Seconds without a sample after which the rank's activity is unknown."""
 
 TERMINAL = frozenset({Activity.DONE, Activity.FAILED, Activity.DEAD})
-"""Activities that end a rank's part in the cell: they last until the cell is over."""
+"""Activities after which a rank does nothing more in the cell: they last until it ends."""
 
 _IN_CALL = frozenset({Activity.COLLECTIVE, Activity.WAITING})
 
 
 @dataclass(slots=True)
 class Segment:
-    """A stretch of one activity; all times in seconds since the cell's start."""
+    """A time of one activity; all times in seconds since the cell's start."""
 
     start: float
     end: float
-    """Time of the last sample that belongs to it, or of the change to the next activity."""
+    """Time of its last sample, or of the change to the next activity."""
     activity: Activity
     call: str
     since: float
-    """Start of the call it is in; it may lie before `start`."""
+    """Start of the call that it is in; may be before `start`."""
     line: int
-    """Line of the cell at the last sample; 0: not known."""
+    """Line of the cell at the last sample; 0: unknown."""
     low: int
-    """First line seen; 0: not known."""
+    """First line seen; 0: unknown."""
     high: int
-    """Last line seen; 0: not known."""
+    """Last line seen; 0: unknown."""
     mixed: bool = False
-    """Shorter stretches were merged into this one: it shows what took most of the time."""
+    """Whether shorter segments were merged: it shows what took most of the time."""
 
-    def holds(self, state: RankState) -> bool:
-        """Whether the sample tells of the same activity: in a call its line counts too."""
+    def matches(self, state: RankState) -> bool:
+        """Whether the sample has the same activity, and in a call also the same line."""
         if state.activity is not self.activity or state.call != self.call or self.mixed:
             return False
         return self.activity not in _IN_CALL or (state.line or 0) == self.line
 
     def extend(self, now: float, since: float, line: int) -> None:
-        """Take in one more sample."""
+        """Add a sample."""
         self.end, self.since, self.line = now, since, line
         if line:
             self.low, self.high = min(self.low or line, line), max(self.high, line)
@@ -59,12 +59,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LongestWait:
-    """The longest a rank was in one communication call."""
+    """The longest time that a rank was in one communication call."""
 
     seconds: float
     call: str
     line: int
-    """Line of the cell; 0: not known."""
+    """Line of the cell; 0: unknown."""
 
 
 class RankHistory:
@@ -74,23 +74,23 @@ class RankHistory:
         self.rank = rank
         self.segments: list[Segment] = []
         self.generation = 0
-        """Goes up when old segments were merged, and with it all positions."""
+        """Increases when old segments are merged, which changes all positions."""
         self.changed_from = 0
         """Position of the first segment that has changed since this was last set."""
         self.coarse_before = 0.0
         """Seconds since the cell's start before which segments are merged."""
         self.totals: dict[Activity, float] = {}
-        """Seconds a rank spent on each activity; exact, whatever was merged."""
+        """Seconds that the rank spent on each activity; exact, even if segments were merged."""
         self.longest_wait: LongestWait | None = None
         self._limit = limit
 
     def add(self, state: RankState, *, now: float, since: float | None = None) -> None:
-        """Take in a sample.
+        """Add a sample.
 
         Args:
             state: The sample.
             now: When it was taken, in seconds since the cell's start.
-            since: Since when the rank is in this activity and call, on the same clock; None: not known.
+            since: Since when the rank has been in this activity and call, on the same clock; None: unknown.
         """
         last = self.segments[-1] if self.segments else None
         now = max(now, last.end if last else 0.0)
@@ -101,14 +101,14 @@ class RankHistory:
             self._append(state, start=since, now=now, since=since)
             return
         self.changed_from = min(self.changed_from, len(self.segments) - 1)
-        known = now - last.end <= SILENCE_S or last.activity in TERMINAL
-        if last.holds(state) and (known or since <= last.end):
+        is_known = now - last.end <= SILENCE_S or last.activity in TERMINAL
+        if last.matches(state) and (is_known or since <= last.end):
             self._count(last.activity, now - last.end)
             last.extend(now, since, state.line or 0)
             return
-        # The sample says when the new activity began; the old one lasted until then.
+        # The sample says when the new activity started; the old one lasted until then.
         boundary = since if last.end <= since else now
-        if known:
+        if is_known:
             self._count(last.activity, boundary - last.end)
             last.end = boundary
         self._append(state, start=boundary, now=now, since=since)
@@ -136,8 +136,8 @@ class RankHistory:
         self.generation += 1
         self.changed_from = 0
 
-    def at_end(self, end: float) -> float:
-        """Where the last segment ends when the cell ends, or is looked at, at `end`; all in seconds."""
+    def last_end(self, end: float) -> float:
+        """Return when the last segment ends if the cell ends, or is drawn, at `end`; all in seconds."""
         last = self.segments[-1]
         return max(end, last.end) if last.activity in TERMINAL or end - last.end <= SILENCE_S else last.end
 
@@ -159,7 +159,7 @@ def _merge(first: Segment, second: Segment) -> Segment:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What a message says of the whole strip."""
+    """What a message says about the whole strip."""
 
     now: float
     """Seconds since the cell's start."""
@@ -173,23 +173,23 @@ def encode(histories: Sequence[RankHistory], clock: Clock, *, starts: Sequence[i
     """Pack segments.
 
     Args:
-        histories: One a row of the strip.
+        histories: One per row of the strip.
         clock: The strip as a whole.
-        starts: First segment to send, one number a row; 0 replaces all that the browser holds of that row.
+        starts: First segment to send, per row; 0 replaces all segments of that row in the browser.
 
     Returns:
         Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then the columns of all segments,
         little-endian: start, end, since (float64, seconds), position, line, low, high (uint32), row, call (uint16),
         activity, mixed (uint8).
     """
-    picked = [
+    selected = [
         (row, position, segment)
         for row, (history, first) in enumerate(zip(histories, starts, strict=True))
         for position, segment in enumerate(history.segments[first:], start=first)
     ]
-    calls = {name: number for number, name in enumerate(dict.fromkeys(segment.call for _, _, segment in picked))}
+    calls = {name: number for number, name in enumerate(dict.fromkeys(segment.call for _, _, segment in selected))}
     header = {
-        "count": len(picked),
+        "count": len(selected),
         "calls": list(calls),
         "generations": [history.generation for history in histories],
         "replaced": [row for row, first in enumerate(starts) if first == 0],
@@ -200,22 +200,22 @@ def encode(histories: Sequence[RankHistory], clock: Clock, *, starts: Sequence[i
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<II", len(text), 0) + text + b"".join(_columns(picked, calls))
+    return struct.pack("<II", len(text), 0) + text + b"".join(_columns(selected, calls))
 
 
-def _columns(picked: Sequence[tuple[int, int, Segment]], calls: dict[str, int]) -> list[bytes]:
-    n = len(picked)
-    segments = [segment for _, _, segment in picked]
+def _columns(selected: Sequence[tuple[int, int, Segment]], calls: dict[str, int]) -> list[bytes]:
+    count = len(selected)
+    segments = [segment for _, _, segment in selected]
     return [
-        struct.pack(f"<{n}d", *(s.start for s in segments)),
-        struct.pack(f"<{n}d", *(s.end for s in segments)),
-        struct.pack(f"<{n}d", *(s.since for s in segments)),
-        struct.pack(f"<{n}I", *(position for _, position, _ in picked)),
-        struct.pack(f"<{n}I", *(s.line for s in segments)),
-        struct.pack(f"<{n}I", *(s.low for s in segments)),
-        struct.pack(f"<{n}I", *(s.high for s in segments)),
-        struct.pack(f"<{n}H", *(row for row, _, _ in picked)),
-        struct.pack(f"<{n}H", *(calls[s.call] for s in segments)),
-        struct.pack(f"<{n}B", *(ACTIVITY_CODES[s.activity] for s in segments)),
-        struct.pack(f"<{n}B", *(s.mixed for s in segments)),
+        struct.pack(f"<{count}d", *(segment.start for segment in segments)),
+        struct.pack(f"<{count}d", *(segment.end for segment in segments)),
+        struct.pack(f"<{count}d", *(segment.since for segment in segments)),
+        struct.pack(f"<{count}I", *(position for _, position, _ in selected)),
+        struct.pack(f"<{count}I", *(segment.line for segment in segments)),
+        struct.pack(f"<{count}I", *(segment.low for segment in segments)),
+        struct.pack(f"<{count}I", *(segment.high for segment in segments)),
+        struct.pack(f"<{count}H", *(row for row, _, _ in selected)),
+        struct.pack(f"<{count}H", *(calls[segment.call] for segment in segments)),
+        struct.pack(f"<{count}B", *(ACTIVITY_CODES[segment.activity] for segment in segments)),
+        struct.pack(f"<{count}B", *(segment.mixed for segment in segments)),
     ]

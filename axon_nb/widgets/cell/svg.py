@@ -1,4 +1,4 @@
-"""SVG pictures that look right on light and dark pages: they hold shapes only, text is left to the page around them."""
+"""SVG pictures that look right on light and dark pages: they have shapes only; text is left to the page around them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from axon_nb.widgets.palette import ACTIVITY_CODES, PAINTS, Paint, needs_outline
 __all__ = ["WIDTH", "row_svg", "swatch_svg"]
 
 WIDTH = 600
-"""Width of a row's picture, in units; nothing shorter than one of them is drawn on its own."""
+"""Width of a row's picture, in units; nothing shorter than one unit is drawn."""
 
 _HEIGHT = 16
 _EDGE = "#767676"
@@ -23,7 +23,7 @@ _PATTERNS = {
 
 
 def row_svg(history: RankHistory, end: float) -> str:
-    """The strip of one rank from 0 to `end` seconds, as an SVG of `WIDTH` x 16 units that may be stretched."""
+    """Draw the strip of one rank from 0 to `end` seconds; `WIDTH` x 16 units, and it may be stretched."""
     shapes: dict[int, list[tuple[int, int]]] = {}
     for left, right, code in _runs(history, end):
         shapes.setdefault(code, []).append((left, right))
@@ -31,26 +31,26 @@ def row_svg(history: RankHistory, end: float) -> str:
 
 
 def swatch_svg(paint: Paint) -> str:
-    """A sample of one paint for a legend, 24 x 16 units."""
+    """Draw a sample of one paint for a legend, 24 x 16 units."""
     return _svg(24, [(paint, [(0, 24)])])
 
 
 def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
-    """(left, right, code) of the stretches where one activity takes most of each unit of the width."""
+    """Yield (left, right, code) of the intervals in which one activity takes most of each unit of the width."""
     if not history.segments or end <= 0:
         return
     shares = [[0.0] * len(PAINTS) for _ in range(WIDTH)]
     last = history.segments[-1]
     for segment in history.segments:
         code = ACTIVITY_CODES[segment.activity]
-        stop = history.at_end(end) if segment is last else segment.end
-        left, right = (min(t / end, 1.0) * WIDTH for t in (segment.start, stop))
+        segment_end = history.last_end(end) if segment is last else segment.end
+        left, right = (min(seconds / end, 1.0) * WIDTH for seconds in (segment.start, segment_end))
         for x in range(int(left), min(WIDTH, int(right) + 1)):
             shares[x][code] += max(0.0, min(right, x + 1) - max(left, x))
     start, current = 0, -1
     for x, share in enumerate(shares):
-        most = max(share)
-        code = share.index(most) if most > 0.02 else -1
+        largest = max(share)
+        code = share.index(largest) if largest > 0.02 else -1
         if code != current:
             if current >= 0:
                 yield start, x, current

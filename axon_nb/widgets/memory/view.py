@@ -1,7 +1,4 @@
-"""`%memory`: what each rank's memory holds, measured and estimated, live while cells run; and what if.
-
-The panel of `%memory`: a view of the ranks' memory that follows a cluster, and answers what if.
-"""
+"""`%memory`: each rank's memory, measured and estimated, live while cells run; and what-if scenarios."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.memory.page import MEMORY_TITLES, memory_bundle
 from axon_nb.widgets.memory.rows import MemoryRows
 from axon_nb.widgets.memory.what_if import what_if_content
-from axon_nb.widgets.panel import FollowingPanel
+from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
 
 __all__ = ["MemoryPanel", "MemoryView"]
@@ -29,122 +26,120 @@ _MAX_RANKS = 64
 
 
 class MemoryView(LiveView):
-    """Stacked bars, one a rank, and below them questions of what they would be otherwise.
+    """Stacked bars, one per rank, and a what-if scenario below them.
 
     Args:
         title: What is shown, such as ``model``; empty: all variables.
-        ask: Called, on any thread, with what a page asks: fields of `MemorySetup` that differ from what is, or None;
-            None: nothing can be asked.
+        request_plan: Called, on any thread, with the page's scenario: the fields of `MemorySetup` that differ from the
+            current setup, or None for the current one. None: the view offers no scenarios.
     """
 
     _esm = script("memory")
     _css = style("memory")
 
     what_if = traitlets.Dict().tag(sync=True)
-    """The question and its answer; empty: nothing can be asked."""
+    """The scenario and its prediction; empty: the view offers no scenarios."""
 
-    def __init__(self, title: str, ask: Callable[[Mapping[str, Any] | None], object] | None = None) -> None:
+    def __init__(self, title: str, request_plan: Callable[[Mapping[str, Any] | None], object] | None = None) -> None:
         self._rows = MemoryRows(title)
         self._state = WhatIfState()
-        self._ask = ask
+        self._request_plan = request_plan
         super().__init__()
-        if ask is not None:
+        if request_plan is not None:
             self.what_if = what_if_content(self._state, None)
-        me = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _asked(me, message))
+        view_ref = weakref.ref(self)
+        self.on_msg(lambda _, message, buffers: _on_what_if(view_ref, message))
 
-    def take(self, answers: MemorySnapshot) -> None:
-        """Show what the ranks have said; from any thread."""
+    def show(self, replies: MemorySnapshot) -> None:
+        """Show the ranks' replies; from any thread."""
         with self._lock:
-            self._rows.take(answers)
+            self._rows.update(replies)
         self.refresh()
 
-    def answer(self, state: WhatIfState) -> None:
-        """Show how far the question is; from any thread."""
+    def show_what_if(self, state: WhatIfState) -> None:
+        """Show the scenario's progress or prediction; from any thread."""
         with self._lock:
             self._state = state
-            reference = state.reference if state.is_trained_so else None
-            is_other = self._rows.expect(reference)
+            has_changed = self._rows.set_simulation(state.reference if state.is_trained_so else None)
             content = what_if_content(state, self._rows.capacity)
         self.what_if = content
-        if is_other:
+        if has_changed:
             self.refresh()
 
     def to_bundle(self) -> dict[str, str]:
-        """What is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
         with self._lock:
             return memory_bundle(self._rows, self._state)
 
     def make_content(self) -> dict[str, Any]:
-        """Lengths of bars as parts of the scale."""
+        """Return the bars; their lengths are shares of the scale."""
         rows = self._rows.rows()
-        more = len(rows) - _MAX_RANKS
-        notes = [*self._rows.notes(), *([f"{more} more ranks are left out."] if more > 0 else [])]
+        num_omitted = len(rows) - _MAX_RANKS
         return {
             "heading": self._rows.heading,
             "roles": self._rows.roles,
             "titles": list(MEMORY_TITLES),
             "rows": [asdict(row) for row in rows[:_MAX_RANKS]],
-            "notes": notes,
+            "notes": [*self._rows.notes(), *([f"{num_omitted} more ranks are left out."] if num_omitted > 0 else [])],
         }
 
 
-def _asked(me: weakref.ref[MemoryView], message: dict[str, Any]) -> None:
-    view = me()
-    if view is not None and message.get("op") == "what_if" and view._ask is not None:
+def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> None:
+    view = view_ref()
+    if view is not None and message.get("op") == "what_if" and view._request_plan is not None:
         setup = message.get("setup")
-        view._ask(setup if isinstance(setup, dict) else None)
+        view._request_plan(setup if isinstance(setup, dict) else None)
 
 
-_EVERY_S = 3.0
+_MIN_INTERVAL_S = 3.0
 
 
-class MemoryPanel(FollowingPanel):
-    """Asks every third second.
+class MemoryPanel(LivePanel):
+    """A panel that polls at most every three seconds.
 
     Args:
-        cluster: Whose ranks are asked.
+        cluster: Whose ranks are polled.
         names: Modules and optimizers of the ranks, by name; empty: all that their variables hold.
 
     Raises:
-        UsageError: there is nothing of that name.
+        UsageError: No rank has a module or optimizer of that name.
     """
 
     def __init__(self, cluster: Cluster, names: Sequence[str]) -> None:
-        super().__init__(cluster, every_s=_EVERY_S)
+        super().__init__(cluster, min_interval_s=_MIN_INTERVAL_S)
         self._names = list(names)
-        answers = request_memory(cluster.state, self._names)
-        self._model = answers.model
+        replies = request_memory(cluster.state, self._names)
+        self._model = replies.model
         self.what_if = WhatIf(
             lambda asked, known: request_plan(cluster.state, self._names, asked, known),
-            self._answered,
+            self._show_what_if,
             lambda: bool(cluster.busy),
         )
-        # Of all variables together, or of several models, nothing can be planned.
-        self.view: MemoryView = MemoryView(", ".join(names), self.what_if.request if answers.model else None)
-        self._take(answers)
+        # Only a single model can be planned.
+        self.view: MemoryView = MemoryView(", ".join(names), self.what_if.request if replies.model else None)
+        self._show(replies)
         self.view.refresh(unseen=True)
 
-    def _answered(self, state: WhatIfState) -> None:
-        self.view.answer(state)
+    def poll(self) -> float:
+        """Query the ranks and show their replies."""
+        replies = request_memory(self._cluster.state, self._names, wait_for_estimates=False)
+        self._show(replies)
+        return replies.cost_s
 
-    def ask(self) -> float:
-        """Ask the ranks, and show what they say."""
-        answers = request_memory(self._cluster.state, self._names, wait_for_estimates=False)
-        self._take(answers)
-        return answers.cost_s
-
-    def cluster_is_gone(self) -> None:
-        """What was asked last stays; nothing else can be."""
+    def on_cluster_stopped(self) -> None:
+        """Accept no more scenarios; the last replies stay."""
         self.what_if.close()
 
     def close(self) -> None:
-        """Follow no more; what is shown stays."""
+        """Stop polling; what is shown stays."""
         self.what_if.close()
         super().close()
 
-    def _take(self, answers: MemorySnapshot) -> None:
-        if answers.model and answers.model != self._model:
-            self._model = answers.model
+    def _show(self, replies: MemorySnapshot) -> None:
+        if replies.model and replies.model != self._model:
+            self._model = replies.model
             self.what_if.repeat()
-        self.view.take(answers)
+        self.view.show(replies)
+
+    def _show_what_if(self, state: WhatIfState) -> None:
+        self.view.show_what_if(state)

@@ -1,4 +1,4 @@
-"""The what-if part of `%memory`: what can be asked, and an answer as bars, words and a page."""
+"""The what-if part of `%memory`: controls for a scenario, and its prediction as bars, text and a page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from axon_nb.records.memory import ROLES, WITH_MOMENTUM, MemoryPrediction, MemorySetup, WhatIfState
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.memory.rows import NEAR, Bar, roles_in_words, segments
+from axon_nb.widgets.html import CELL, WRAPPED_CELL, row_title, table, table_row
+from axon_nb.widgets.memory.rows import NEAR, Bar, describe_roles, segments
 
-__all__ = ["AnswerBar", "answer_bars", "setup_in_words", "state_in_words", "what_if_content", "what_if_html"]
+__all__ = ["LabelledBar", "describe_setup", "prediction_bars", "what_if_content", "what_if_html", "what_if_lines"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -24,99 +25,99 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LABELS = {
     "world": "ranks",
     "strategy": "strategy",
-    "shard": "ranks to a copy",
+    "shard": "ranks per replica",
     "dtype": "dtype",
     "mixed_precision": "mixed precision",
     "optimizer": "optimizer",
     "offload": "offload",
-    "batch": "batch of a rank",
+    "batch": "batch per rank",
     "checkpointing": "checkpointing",
-    "pp": "ranks of a pipeline",
-    "tp": "ranks to a layer",
+    "pp": "pipeline ranks",
+    "tp": "tensor-parallel ranks",
     "microbatches": "microbatches",
 }
-_OF_PIPELINES = ("pp", "tp", "microbatches")
-_EMPTY = {"dtype": "as it is", "mixed_precision": "none"}
+_PIPELINE_FIELDS = ("pp", "tp", "microbatches")
+_EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
 _FAR = 5.0
-"""A capacity that is so many times what is there is told, and not drawn."""
+"""A capacity of more than this multiple of the predicted memory is written, but not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerBar:
-    """One bar of an answer."""
+class LabelledBar:
+    """One bar of a prediction."""
 
     label: str
     bar: Bar
 
 
 def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
-    """What the page draws: controls, what is done now, and the answer.
+    """Return what the page draws: controls, progress and the prediction.
 
     Args:
-        state: Of the question.
-        capacity: Bytes of the device, or of what a CPU rank could have; None: not known.
+        state: Of the scenario.
+        capacity: Bytes of the device, or those available to a CPU rank; None: unknown.
     """
-    asked = state.setup or state.as_is
-    bars = answer_bars(state, capacity)
+    setup = state.setup or state.as_is
+    bars = prediction_bars(state, capacity)
     return {
-        "fields": [] if state.as_is is None or asked is None else _fields(state.as_is, asked),
+        "fields": [] if state.as_is is None or setup is None else _fields(state.as_is, setup),
         "proposed": state.as_is is not None and not state.is_trained_so,
         "doing": state.doing,
         "share": state.share,
         "error": state.error,
         "heading": _heading(state),
-        "bars": [{"label": own.label, **asdict(own.bar)} for own in bars],
-        "roles": [role for role in ROLES if any(role == name for own in bars for name, _ in own.bar.segments)],
+        "bars": [{"label": labelled.label, **asdict(labelled.bar)} for labelled in bars],
+        "roles": [role for role in ROLES if any(role == name for each in bars for name, _ in each.bar.segments)],
         "notes": _notes(state, capacity),
     }
 
 
-def _fields(as_is: MemorySetup, asked: MemorySetup) -> list[dict[str, Any]]:
-    made = []
-    for item in fields(MemorySetup):
-        name = item.name
-        if name in _OF_PIPELINES and as_is.pp == 1:
+def _fields(current: MemorySetup, proposed: MemorySetup) -> list[dict[str, Any]]:
+    controls = []
+    for field in fields(MemorySetup):
+        name = field.name
+        if name in _PIPELINE_FIELDS and current.pp == 1:
             continue
-        now, value = getattr(as_is, name), getattr(asked, name)
-        field = {"name": name, "label": _LABELS[name], "now": now, "value": value}
+        now, value = getattr(current, name), getattr(proposed, name)
+        control = {"name": name, "label": _LABELS[name], "current": now, "value": value}
         if name in _CHOICES:
-            values = dict.fromkeys((*_CHOICES[name], now, value))
-            field["choices"] = [[own, own or _EMPTY[name]] for own in values]
-        made.append(field)
-    return made
+            choices = dict.fromkeys((*_CHOICES[name], now, value))
+            control["choices"] = [[choice, choice or _EMPTY[name]] for choice in choices]
+        controls.append(control)
+    return controls
 
 
-def answer_bars(state: WhatIfState, capacity: int | None) -> list[AnswerBar]:
-    """What the rank with the highest peak holds: as it is, where something else was asked, and as asked."""
+def prediction_bars(state: WhatIfState, capacity: int | None) -> list[LabelledBar]:
+    """Return bars of the rank with the highest peak: for the current setup, and for the proposed one if it differs."""
     shown = []
     if state.reference is not None and state.setup != state.as_is:
-        shown.append(("as it is", state.reference))
+        shown.append(("current", state.reference))
     if state.estimate is not None:
-        shown.append(("as asked" if state.setup != state.as_is else "as it is", state.estimate))
-    moments = [(f"{label}, {name}", held) for label, own in shown for name, held in _moments(own)]
-    most = max((sum(held.values()) for _, held in moments), default=0) or 1
-    near = capacity is not None and capacity <= _FAR * most
-    scale = max(most, capacity) if near and capacity is not None else most
-    limit = capacity / scale if near and capacity is not None else None
-    return [AnswerBar(label, Bar(segments(held, scale), None, limit, roles_in_words(held))) for label, held in moments]
+        shown.append(("proposed" if state.setup != state.as_is else "current", state.estimate))
+    uses = [(f"{label}, {moment}", use) for label, prediction in shown for moment, use in _moments(prediction)]
+    highest = max((sum(use.values()) for _, use in uses), default=0) or 1
+    drawn_capacity = capacity if capacity is not None and capacity <= _FAR * highest else None
+    scale = max(highest, drawn_capacity or 0)
+    mark = None if drawn_capacity is None else drawn_capacity / scale
+    return [LabelledBar(label, Bar(segments(use, scale), None, mark, describe_roles(use))) for label, use in uses]
 
 
-def _moments(estimate: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]]:
-    held = [("after a step", estimate.persistent[estimate.worst])]
-    return [*held, ("at the peak", estimate.peak[estimate.worst])] if estimate.is_whole else held
+def _moments(prediction: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]]:
+    moments = [("after a step", prediction.persistent[prediction.worst])]
+    return [*moments, ("at the peak", prediction.peak[prediction.worst])] if prediction.is_whole else moments
 
 
-def setup_in_words(setup: MemorySetup) -> str:
-    """Such as ``full_shard on 8 ranks, adam, batch 4, bfloat16 computes, checkpointing``."""
+def describe_setup(setup: MemorySetup) -> str:
+    """Return such as ``full_shard on 8 ranks, adam, batch 4, computing in bfloat16, checkpointing``."""
     ranks = f"{setup.world} rank{'' if setup.world == 1 else 's'}"
     parts = [f"{setup.strategy} on {ranks}", setup.optimizer, f"batch {setup.batch}"]
     if setup.strategy == "hybrid_shard":
-        parts[0] += f", {setup.shard} to a copy"
-    parts[0] += f", {setup.pp} of a pipeline" if setup.pp > 1 else ""
-    parts[0] += f", {setup.tp} to a layer" if setup.tp > 1 else ""
+        parts[0] += f", {setup.shard} per replica"
+    parts[0] += f", {setup.pp} per pipeline" if setup.pp > 1 else ""
+    parts[0] += f", {setup.tp} per layer" if setup.tp > 1 else ""
     parts += [f"{setup.microbatches} microbatches"] if setup.pp > 1 else []
     parts += [setup.dtype] if setup.dtype else []
-    parts += [f"{setup.mixed_precision} computes"] if setup.mixed_precision else []
+    parts += [f"computing in {setup.mixed_precision}"] if setup.mixed_precision else []
     parts += [f"{setup.offload} offloaded"] if setup.offload != "none" else []
     return ", ".join([*parts, "checkpointing"] if setup.checkpointing else parts)
 
@@ -125,11 +126,11 @@ def _heading(state: WhatIfState) -> str:
     estimate = state.estimate
     if estimate is None:
         return ""
-    words = setup_in_words(estimate.setup)
+    setup = describe_setup(estimate.setup)
     if not estimate.is_whole:
-        return f"{words}: {format_bytes(_total(estimate.persistent, estimate))}, {estimate.method}"
+        return f"{setup}: {format_bytes(_total(estimate.persistent, estimate))}, {estimate.method}"
     ranks = "the highest of all ranks" if estimate.setup.world > 1 else "rank 0"
-    return f"{words}: peak {format_bytes(_total(estimate.peak, estimate))} {estimate.when}, {ranks}; {estimate.method}"
+    return f"{setup}: peak {format_bytes(_total(estimate.peak, estimate))} {estimate.when}, {ranks}; {estimate.method}"
 
 
 def _total(by_rank: Mapping[int, Mapping[str, int]], estimate: MemoryPrediction) -> int:
@@ -143,41 +144,40 @@ def _notes(state: WhatIfState, capacity: int | None) -> list[str]:
         return found
     highest = _total(estimate.peak if estimate.is_whole else estimate.persistent, estimate)
     if capacity is not None and highest > capacity:
-        found.insert(0, f"⚠ It does not fit: {format_bytes(highest)} of {format_bytes(capacity)}.")
+        found.insert(0, f"⚠ Does not fit: needs {format_bytes(highest)} of {format_bytes(capacity)}.")
     elif capacity is not None and highest >= NEAR * capacity:
-        found.insert(0, f"⚠ It is near the limit: {100 * highest / capacity:.0f} % of {format_bytes(capacity)}.")
+        found.insert(0, f"⚠ Near the limit: {100 * highest / capacity:.0f} % of {format_bytes(capacity)}.")
     if estimate.host:
-        found.append(f"Besides, {format_bytes(estimate.host)} are kept in the host's memory.")
+        found.append(f"Another {format_bytes(estimate.host)} of host memory is used.")
     return [*found, *estimate.notes]
 
 
-def state_in_words(state: WhatIfState) -> list[str]:
-    """The last answer as lines of text; empty where nothing was asked."""
+def what_if_lines(state: WhatIfState) -> list[str]:
+    """Return the last prediction as lines of text; empty if there is none."""
     if state.error:
         return [f"plan: {state.error}"]
     if state.estimate is None:
         return []
-    bars = [f"  {own.label}: {own.bar.words}" for own in answer_bars(state, None)]
+    bars = [f"  {labelled.label}: {labelled.bar.text}" for labelled in prediction_bars(state, None)]
     return [f"plan: {_heading(state)}", *bars]
 
 
 def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
-    """The last answer for a page without scripts.
+    """Return the last prediction for a page without scripts.
 
     Args:
-        state: Of the question.
+        state: Of the scenario.
         picture: Makes an image of a bar.
     """
-    if not state_in_words(state):
+    if not what_if_lines(state):
         return ""
-    cell = "text-align:left;padding:2px 14px 2px 0"
-    rows = "".join(
-        f"<tr style='background:none'><th scope='row' style='font-weight:normal;{cell}'>"
-        f"{escape(own.label)}</th><td style='{cell}'>{picture(own.bar)}</td>"
-        f"<td style='text-align:left'>{escape(own.bar.words)}</td></tr>"
-        for own in answer_bars(state, None)
+    rows = (
+        table_row(
+            row_title(escape(labelled.label)),
+            f'<td style="{CELL}">{picture(labelled.bar)}</td>',
+            f'<td style="{WRAPPED_CELL}">{escape(labelled.bar.text)}</td>',
+        )
+        for labelled in prediction_bars(state, None)
     )
-    head = escape(state.error or _heading(state))
-    return (
-        f"<div style='margin-top:6px'><b>plan</b> {head}</div><table style='border:none'><tbody>{rows}</tbody></table>"
-    )
+    heading = escape(state.error or _heading(state))
+    return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{table((), rows)}'

@@ -1,4 +1,4 @@
-"""Where the parts of a tensor are drawn: boxes to the shape of the tensor, coloured by rank, with words for each."""
+"""Drawings of a tensor's parts: boxes in proportion to the tensor's shape, coloured by rank, with a text for each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from axon_nb.records.units import format_bytes
 from axon_nb.widgets.palette import OKABE_ITO, contrast
 from axon_nb.widgets.shards.tensors import Part, PlacedTensor
 
-__all__ = ["Box", "Drawing", "boxes_in_words", "draw", "drawing_svg", "rank_color", "text_color"]
+__all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg", "rank_color", "text_color"]
 
 _COLORS = ("green", "blue", "vermillion", "purple")
 _PATTERNS = ("", "hatch", "dots", "grid")
-_LONG, _SHORT = 150.0, 18.0
+_MAX_SIDE, _MIN_SIDE = 150.0, 18.0
 _AREA = 3000.0
-"""About so many square units a picture has; its sides stay between `_SHORT` and `_LONG`."""
-_CHAR = 6.2
+"""Approximate area of a drawing in square units; its sides stay between `_MIN_SIDE` and `_MAX_SIDE`."""
+_CHAR_WIDTH = 6.2
 _DEFS = {
     "hatch": '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4" stroke="#fff" stroke-opacity=".55" stroke-width="1.5"/>',
     "dots": '<circle cx="2" cy="2" r="1.2" fill="#fff" fill-opacity=".7"/>'
@@ -38,9 +38,9 @@ class Box:
     color: str
     pattern: str
     label: str
-    """Ranks, when there is room for them."""
-    words: str
-    """What it is, for a pointer, a reader, or a table."""
+    """Ranks, if there is room for them."""
+    text: str
+    """Description for a tooltip, a screen reader, or a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +51,36 @@ class Drawing:
     height: float
     boxes: tuple[Box, ...]
     empty: str
-    """Which ranks hold nothing of it, in words; empty: all have a part."""
+    """Which ranks hold nothing of the tensor, such as ``rank 3: nothing``; empty: all have a part."""
 
 
 def rank_color(rank: int) -> tuple[str, str]:
-    """Colour and pattern of a rank: all sixteen of the first ranks differ."""
+    """Return the colour and pattern of a rank; the first sixteen ranks all differ."""
     return OKABE_ITO[_COLORS[rank % len(_COLORS)]], _PATTERNS[rank // len(_COLORS) % len(_PATTERNS)]
 
 
 def text_color(color: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Return black or white, whichever is easier to read on a colour."""
     return max("#000000", "#FFFFFF", key=lambda text: contrast(text, color))
 
 
 def draw(tensor: PlacedTensor) -> Drawing:
-    """The boxes of a tensor: dim 0 from top to bottom, another one from left to right; a vector lies on its side."""
+    """Draw a tensor: dim 0 from top to bottom, another dim from left to right; a vector from left to right."""
     vertical, horizontal = _shown_dims(tensor)
     rows = tensor.shape[vertical] if vertical is not None else 1
     columns = tensor.shape[horizontal] if horizontal is not None else 1
     width, height = _size(rows, columns)
     parts = [part for part in tensor.parts if not part.is_empty]
-    own = tensor.kind == "own" and len(tensor.ranks) > 1
+    is_independent = tensor.kind == "own" and len(tensor.ranks) > 1
     boxes = []
     for number, part in enumerate(parts):
-        y, tall = _stretch(part, vertical, rows, height)
-        x, wide = _stretch(part, horizontal, columns, width)
-        if own:  # each rank has a tensor of its own: copies beside one another, cut into strips
-            x, wide = width * number / len(parts), width / len(parts)
-        boxes.append(_box(tensor, part, (x, y, wide, tall)))
-    nothing = [rank for part in tensor.parts if part.is_empty for rank in part.ranks]
-    empty = f"{name_ranks(nothing)}: nothing" if nothing else ""
+        y, box_height = _interval(part, vertical, rows, height)
+        x, box_width = _interval(part, horizontal, columns, width)
+        if is_independent:  # strips beside one another
+            x, box_width = width * number / len(parts), width / len(parts)
+        boxes.append(_box(tensor, part, (x, y, box_width, box_height)))
+    without = [rank for part in tensor.parts if part.is_empty for rank in part.ranks]
+    empty = f"{name_ranks(without)}: nothing" if without else ""
     return Drawing(width, height, tuple(boxes), empty)
 
 
@@ -90,51 +90,53 @@ def _shown_dims(tensor: PlacedTensor) -> tuple[int | None, int | None]:
         return None, None
     if count == 1:
         return None, 0
-    split = [int(place[6:-1]) for place in tensor.placements if place.startswith("Shard")]
-    horizontal = next((dim for dim in split if dim > 0), 1 if count == 2 else count - 1)
-    vertical = next((dim for dim in split if dim != horizontal), 0)
+    sharded = [int(placement[6:-1]) for placement in tensor.placements if placement.startswith("Shard")]
+    horizontal = next((dim for dim in sharded if dim > 0), 1 if count == 2 else count - 1)
+    vertical = next((dim for dim in sharded if dim != horizontal), 0)
     return vertical, horizontal
 
 
 def _size(rows: int, columns: int) -> tuple[float, float]:
     ratio = min(8.0, max(1 / 2, max(1, columns) / max(1, rows)))
     width = (_AREA * ratio) ** 0.5
-    return round(min(_LONG, max(_SHORT, width)), 1), round(min(_LONG, max(_SHORT, _AREA / width)), 1)
+    return _clamp_side(width), _clamp_side(_AREA / width)
 
 
-def _stretch(part: Part, dim: int | None, extent: int, length: float) -> tuple[float, float]:
+def _clamp_side(length: float) -> float:
+    return round(min(_MAX_SIDE, max(_MIN_SIDE, length)), 1)
+
+
+def _interval(part: Part, dim: int | None, size: int, length: float) -> tuple[float, float]:
+    """Return the start and length of a part along one side of the drawing."""
     if dim is None:
         return 0.0, length
-    return length * part.offset[dim] / max(1, extent), length * part.shape[dim] / max(1, extent)
+    return length * part.offset[dim] / max(1, size), length * part.shape[dim] / max(1, size)
 
 
 def _box(tensor: PlacedTensor, part: Part, area: tuple[float, float, float, float]) -> Box:
     x, y, width, height = (round(number, 2) for number in area)
     label = format_ranks(part.ranks)
-    everywhere = len(part.ranks) > 1 and part.shape == tensor.shape
-    color, pattern = (OKABE_ITO["grey"], "") if everywhere else rank_color(part.ranks[0])
-    fits = len(label) * _CHAR + 2 <= width and height >= 10
-    words = _words(tensor, part)
-    return Box(
-        round(x, 2), round(y, 2), round(width, 2), round(height, 2), color, pattern, label if fits else "", words
-    )
+    is_replica = len(part.ranks) > 1 and part.shape == tensor.shape
+    color, pattern = (OKABE_ITO["grey"], "") if is_replica else rank_color(part.ranks[0])
+    fits = len(label) * _CHAR_WIDTH + 2 <= width and height >= 10
+    return Box(x, y, width, height, color, pattern, label if fits else "", _describe(tensor, part))
 
 
-def _words(tensor: PlacedTensor, part: Part) -> str:
+def _describe(tensor: PlacedTensor, part: Part) -> str:
     ranks = name_ranks(part.ranks)
-    where = ", ".join(
-        f"{start}:{start + size}" if size != whole else ":"
-        for start, size, whole in zip(part.offset, part.shape, tensor.shape, strict=True)
+    indices = ", ".join(
+        f"{start}:{start + size}" if size != full_size else ":"
+        for start, size, full_size in zip(part.offset, part.shape, tensor.shape, strict=True)
     )
     shape = " × ".join(map(str, part.shape)) or "a number"
     padded = f" ({format_bytes(part.padding)} of it padding)" if part.padding else ""
     each = " each" if len(part.ranks) > 1 else ""
-    region = f"[{where}], " if tensor.shape else ""
+    region = f"[{indices}], " if tensor.shape else ""
     return f"{ranks}: {region}{shape}, {format_bytes(part.bytes)}{each}{padded}, {part.device}"
 
 
 def drawing_svg(drawing: Drawing) -> str:
-    """The drawing as a picture of its own, which looks right on light and dark pages."""
+    """Return the drawing as an SVG that looks right on light and dark pages."""
     used = {box.pattern for box in drawing.boxes if box.pattern}
     patterns = "".join(
         f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
@@ -150,20 +152,20 @@ def drawing_svg(drawing: Drawing) -> str:
 
 
 def _box_svg(box: Box) -> str:
-    place = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}"'
-    shapes = [f'<rect {place} fill="{box.color}" stroke="#767676" stroke-width=".75"/>']
+    area = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}"'
+    shapes = [f'<rect {area} fill="{box.color}" stroke="#767676" stroke-width=".75"/>']
     if box.pattern:
-        shapes.append(f'<rect {place} fill="url(#{box.pattern})"/>')
+        shapes.append(f'<rect {area} fill="url(#{box.pattern})"/>')
     if box.label:
-        middle = f'x="{box.x + box.width / 2:g}" y="{box.y + box.height / 2 + 3.5:g}"'
+        center = f'x="{box.x + box.width / 2:g}" y="{box.y + box.height / 2 + 3.5:g}"'
         halo = f' paint-order="stroke" stroke="{box.color}" stroke-width="3"' if box.pattern else ""
         shapes.append(
-            f'<text {middle} text-anchor="middle" font-family="sans-serif" font-size="10" '
+            f'<text {center} text-anchor="middle" font-family="sans-serif" font-size="10" '
             f'fill="{text_color(box.color)}"{halo}>{escape(box.label)}</text>'
         )
     return "".join(shapes)
 
 
-def boxes_in_words(drawing: Drawing) -> Sequence[str]:
-    """One line a part, and what is not there."""
-    return [*(box.words for box in drawing.boxes), *([drawing.empty] if drawing.empty else [])]
+def describe_boxes(drawing: Drawing) -> Sequence[str]:
+    """Return one line per part, and one for the ranks without a part."""
+    return [*(box.text for box in drawing.boxes), *([drawing.empty] if drawing.empty else [])]

@@ -1,4 +1,4 @@
-"""Shards as a picture, a table and text, which need neither a kernel nor scripts."""
+"""Shards as text, and as a saved page of pictures and a table that needs neither a kernel nor scripts."""
 
 from __future__ import annotations
 
@@ -7,46 +7,63 @@ from html import escape
 
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.html import cell_style, data_cells, figure, head_cells, note_lines, svg_uri, table_style
-from axon_nb.widgets.shards.boxes import boxes_in_words, draw, drawing_svg
-from axon_nb.widgets.shards.tensors import PlacedTensor, bytes_by_rank, in_words
+from axon_nb.widgets.html import (
+    CELL,
+    WRAPPED_CELL,
+    data_cells,
+    figure,
+    note_lines,
+    row_title,
+    svg_uri,
+    table,
+    table_row,
+)
+from axon_nb.widgets.shards.boxes import describe_boxes, draw, drawing_svg
+from axon_nb.widgets.shards.tensors import PlacedTensor, bytes_by_rank, describe_placement, ranks_by_bytes
 
-__all__ = ["heading", "shards_bundle", "shown_shape"]
+__all__ = ["heading", "local_sizes", "shards_bundle", "shown_shape"]
 
-_CELL = cell_style(14, above=3, wraps=True)
+_TITLES = ("tensor", "", "shape", "where", "per rank", "parts by rank")
 _MAX_ROWS = 200
 
 
 def shown_shape(tensor: PlacedTensor) -> str:
-    """Such as ``64 × 32 float32``."""
+    """Return such as ``64 × 32 float32``."""
     return f"{' × '.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
 
 
+def local_sizes(tensor: PlacedTensor) -> str:
+    """Return a tensor's bytes on each rank that has it, such as ``2.00 KiB`` or ``0 B to 80 B``."""
+    sizes = {part.bytes for part in tensor.parts}
+    low, high = format_bytes(min(sizes, default=0)), format_bytes(max(sizes, default=0))
+    return low if low == high else f"{low} to {high}"
+
+
 def heading(title: str, tensors: Sequence[PlacedTensor]) -> str:
-    """Such as ``model: 12 tensors on 4 ranks, 1.20 MiB in all, 307 KiB on each rank``."""
-    held = bytes_by_rank(tensors)
-    low, high = min(held.values(), default=0), max(held.values(), default=0)
+    """Return such as ``model: 12 tensors on 4 ranks, 1.20 MiB in all, 307 KiB on each rank``."""
+    total_bytes = bytes_by_rank(tensors)
+    low, high = min(total_bytes.values(), default=0), max(total_bytes.values(), default=0)
     each = f"{format_bytes(low)} on each" if low == high else f"{format_bytes(low)} to {format_bytes(high)} on a rank"
     count = f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'}"
-    on = f"{len(held)} rank{'' if len(held) == 1 else 's'}"
-    return f"{title}: {count} on {on}, {format_bytes(sum(held.values()))} in all, {each}"
+    ranks = f"{len(total_bytes)} rank{'' if len(total_bytes) == 1 else 's'}"
+    return f"{title}: {count} on {ranks}, {format_bytes(sum(total_bytes.values()))} in all, {each}"
 
 
 def shards_bundle(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str] = ()) -> dict[str, str]:
-    """A MIME bundle.
+    """Return the tensors as `text/html` and `text/plain`.
 
     Args:
         title: What is shown, such as ``model``.
         tensors: In the order in which they are shown.
         notes: Sentences below.
     """
-    shown = tensors[:_MAX_ROWS]
-    more = [f"{len(tensors) - len(shown)} more tensors are left out here."] if len(tensors) > len(shown) else []
-    return {"text/html": _html(title, tensors, [*notes, *more]), "text/plain": _text(title, tensors, notes)}
+    num_omitted = len(tensors) - _MAX_ROWS
+    omitted = [f"{num_omitted} more tensors are left out here."] if num_omitted > 0 else []
+    return {"text/html": _html(title, tensors, [*notes, *omitted]), "text/plain": _text(title, tensors, notes)}
 
 
 def _text(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> str:
-    rows = [(tensor.name, tensor.role, shown_shape(tensor), in_words(tensor), _each(tensor)) for tensor in tensors]
+    rows = [(tensor.name, *_cells(tensor)) for tensor in tensors]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
     lines = (
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -54,40 +71,28 @@ def _text(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> 
     return "\n".join([heading(title, tensors), *lines, *notes])
 
 
-def _each(tensor: PlacedTensor) -> str:
-    sizes = {part.bytes for part in tensor.parts}
-    low, high = min(sizes, default=0), max(sizes, default=0)
-    return f"{format_bytes(low)} each" if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
+def _cells(tensor: PlacedTensor) -> tuple[str, str, str, str]:
+    sizes = local_sizes(tensor)
+    is_equal = len({part.bytes for part in tensor.parts}) <= 1
+    return tensor.role, shown_shape(tensor), describe_placement(tensor), f"{sizes} each" if is_equal else sizes
 
 
 def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> str:
-    titles = ("tensor", "", "shape", "where", "on a rank", "parts by rank")
-    rows = "".join(map(_row, tensors[:_MAX_ROWS]))
-    ranks = bytes_by_rank(tensors)
-    total = ", ".join(f"{name_ranks(same)}: {format_bytes(size)}" for size, same in _same(ranks))
-    body = (
-        f'<table style="{table_style()}"><thead><tr style="background:none">{head_cells(titles, _CELL)}</tr></thead>'
-        f"<tbody>{rows}</tbody></table>{note_lines([total, *notes])}"
-    )
-    return figure(body, heading=heading(title, tensors))
-
-
-def _same(held: dict[int, int]) -> list[tuple[int, list[int]]]:
-    groups: dict[int, list[int]] = {}
-    for rank, size in held.items():
-        groups.setdefault(size, []).append(rank)
-    return list(groups.items())
+    totals = ranks_by_bytes(bytes_by_rank(tensors))
+    total = ", ".join(f"{name_ranks(ranks)}: {format_bytes(size)}" for size, ranks in totals)
+    rows = table(_TITLES, map(_row, tensors[:_MAX_ROWS]))
+    return figure(f"{rows}{note_lines([total, *notes])}", heading=heading(title, tensors))
 
 
 def _row(tensor: PlacedTensor) -> str:
     drawing = draw(tensor)
-    said = escape("; ".join(boxes_in_words(drawing)))
+    text = escape("; ".join(describe_boxes(drawing)))
     picture = (
-        f'<img alt="{said}" title="{said}" src="{svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
+        f'<img alt="{text}" title="{text}" src="{svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
         f'height="{drawing.height + 2:g}" style="display:block;margin:0;max-width:none">'
     )
-    cells = (tensor.role, shown_shape(tensor), in_words(tensor), _each(tensor))
-    return (
-        f'<tr style="background:none"><th scope="row" style="{_CELL};font-weight:normal;white-space:nowrap">'
-        f'{escape(tensor.name)}</th>{data_cells(cells, _CELL)}<td style="{_CELL}">{picture}</td></tr>'
+    return table_row(
+        row_title(escape(tensor.name)),
+        data_cells(_cells(tensor), WRAPPED_CELL),
+        f'<td style="{CELL}">{picture}</td>',
     )

@@ -1,8 +1,8 @@
-"""The parts of tensors, put together again: one record a tensor, ready to be drawn."""
+"""Tensors merged from their parts on all ranks: one record per tensor, ready to be drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,11 +10,11 @@ from axon_nb.records.placement import Shard
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Kind", "Part", "PlacedTensor", "bytes_by_rank", "in_words", "put_together"]
+__all__ = ["Kind", "Part", "PlacedTensor", "bytes_by_rank", "describe_placement", "merge_shards", "ranks_by_bytes"]
 
 Kind = Literal["sharded", "replicated", "partial", "own"]
 _DIM_NAMES = {1: {0: "elements"}, 2: {0: "rows", 1: "columns"}}
-"""What the dims of vectors and matrices are called, by the number of dims."""
+"""Names of the dims of vectors and matrices, by the number of dims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Part:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element."""
+        """Whether it has no elements."""
         return 0 in self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, and where its parts are."""
+    """A tensor and where its parts are."""
 
     name: str
     role: str
@@ -52,7 +52,7 @@ class PlacedTensor:
 
     @property
     def kind(self) -> Kind:
-        """What the placements come to; ``own``: each rank's, of which nothing is known to the others."""
+        """Summary of the placements; ``own``: each rank has an independent tensor of that name."""
         if not self.placements:
             return "own"
         if any(placement.startswith("Partial") for placement in self.placements):
@@ -61,7 +61,7 @@ class PlacedTensor:
 
     @property
     def bytes(self) -> int:
-        """On all ranks together."""
+        """Bytes on all ranks together."""
         return sum(part.bytes * len(part.ranks) for part in self.parts)
 
     @property
@@ -71,19 +71,19 @@ class PlacedTensor:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that have it, also those that hold an empty part."""
+        """Ranks that have the tensor, including those with an empty part."""
         return tuple(sorted(rank for part in self.parts for rank in part.ranks))
 
 
-def put_together(shards: Iterable[Shard]) -> list[PlacedTensor]:
-    """Tensors in the order in which the lowest rank names them; what other ranks have besides comes after."""
+def merge_shards(shards: Iterable[Shard]) -> list[PlacedTensor]:
+    """Return the tensors in the order of the lowest rank; those that only other ranks have come last."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[Shard]] = {}
     for shard in sorted(shards, key=lambda shard: shard.rank):
         groups.setdefault((shard.role, shard.name, shard.global_shape, shard.dtype), []).append(shard)
-    return [_tensor(found) for found in groups.values()]
+    return [_merge(group) for group in groups.values()]
 
 
-def _tensor(shards: Sequence[Shard]) -> PlacedTensor:
+def _merge(shards: Sequence[Shard]) -> PlacedTensor:
     first = shards[0]
     regions: dict[tuple[object, ...], list[Shard]] = {}
     for shard in shards:
@@ -101,7 +101,7 @@ def _tensor(shards: Sequence[Shard]) -> PlacedTensor:
 
 
 def bytes_by_rank(tensors: Iterable[PlacedTensor]) -> dict[int, int]:
-    """Bytes that each rank holds of all of them."""
+    """Return the bytes that each rank holds of all tensors."""
     total: dict[int, int] = {}
     for tensor in tensors:
         for part in tensor.parts:
@@ -110,24 +110,32 @@ def bytes_by_rank(tensors: Iterable[PlacedTensor]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def in_words(tensor: PlacedTensor) -> str:
-    """How a tensor lies, such as ``rows over dp (4)``, ``a copy on each rank``."""
+def ranks_by_bytes(bytes_by_rank: Mapping[int, int]) -> list[tuple[int, list[int]]]:
+    """Return the ranks that hold the same number of bytes, for each of these numbers."""
+    groups: dict[int, list[int]] = {}
+    for rank, size in bytes_by_rank.items():
+        groups.setdefault(size, []).append(rank)
+    return list(groups.items())
+
+
+def describe_placement(tensor: PlacedTensor) -> str:
+    """Describe where a tensor's parts are, such as ``rows over dp (4)`` or ``copies over dp (2)``."""
     ranks = name_ranks(tensor.ranks)
     if tensor.kind == "own":
         return f"{ranks}: each its own" if len(tensor.ranks) > 1 else f"{ranks} alone"
-    pieces = []
+    parts = []
     for placement, axis, count in zip(tensor.placements, tensor.axes, tensor.mesh_shape, strict=True):
         over = f"{axis} ({count})"
         if placement.startswith("Shard"):
             dim = int(placement[6:-1])
-            pieces.append(f"{_DIM_NAMES.get(len(tensor.shape), {}).get(dim, f'dim {dim}')} over {over}")
+            parts.append(f"{_DIM_NAMES.get(len(tensor.shape), {}).get(dim, f'dim {dim}')} over {over}")
         elif placement.startswith("Partial"):
-            pieces.append(f"summands over {over}" if "sum" in placement else f"{placement} over {over}")
+            parts.append(f"summands over {over}" if "sum" in placement else f"{placement} over {over}")
         elif count > 1:
-            pieces.append(f"copies over {over}")
-    text = ", ".join(pieces) or ranks
+            parts.append(f"copies over {over}")
+    text = ", ".join(parts) or ranks
     if tensor.gathered:
-        text += "; whole for now, sharded at rest"
+        text += "; gathered for now, sharded at rest"
     if tensor.padding:
         text += f"; {format_bytes(tensor.padding)} of padding"
     return text

@@ -1,6 +1,6 @@
-"""What `axon_nb.show.timeline` returns: what ranks have done, to keep as a table, a trace or a page.
+"""What `axon_nb.show.timeline` returns: the ranks' spans, to save as a table, a trace or a page.
 
-A timeline as one HTML file that needs neither a kernel nor a network: to zoom, to filter, to send to somebody.
+The page is one HTML file that needs neither a kernel nor a network: it can be zoomed, filtered, and sent to others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.timeline.page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.timeline.page import page_facts, summarize, timeline_bundle
 from axon_nb.widgets.timeline.wire import pack
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
 
 
 def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timeline") -> str:
-    """The page: live as in the notebook where scripts run, the picture and the table where they do not."""
+    """Return the page: live as in the notebook if scripts run, else a picture and a table."""
     origin = int(table.columns["start"].min()) if len(table) else 0
     end = int(table.columns["end"].max()) if len(table) else origin
     header = {
@@ -61,7 +61,7 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
         "now": (end - origin) / 1e9,
         "focus": [0.0, (end - origin) / 1e9],
         "finished": True,
-        **page_facts(facts_of(table), ranks),
+        **page_facts(summarize(table), ranks),
     }
     config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
     spans = base64.b64encode(pack(table, header, origin_ns=origin)).decode()
@@ -69,26 +69,26 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     code = script("timeline").replace("export default ", "const make = ")
     fallback = timeline_bundle(table, ranks, title=title)["text/html"]
     # "</" would end the element that holds the text.
-    told = json.dumps(config).replace("</", "<\\/")
+    config_json = json.dumps(config).replace("</", "<\\/")
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
-        f'<script type="application/json" id="config">{told}</script>'
+        f'<script type="application/json" id="config">{config_json}</script>'
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
         f'<script type="module">{code}{_START}</script></body></html>\n'
     )
 
 
-_ENDINGS = (".json", ".html", ".csv")
+_SUFFIXES = (".json", ".html", ".csv")
 
 
 class Timeline:
-    """The spans of some ranks, asked for anew each time.
+    """The spans of some ranks, fetched again by each method.
 
     Args:
-        cluster: Whose ranks.
-        ranks: Which.
-        cell: Number of the notebook cell that is meant; None: everything that is kept.
+        cluster: The cluster.
+        ranks: Which of its ranks.
+        cell: Number of a notebook cell; None: all cells whose spans are stored.
     """
 
     def __init__(self, cluster: Cluster, ranks: list[int], *, cell: int | None = None) -> None:
@@ -102,10 +102,10 @@ class Timeline:
         return "" if self._cell is None else f"In [{self._cell}]"
 
     def table(self) -> SpanTable:
-        """The spans.
+        """Return the spans.
 
         Raises:
-            UsageError: ranks have no spans of that cell.
+            UsageError: Ranks have no spans of that cell.
         """
         table = recorded_spans(self._cluster.state)
         if self._cell is not None:
@@ -114,24 +114,28 @@ class Timeline:
             table = table.pick(np.isin(table.columns["rank"], self._ranks))
         return table
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row a span: rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s, waited_for."""
-        return self.table().to_dataframe()
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per span.
+
+        The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s and waited_for: the
+        rank that started a collective last. `start`, `seconds` and `waited_s` are in seconds.
+        """
+        return self.table().to_frame()
 
     def save(self, path: Path | str) -> None:
-        """Write the spans, by the name's ending: .json (a trace for Perfetto), .html (a page of its own), or .csv.
+        """Write the spans, by the name's suffix: .json (a trace for Perfetto), .html (a page), or .csv.
 
         Raises:
-            UsageError: the name ends otherwise.
+            UsageError: The name has another suffix.
         """
-        ending = Path(path).suffix
-        if ending not in _ENDINGS:
-            raise UsageError(f"{str(path)!r}: a timeline is saved as {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}.")
+        suffix = Path(path).suffix
+        if suffix not in _SUFFIXES:
+            raise UsageError(f"{str(path)!r} must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}.")
         table = self.table()
-        if ending == ".html":
+        if suffix == ".html":
             Path(path).write_text(timeline_file(table, self._ranks, title=self.title or "Timeline"), encoding="utf-8")
-        elif ending == ".csv":
-            table.to_dataframe().to_csv(path, index=False)
+        elif suffix == ".csv":
+            table.to_frame().to_csv(path, index=False)
         else:
             save_trace(table, path)
 
@@ -139,4 +143,4 @@ class Timeline:
         return timeline_bundle(self.table(), self._ranks, title=self.title)["text/plain"]
 
     def _ipython_display_(self) -> None:
-        """Nothing: where it was made, it was shown."""
+        """Show nothing: it was shown when it was made."""

@@ -1,4 +1,4 @@
-"""Spans and pipeline steps as SVG that looks right on light and dark pages; words are left to the page around it."""
+"""Spans and pipeline steps as SVG that looks right on light and dark pages; text is left to the page around it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from axon_nb.widgets.palette import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, Span
 __all__ = ["rank_svg", "step_svg", "swatch_svg"]
 
 _WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
-"""Units of a row's width, by number of rows up to which: pictures are saved with the notebook."""
+"""(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
 _LANES = ((1.0, 14.0), (16.0, 9.0))
 """Top and height of each lane, in units."""
 _HEIGHT = 26
 _STEP_ROW = 18
 _STEP_WIDTH = 600
 _EDGE = "#767676"
-_LEAST = 0.02
+_MIN_SHARE = 0.02
 
 _PATTERNS = {
     "rows": '<path d="M0 2h8M0 6h8" stroke="#fff" stroke-opacity=".7"/>',
@@ -34,50 +34,50 @@ _PATTERNS = {
 
 
 def rank_svg(table: SpanTable, rank: int, start_ns: int, end_ns: int, *, num_rows: int) -> str:
-    """One rank between two times: its code above, communication below; 26 units high, and it may be stretched."""
+    """Draw one rank between two times, its code above communication; 26 units high, and it may be stretched."""
     width = next(width for rows, width in _WIDTHS if num_rows <= rows)
     shapes: dict[int, list[tuple[float, float, float, float]]] = {}
     for lane, shares in enumerate(_shares(table, rank, start_ns, end_ns, width)):
-        top, tall = _LANES[lane]
+        top, height = _LANES[lane]
         for left, right, code in _runs(shares):
-            shapes.setdefault(code, []).append((left, top, right - left, tall))
+            shapes.setdefault(code, []).append((left, top, right - left, height))
     return _svg(width, _HEIGHT, (_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)))
 
 
 def swatch_svg(paint: SpanPaint) -> str:
-    """A sample of one paint for a legend, 24 x 14 units."""
+    """Draw a sample of one paint for a legend, 24 x 14 units."""
     return _svg(24, 14, [_shape(paint, [(0, 0, 24, 14)])])
 
 
 def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str:
-    """A pipeline's step: a row a rank, the microbatch in each box, the bubble between them; `seconds` is the width."""
+    """Draw a pipeline step: a row per rank, microbatches in boxes, bubbles between them; `seconds` is its width."""
     scale = _STEP_WIDTH / (seconds * 1e9)
     origin = min(span.start_ns for span in spans)
     shapes: dict[int, list[tuple[float, float, float, float]]] = {}
-    words = []
+    labels = []
     for row, rank in enumerate(ranks):
-        own = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start_ns)
+        rank_spans = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start_ns)
         top, free = row * _STEP_ROW + 1.0, 0.0
-        for span in own:
-            left, wide = (span.start_ns - origin) * scale, (span.end_ns - span.start_ns) * scale
+        for span in rank_spans:
+            left, width = (span.start_ns - origin) * scale, (span.end_ns - span.start_ns) * scale
             if left - free > 1:
                 shapes.setdefault(BUBBLE, []).append((free, top, left - free, _STEP_ROW - 2.0))
-            shapes.setdefault(SPAN_CODES.get(span.kind, OTHER), []).append((left, top, wide, _STEP_ROW - 2.0))
-            free = left + wide
-            if wide >= 6 * len(str(span.microbatch)) + 3:
-                words.append(
-                    f'<text x="{left + wide / 2:.1f}" y="{top + 12:g}" font-size="10" text-anchor="middle" fill="#fff" '
-                    f'stroke="#222" stroke-width="2.5" paint-order="stroke" font-family="sans-serif">{span.microbatch}'
-                    "</text>"
+            shapes.setdefault(SPAN_CODES.get(span.kind, OTHER), []).append((left, top, width, _STEP_ROW - 2.0))
+            free = left + width
+            if width >= 6 * len(str(span.microbatch)) + 3:
+                labels.append(
+                    f'<text x="{left + width / 2:.1f}" y="{top + 12:g}" font-size="10" text-anchor="middle" '
+                    'fill="#fff" stroke="#222" stroke-width="2.5" paint-order="stroke" font-family="sans-serif">'
+                    f"{span.microbatch}</text>"
                 )
     body = [_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)]
-    return _svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, [*body, *words])
+    return _svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, [*body, *labels])
 
 
 def _shares(
     table: SpanTable, rank: int, start_ns: int, end_ns: int, width: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """How much of each unit of the width each kind takes, 0 to 1; one array (kinds, width) a lane."""
+    """Return each kind's share of each unit of the width, 0 to 1; one array (kinds, width) per lane."""
     columns, codes = table.columns, [SPAN_CODES.get(label[0], OTHER) for label in table.labels]
     lanes = (np.zeros((len(SPAN_PAINTS), width)), np.zeros((len(SPAN_PAINTS), width)))
     scale = width / max(1, end_ns - start_ns)
@@ -85,37 +85,36 @@ def _shares(
     for code, paint in enumerate(SPAN_PAINTS):
         if paint.lane < 0:
             continue
-        which = (columns["rank"] == rank) & (kind == code)
-        left, right = ((columns[name][which] - start_ns) * scale for name in ("start", "end"))
-        ready = left + columns["late"][which] * scale
-        wait = SPAN_CODES["wait"]
+        selected = (columns["rank"] == rank) & (kind == code)
+        left, right = ((columns[name][selected] - start_ns) * scale for name in ("start", "end"))
+        ready = left + columns["late"][selected] * scale
         _cover(lanes[paint.lane][code], ready if paint.lane == 1 else left, right)
         if paint.lane == 1:
-            _cover(lanes[1][wait], left, ready)
-    code_waits = lanes[0][SPAN_CODES["wait"]]
-    # What waits does not compute, though it is within a forward or a backward.
+            _cover(lanes[1][SPAN_CODES["wait"]], left, ready)
+    waiting = lanes[0][SPAN_CODES["wait"]]
+    # Code that waits does not compute, even within a forward or a backward.
     for code in (SPAN_CODES["forward"], SPAN_CODES["backward"], SPAN_CODES["optimizer"]):
-        lanes[0][code] -= np.minimum(lanes[0][code], code_waits)
+        lanes[0][code] -= np.minimum(lanes[0][code], waiting)
     return lanes
 
 
 def _cover(shares: npt.NDArray[np.float64], left: npt.NDArray[np.float64], right: npt.NDArray[np.float64]) -> None:
-    """Add what stretches from `left` to `right` take of each unit."""
+    """Add the share of each unit that the intervals from `left` to `right` cover."""
     width = len(shares)
     left, right = left.clip(0, width), right.clip(0, width)
     steps = np.zeros(width + 2)
-    # The area below a point grows by one a unit: its difference from unit to unit is the share.
+    # The area below a point grows by one per unit: its difference from unit to unit is the share.
     for edges, sign in ((left, 1.0), (right, -1.0)):
-        whole = edges.astype(np.int64)
-        part = edges - whole
-        np.add.at(steps, whole, sign * (1 - part))
-        np.add.at(steps, whole + 1, sign * part)
+        unit = edges.astype(np.int64)
+        fraction = edges - unit
+        np.add.at(steps, unit, sign * (1 - fraction))
+        np.add.at(steps, unit + 1, sign * fraction)
     shares += np.cumsum(steps)[:width].clip(0, 1)
 
 
 def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
-    """(left, right, code) of the stretches where one kind takes the most."""
-    best = np.where(shares.max(axis=0) > _LEAST, shares.argmax(axis=0), -1)
+    """Yield (left, right, code) of the intervals in which one kind has the largest share."""
+    best = np.where(shares.max(axis=0) > _MIN_SHARE, shares.argmax(axis=0), -1)
     edges = [0, *(np.flatnonzero(np.diff(best)) + 1).tolist(), len(best)]
     for left, right in itertools.pairwise(edges):
         if right > left and best[left] >= 0:
@@ -123,20 +122,20 @@ def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
 
 
 def _svg(width: int, height: int, body: Iterable[str]) -> str:
-    inside = "".join(body)
+    shapes = "".join(body)
     patterns = "".join(
         f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
         for name, lines in _PATTERNS.items()
-        if f"url(#{name})" in inside
+        if f"url(#{name})" in shapes
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'preserveAspectRatio="none">{f"<defs>{patterns}</defs>" if patterns else ""}{inside}</svg>'
+        f'preserveAspectRatio="none">{f"<defs>{patterns}</defs>" if patterns else ""}{shapes}</svg>'
     )
 
 
 def _shape(paint: SpanPaint, boxes: Sequence[tuple[float, float, float, float]]) -> str:
-    path = "".join(f"M{x:.4g} {y:g}h{wide:.4g}v{tall:g}h-{wide:.4g}z" for x, y, wide, tall in boxes)
+    path = "".join(f"M{x:.4g} {y:g}h{width:.4g}v{height:g}h-{width:.4g}z" for x, y, width, height in boxes)
     if paint.pattern == "dashed":
         return f'<path d="{path}" fill="none" stroke="{paint.color}" stroke-dasharray="2 2"/>'
     edge = f' stroke="{_EDGE}" stroke-width=".75"' if needs_outline(paint.color) else ""

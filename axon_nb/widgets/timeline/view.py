@@ -19,7 +19,7 @@ from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.timeline.page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.timeline.page import page_facts, summarize, timeline_bundle
 from axon_nb.widgets.timeline.wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.view import View
 
@@ -29,23 +29,23 @@ _MAX_BYTES = 48_000
 """Of one message."""
 _MAX_SNAPSHOT = 30_000
 """Spans that a reloaded page gets at once: 0.9 MB. Jupyter's server lets 3 MB through in 3 s and then drops everything;
-up to 1.5 MB of messages may come besides in that time."""
-_SEEN_S = 12.0
-_IN_FLIGHT = 2
-"""Messages that no page has confirmed yet, at most: a page that falls behind gets fewer, and larger ones."""
-_PATIENCE_S = 1.0
-"""Messages that no page has confirmed for so long are taken for lost."""
-_SIGN_OF_LIFE_S = 5.0
-_LISTENS_S = 0.5
-_LAST_MESSAGES = 20
-"""So many at most follow each other at the end."""
-_FACTS_S = 3.0
-_FACTS_SHARE = 100
-"""Facts are worked out so rarely that they take at most one part of so many of the time."""
+up to 1.5 MB of messages may follow in that time."""
+_HEARTBEAT_TIMEOUT_S = 12.0
+_MAX_IN_FLIGHT = 2
+"""Messages that no page has acknowledged yet: a page that falls behind gets fewer, and larger ones."""
+_ACK_TIMEOUT_S = 1.0
+"""Messages that no page has acknowledged for this long count as lost."""
+_KEEPALIVE_S = 5.0
+_LOOP_CHECK_S = 0.5
+_MAX_FINAL_MESSAGES = 20
+"""Sent one after the other when the view finishes."""
+_MIN_FACTS_INTERVAL_S = 3.0
+_FACTS_INTERVAL_FACTOR = 100
+"""Computing facts takes at most 1/100 of the time."""
 
 
 class TimelineView(View):
-    """Spans by rank: what its code does, and what communication is under way below; pipelines beside their ideal.
+    """Spans by rank: its code above, its communication below; pipeline steps next to their ideal.
 
     Args:
         feed: Where spans come from.
@@ -60,188 +60,186 @@ class TimelineView(View):
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints."""
     snapshot = traitlets.Bytes(b"").tag(sync=True)
-    """The newest spans, for a page that opens later; made when asked for and kept empty otherwise."""
+    """The newest spans, for a page that opens later; made on request and empty otherwise."""
 
     def __init__(self, feed: SpanFeed, ranks: Sequence[int], *, title: str = "", begin: int = 0) -> None:
-        self._lock = threading.Lock()  # the base class asks for the state while it starts
+        self._lock = threading.Lock()  # the base class requests the state while it starts
         self._feed = feed
         self._ranks = list(ranks)
         self._title = title
         self._begin = self._cursor = begin
-        self._labels = 0
+        self._num_labels = 0
         self.reopened = False
-        """Whether a page has taken it up again, after a reload."""
+        """Whether a page has opened it again, after a reload."""
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._patched = feed.store.num_patched
+        self._num_patched = feed.store.num_patched
         self._patches: deque[tuple[int, int, int]] = deque()
         self._restart = True
-        self._heard: float | None = None
-        self._num_sent = self._num_seen = self._given_up = 0
-        """Messages by number: the last one sent, the last that a page has confirmed, the last that is given up."""
+        self._last_heartbeat: float | None = None
+        self._last_sent = self._last_acked = self._last_given_up = 0
+        """Numbers of the last message that was sent, acknowledged by a page, and given up."""
         self._hold_until = 0.0
-        self._sent = 0.0
-        self._last: tuple[Any, ...] = ()
+        self._sent_at = 0.0
+        self._sent_state: tuple[Any, ...] = ()
         self._facts: dict[str, Any] = {}
-        self._facts_at: tuple[Any, ...] = ()
+        self._facts_state: tuple[Any, ...] = ()
         self._facts_due = 0.0
         self._origin_ns = time.monotonic_ns()
         self._until_ns: int | None = None
-        self._beat = time.monotonic()
-        self._listening = False
+        self._loop_ran_at = time.monotonic()
+        self._is_checking_loop = False
         self._loop: asyncio.AbstractEventLoop | None = None
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
         super().__init__(config={"ranks": self._ranks, "title": title, "paints": paints_for_page()})
-        # Held weakly: a view that nobody has any more is not kept by its own callback.
-        me = weakref.ref(self)
-        self.on_msg(lambda _, message, buffers: _heard(me, message))
+        # A weak reference, so that the callback does not keep an unused view alive.
+        view_ref = weakref.ref(self)
+        self.on_msg(lambda _, message, buffers: _on_message(view_ref, message))
 
     @property
     def watched(self) -> bool:
-        """Whether a page has shown it in the last seconds, those aside in which the kernel could hear nothing."""
-        return self._heard is not None and self._beat - self._heard < _SEEN_S
+        """Whether a page has shown it in the last seconds, ignoring time in which the kernel was blocked."""
+        return self._last_heartbeat is not None and self._loop_ran_at - self._last_heartbeat < _HEARTBEAT_TIMEOUT_S
 
     @property
     def wanted(self) -> bool:
-        """Whether spans have to be fetched: a page shows it, or none ever has, as in a notebook that is executed."""
-        return self._until_ns is None and (self._heard is None or self.watched)
+        """Whether spans must be fetched: a page shows it, or none ever has, as in a notebook that is executed."""
+        return self._until_ns is None and (self._last_heartbeat is None or self.watched)
 
     def pump(self) -> None:
-        """Send what is new, if a page is there and keeps up; from the feed's thread."""
-        self._listen()
+        """Send what is new, if a page shows it and keeps up; from the feed's thread."""
+        self._check_loop()
         now = time.monotonic()
-        if now - self._sent >= _PATIENCE_S:
-            self._given_up = self._num_sent
-        under_way = self._num_sent - max(self._num_seen, self._given_up)
-        if not self.watched or under_way >= _IN_FLIGHT or now < self._hold_until:
+        if now - self._sent_at >= _ACK_TIMEOUT_S:
+            self._last_given_up = self._last_sent
+        in_flight = self._last_sent - max(self._last_acked, self._last_given_up)
+        if not self.watched or in_flight >= _MAX_IN_FLIGHT or now < self._hold_until:
             return
         with self._lock:
-            message = self._message(now)
+            message = self._next_message(now)
             if message is None:
                 return
-            self._sent = now
+            self._sent_at = now
         self.send({"op": "append"}, buffers=[message])
 
-    def _listen(self) -> None:
-        """Note that the kernel's event loop runs, and so hears pages; while a cell blocks it, it does not."""
+    def _check_loop(self) -> None:
+        """Note when the kernel's event loop runs and so receives messages, which it does not while a cell blocks it."""
         if self._loop is None:
-            self._beat = time.monotonic()
+            self._loop_ran_at = time.monotonic()
             return
-        if not self._listening and time.monotonic() - self._beat > _LISTENS_S:
-            with contextlib.suppress(RuntimeError):  # it is closed
-                self._listening = True
-                self._loop.call_soon_threadsafe(self._hears)
+        if not self._is_checking_loop and time.monotonic() - self._loop_ran_at > _LOOP_CHECK_S:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._is_checking_loop = True
+                self._loop.call_soon_threadsafe(self._on_loop_run)
 
-    def _hears(self) -> None:
-        self._beat, self._listening = time.monotonic(), False
+    def _on_loop_run(self) -> None:
+        self._loop_ran_at, self._is_checking_loop = time.monotonic(), False
 
     def finish(self) -> None:
-        """What comes from now on is no part of it."""
+        """Send the last spans; later ones do not belong to the view."""
         with self._lock:
             self._until_ns = time.monotonic_ns()
-            self._facts_at, self._facts_due = (), 0.0
-            messages = [self._message(time.monotonic())]
-            while self._cursor < self._feed.store.end and len(messages) < _LAST_MESSAGES:
-                messages.append(self._message(time.monotonic()))
+            self._facts_state, self._facts_due = (), 0.0
+            messages = [self._next_message(time.monotonic())]
+            while self._cursor < self._feed.store.end and len(messages) < _MAX_FINAL_MESSAGES:
+                messages.append(self._next_message(time.monotonic()))
         for message in messages:
             if self.watched and message is not None:
                 self.send({"op": "append"}, buffers=[message])
 
     def table(self) -> SpanTable:
-        """The spans that belong to it."""
+        """Return the spans that belong to the view."""
         table = self._feed.store.table(self._begin)
         return table if self._until_ns is None else table.between(0, self._until_ns)
 
     def to_bundle(self) -> dict[str, str]:
-        """What is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
         return timeline_bundle(self.table(), self._ranks, title=self._title, focus=self._focus_ns())
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """The traits for a front end; `snapshot` is made here, so that a reloaded page has what was there."""
+        """Return the traits for a front end; `snapshot` is made here, so that a reloaded page has the earlier spans."""
         state = super().get_state(key=key, drop_defaults=drop_defaults)
         if key is None or key == "snapshot" or (not isinstance(key, str) and "snapshot" in key):
             with self._lock:
                 if self._cursor > self._begin:
                     self.reopened = True
-                    self._hold_until = time.monotonic() + _PATIENCE_S
+                    self._hold_until = time.monotonic() + _ACK_TIMEOUT_S
                     table = self._feed.store.table(max(self._begin, self._cursor - _MAX_SNAPSHOT), self._cursor)
-                    header = self._header(table, labels_from=0, groups_known={})
+                    header = self._header(table, labels_from=0, sent_groups={})
                     state["snapshot"] = pack(table, {**header, **self._facts}, origin_ns=self._origin_ns)
         return state
 
-    def note(self, message: dict[str, Any]) -> None:
-        """A page has said something; from the notebook's thread."""
-        self._heard = self._beat = time.monotonic()
-        if message.get("op") == "seen":
-            self._num_seen = max(self._num_seen, int(message.get("number", self._num_sent)))
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handle a message of a page; from the notebook's thread."""
+        self._last_heartbeat = self._loop_ran_at = time.monotonic()
+        if message.get("op") == "ack":
+            self._last_acked = max(self._last_acked, int(message.get("number", self._last_sent)))
         elif message.get("op") == "ready":
             self._hold_until = 0.0
         elif message.get("op") == "resend":
             with self._lock:
-                self._cursor, self._labels, self._groups = self._begin, 0, {}
-                self._restart, self._hold_until, self._facts_at = True, 0.0, ()
+                self._cursor, self._num_labels, self._groups = self._begin, 0, {}
+                self._restart, self._hold_until, self._facts_state = True, 0.0, ()
                 self._patches.clear()
 
-    def _message(self, now: float) -> bytes | None:
+    def _next_message(self, now: float) -> bytes | None:
         store = self._feed.store
-        if self._is_told(now):
+        if self._is_up_to_date(now):
             return None
-        fresh, self._patched = store.patches(self._patched)
-        # What has not been sent yet will be sent with it.
-        self._patches.extend(patch for patch in fresh if self._begin <= patch[0] < self._cursor)
+        patches, self._num_patched = store.patches(self._num_patched)
+        # Spans that have not been sent yet will be sent with their patches.
+        self._patches.extend(patch for patch in patches if self._begin <= patch[0] < self._cursor)
         table = store.table(self._cursor, self._cursor + _MAX_BYTES // BYTES_PER_SPAN)
-        extra = self._new_facts(now)
+        facts = self._new_facts(now)
         state = self._state()
-        if not (len(table) or self._patches or extra or self._restart or state != self._last):
-            return None if now - self._sent < _SIGN_OF_LIFE_S else self._pack(table, extra, [])
-        self._last = state
+        if not (len(table) or self._patches or facts or self._restart or state != self._sent_state):
+            return None if now - self._sent_at < _KEEPALIVE_S else self._pack(table, facts, [])
+        self._sent_state = state
         count = min(len(self._patches), _MAX_BYTES // 4 // BYTES_PER_PATCH)
-        return self._pack(table, extra, [self._patches.popleft() for _ in range(count)])
+        return self._pack(table, facts, [self._patches.popleft() for _ in range(count)])
 
     def _state(self) -> tuple[Any, ...]:
         store = self._feed.store
         return (store.lost, store.first, self._feed.running_since, store.last_cell, self._until_ns)
 
-    def _is_told(self, now: float) -> bool:
-        """Whether there is nothing to send, as far as that can be seen at a glance."""
+    def _is_up_to_date(self, now: float) -> bool:
+        """Whether a quick check finds nothing to send."""
         store = self._feed.store
-        waiting = self._restart or self._patches or self._cursor < store.end or self._patched < store.num_patched
-        if waiting or self._state() != self._last or now - self._sent >= _SIGN_OF_LIFE_S:
+        is_pending = self._restart or self._patches or self._cursor < store.end or self._num_patched < store.num_patched
+        if is_pending or self._state() != self._sent_state or now - self._sent_at >= _KEEPALIVE_S:
             return False
-        return self._facts_at == self._facts_of() or now < self._facts_due
+        return self._facts_state == self._current_facts_state() or now < self._facts_due
 
-    def _facts_of(self) -> tuple[Any, ...]:
+    def _current_facts_state(self) -> tuple[Any, ...]:
         return (self._feed.store.end, self._feed.store.num_patched, *self._focus_ns())
 
-    def _pack(self, table: SpanTable, extra: dict[str, Any], patches: list[tuple[int, int, int]]) -> bytes:
-        header = {**self._header(table, labels_from=self._labels, groups_known=self._groups), **extra}
+    def _pack(self, table: SpanTable, facts: dict[str, Any], patches: list[tuple[int, int, int]]) -> bytes:
+        header = {**self._header(table, labels_from=self._num_labels, sent_groups=self._groups), **facts}
         if self._restart:
             header["restart"] = True
         labels = header.pop("labels")
         room = _MAX_BYTES - len(json.dumps(header)) - len(patches) * BYTES_PER_PATCH
         count = min(len(table), max(1, room // BYTES_PER_SPAN))
-        while True:  # labels are numbered in the order of their first use: what comes later needs later ones
-            needed = max([self._labels, *(table.columns["label"][:count] + 1).tolist()])
-            header["labels"] = labels[: needed - self._labels]
+        while True:  # labels are numbered in the order of their first use: later spans need later labels
+            num_labels = max([self._num_labels, *(table.columns["label"][:count] + 1).tolist()])
+            header["labels"] = labels[: num_labels - self._num_labels]
             if count <= 1 or len(json.dumps(header["labels"])) + count * BYTES_PER_SPAN <= room:
                 break
             count //= 2
-        self._restart, self._labels, self._groups = False, needed, table.groups
-        self._num_sent += 1
-        header["number"] = self._num_sent
+        self._restart, self._num_labels, self._groups = False, num_labels, table.groups
+        self._last_sent += 1
+        header["number"] = self._last_sent
         self._cursor = table.first + count
         return pack(table.head(count), header, origin_ns=self._origin_ns, patches=patches)
 
-    def _header(
-        self, table: SpanTable, *, labels_from: int, groups_known: dict[str, tuple[int, ...]]
-    ) -> dict[str, Any]:
+    def _header(self, table: SpanTable, *, labels_from: int, sent_groups: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         store = self._feed.store
         start, end = self._focus_ns()
         return {
             "labels": [[SPAN_CODES.get(kind, OTHER), name, group] for kind, name, group in table.labels[labels_from:]],
             "labelsFrom": labels_from,
             "groups": {
-                name: name_ranks(ranks) for name, ranks in table.groups.items() if groups_known.get(name) != ranks
+                name: name_ranks(ranks) for name, ranks in table.groups.items() if sent_groups.get(name) != ranks
             },
             "oldest": max(store.first, self._begin),
             "dropped": max(0, store.first - self._begin),
@@ -252,23 +250,23 @@ class TimelineView(View):
         }
 
     def _focus_ns(self) -> tuple[int | None, int | None]:
-        """What a page shows by itself: the cell that runs, or the last one; a second None: until now."""
+        """Return what a page shows at first: start and end of the running cell (end None) or of the last one."""
         if self._feed.running_since is not None and self._until_ns is None:
             return self._feed.running_since, None
         cell = self._feed.store.last_cell
         return (cell[1], cell[2]) if cell is not None else (None, None)
 
     def _new_facts(self, now: float) -> dict[str, Any]:
-        at = self._facts_of()
-        if now < self._facts_due or at == self._facts_at:
+        state = self._current_facts_state()
+        if now < self._facts_due or state == self._facts_state:
             return {}
-        began = time.thread_time()
-        self._facts_at = at
-        self._facts = page_facts(facts_of(self._in_focus()), self._ranks)
-        self._facts_due = now + max(_FACTS_S, _FACTS_SHARE * (time.thread_time() - began))
+        start_s = time.thread_time()
+        self._facts_state = state
+        self._facts = page_facts(summarize(self._focused_spans()), self._ranks)
+        self._facts_due = now + max(_MIN_FACTS_INTERVAL_S, _FACTS_INTERVAL_FACTOR * (time.thread_time() - start_s))
         return self._facts
 
-    def _in_focus(self) -> SpanTable:
+    def _focused_spans(self) -> SpanTable:
         start, end = self._focus_ns()
         if start is None:
             return self.table()
@@ -276,7 +274,7 @@ class TimelineView(View):
         return self._feed.store.ending_after(start, self._begin).between(start, min(ends, default=None))
 
 
-def _heard(me: weakref.ref[TimelineView], message: dict[str, Any]) -> None:
-    view = me()
+def _on_message(view_ref: weakref.ref[TimelineView], message: dict[str, Any]) -> None:
+    view = view_ref()
     if view is not None:
-        view.note(message)
+        view.on_message(message)

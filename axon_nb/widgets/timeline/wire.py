@@ -1,4 +1,4 @@
-"""Spans as bytes, kernel to browser: a JSON header and columns. `static/timeline/store.js` reads them."""
+"""Spans as bytes, from the kernel to the browser: a JSON header and columns, read by `static/timeline/store.js`."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def pack(
     """Pack spans.
 
     Args:
-        table: The spans; their numbers go on from those that the browser has.
-        header: What goes with them, besides what is added here: `first`, the number of the first span, `count`, and
-            `patched`, how many patches there are.
+        table: The spans; their numbers continue those that the browser has.
+        header: Sent along; gets `first`, the number of the first span, `count`, and `patched`, the number of patches.
         origin_ns: The time that is 0 in the browser.
-        patches: What has become known of spans that it has: number, nanoseconds late, rank that was waited for.
+        patches: Facts learned since about spans that the browser has: number of the span, nanoseconds late, rank that
+            was waited for.
 
     Returns:
         Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then columns, little-endian: start
         (float64, seconds), length, bytes, late (float32; seconds, bytes, seconds), number and late of the patches
         (uint32, float32), label, rank (uint16), stage, microbatch, by (int16), by of the patches (int16).
     """
-    whole = {**header, "first": table.first, "count": len(table), "patched": len(patches)}
-    text = json.dumps(whole, separators=(",", ":")).encode()
+    full_header = {**header, "first": table.first, "count": len(table), "patched": len(patches)}
+    text = json.dumps(full_header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     columns = table.columns
-    fixed = np.array(patches, dtype=np.int64).reshape(-1, 3)
+    patched = np.array(patches, dtype=np.int64).reshape(-1, 3)
     parts = (
         _bytes((columns["start"] - origin_ns) / 1e9, "<f8"),
         _bytes((columns["end"] - columns["start"]) / 1e9, "<f4"),
         _bytes(columns["bytes"], "<f4"),
         _bytes(columns["late"] / 1e9, "<f4"),
-        _bytes(fixed[:, 0], "<u4"),
-        _bytes(fixed[:, 1] / 1e9, "<f4"),
+        _bytes(patched[:, 0], "<u4"),
+        _bytes(patched[:, 1] / 1e9, "<f4"),
         _bytes(columns["label"], "<u2"),
         _bytes(columns["rank"], "<u2"),
         *(_bytes(columns[name].clip(-1, 32767), "<i2") for name in ("stage", "microbatch", "by")),
-        _bytes(fixed[:, 2], "<i2"),
+        _bytes(patched[:, 2], "<i2"),
     )
     return struct.pack("<II", len(text), 0) + text + b"".join(parts)
 

@@ -1,6 +1,6 @@
 """A curve over all ranks: lowest, mean and highest value at each step, bounded however long the job runs.
 
-A curve as a picture that looks right on light and dark pages: shapes only, its words are around it.
+As a picture it looks right on light and dark pages: it has shapes only, and its text is around it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from axon_nb.widgets.palette import OKABE_ITO
 __all__ = ["HEIGHT", "MAX_POINTS", "WIDTH", "Point", "Series", "chart_svg", "pack_points"]
 
 MAX_POINTS = 160
-"""Of one curve; with more, neighbouring steps become one point."""
+"""Of one curve; with more, neighbouring steps are merged into one point."""
 
 
 class Point(NamedTuple):
-    """All ranks at one step, or at several that have become one point."""
+    """All ranks at one step, or at several that were merged."""
 
     step: float
     """The first of them."""
@@ -38,43 +38,43 @@ class Series:
         self.latest: dict[int, tuple[float, float]] = {}
         """The last step of each rank, and its value there."""
         self.not_finite: dict[int, float] = {}
-        """Ranks with a value that is no finite number, and the step of the first one."""
+        """Ranks with a value that is not finite, and the step of the first one."""
         self._limit = limit
         self._points: dict[int, tuple[float, float, float, int]] = {}
 
     def add(self, rank: int, step: float, value: float) -> None:
-        """Take in one value; one that is not finite is remembered apart."""
+        """Add one value; one that is not finite is noted separately."""
         if rank not in self.latest or step >= self.latest[rank][0]:
             self.latest[rank] = (step, value)
         if not math.isfinite(value):
             self.not_finite.setdefault(rank, step)
             return
-        self._put(int(step // self.stride), value, value, value, 1)
+        self._merge(int(step // self.stride), value, value, value, 1)
         while len(self._points) > self._limit:
-            self._widen()
+            self._double_stride()
 
-    def _put(self, place: int, low: float, total: float, high: float, count: int) -> None:
-        if (known := self._points.get(place)) is not None:
-            low, high = min(low, known[0]), max(high, known[2])
-            total, count = total + known[1], count + known[3]
-        self._points[place] = (low, total, high, count)
+    def _merge(self, index: int, low: float, total: float, high: float, count: int) -> None:
+        if (earlier := self._points.get(index)) is not None:
+            low, high = min(low, earlier[0]), max(high, earlier[2])
+            total, count = total + earlier[1], count + earlier[3]
+        self._points[index] = (low, total, high, count)
 
-    def _widen(self) -> None:
+    def _double_stride(self) -> None:
         old, self._points = self._points, {}
         self.stride *= 2
-        for place, (low, total, high, count) in old.items():
-            self._put(place // 2, low, total, high, count)
+        for index, (low, total, high, count) in old.items():
+            self._merge(index // 2, low, total, high, count)
 
     def points(self) -> list[Point]:
-        """In the order of steps."""
+        """Return the points in the order of steps."""
         return [
-            Point(place * self.stride, low, total / count, high)
-            for place, (low, total, high, count) in sorted(self._points.items())
+            Point(index * self.stride, low, total / count, high)
+            for index, (low, total, high, count) in sorted(self._points.items())
         ]
 
     @property
     def now(self) -> Point | None:
-        """The last value of each rank, as one point; None: there is none."""
+        """The last value of each rank, as one point; None if there is none."""
         values = [value for _, value in self.latest.values() if math.isfinite(value)]
         if not values:
             return None
@@ -83,12 +83,12 @@ class Series:
 
 
 def pack_points(points: Sequence[Point]) -> bytes:
-    """Little-endian float32: all steps, then all lows, means and highs; `static/watch/points.js` reads them."""
+    """Pack as little-endian float32 all steps, then all lows, means and highs, for `static/watch/points.js`."""
     columns = zip(*points, strict=True) if points else ((), (), (), ())
-    return b"".join(struct.pack(f"<{len(points)}f", *map(_within, column)) for column in columns)
+    return b"".join(struct.pack(f"<{len(points)}f", *map(_clamp, column)) for column in columns)
 
 
-def _within(value: float) -> float:
+def _clamp(value: float) -> float:
     return max(-3.4e38, min(3.4e38, value))
 
 
@@ -99,15 +99,16 @@ _COLOR = OKABE_ITO["blue"]
 
 
 def chart_svg(points: Sequence[Point]) -> str:
-    """The mean as a line, and what lies between the lowest and the highest rank as a band around it."""
+    """Draw the mean as a line, with a band around it from the lowest to the highest rank."""
     low, high = (min(p.low for p in points), max(p.high for p in points)) if points else (0.0, 1.0)
     first, last = (points[0].step, points[-1].step) if points else (0.0, 1.0)
-    tall, wide = (high - low) or 1.0, (last - first) or 1.0
+    value_range, step_range = (high - low) or 1.0, (last - first) or 1.0
 
     def place(step: float, value: float) -> str:
-        # Divided first: a difference of two large numbers may be beyond what a float holds.
-        y = HEIGHT / 2 if high == low else _PAD + (HEIGHT - 2 * _PAD) * (1 - (value / tall - low / tall))
-        return f"{WIDTH * (step - first) / wide:.1f} {y:.1f}"
+        # Divide first: the difference of two large numbers may overflow.
+        share = value / value_range - low / value_range
+        y = HEIGHT / 2 if high == low else _PAD + (HEIGHT - 2 * _PAD) * (1 - share)
+        return f"{WIDTH * (step - first) / step_range:.1f} {y:.1f}"
 
     upper = [place(p.step, p.high) for p in points]
     lower = [place(p.step, p.low) for p in reversed(points)]

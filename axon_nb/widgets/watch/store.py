@@ -1,6 +1,6 @@
-"""What is known of a running job: curves, pace, loops and states, put together from what the ranks tell.
+"""What is known of a running job: curves, rates, loops and states, merged from the ranks' reports.
 
-Loops over all ranks: the same one of each rank as one bar, with the slowest and the fastest named.
+The same loop on several ranks is one bar, which names the slowest and the fastest rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_nb.cluster.inspection.job import JobSnapshot
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.training.job import JobReport, MetricRow
 from axon_nb.records.training.progress import Bar
 from axon_nb.records.units import format_seconds
@@ -26,45 +26,45 @@ class MergedBar:
 
     desc: str
     low: float
-    """How far the slowest rank is, 0 to 1; 0 where nobody knows how much there is."""
+    """Progress of the slowest rank, 0 to 1; 0 if the total is unknown."""
     high: float
-    """How far the fastest one is."""
-    words: str
+    """Progress of the fastest rank."""
+    text: str
     """Such as ``30/100, rank 2 (fastest: 41/100), 12.1it/s, 5.8 s left``."""
     is_over: bool
-    """Whether it has ended on all of them."""
+    """Whether it has ended on all ranks."""
 
 
 def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
-    """Loops of the same name and depth, outer ones first; those that are over on all ranks come last.
+    """Merge loops of the same name and depth; outer ones come first, those that ended on all ranks last.
 
     Args:
         bars: The loops of each rank.
     """
-    found: dict[tuple[int, str], dict[int, Bar]] = {}
-    for rank, own in sorted(bars.items()):
-        for bar in own:
-            found.setdefault((bar.depth, bar.desc), {})[rank] = bar
-    merged = [_merge(found[key]) for key in sorted(found)]
+    groups: dict[tuple[int, str], dict[int, Bar]] = {}
+    for rank, rank_bars in sorted(bars.items()):
+        for bar in rank_bars:
+            groups.setdefault((bar.depth, bar.desc), {})[rank] = bar
+    merged = [_merge(groups[key]) for key in sorted(groups)]
     return sorted(merged, key=lambda bar: bar.is_over)[:_MAX_BARS]
 
 
 def _merge(bars: Mapping[int, Bar]) -> MergedBar:
-    parts = {rank: _part(bar) for rank, bar in bars.items()}
-    slowest = min(bars, key=lambda rank: (parts[rank], bars[rank].done))
-    fastest = max(bars, key=lambda rank: (parts[rank], bars[rank].done))
+    shares = {rank: _share_done(bar) for rank, bar in bars.items()}
+    slowest = min(bars, key=lambda rank: (shares[rank], bars[rank].done))
+    fastest = max(bars, key=lambda rank: (shares[rank], bars[rank].done))
     slow, fast = bars[slowest], bars[fastest]
     is_over = all(bar.is_over for bar in bars.values())
-    words = _count(slow)
-    if _count(fast) != words:
-        same = [rank for rank, bar in bars.items() if _count(bar) == words]
-        words = f"{words} on {name_ranks(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
+    text = _count(slow)
+    if _count(fast) != text:
+        same = [rank for rank, bar in bars.items() if _count(bar) == text]
+        text = f"{text} on {name_ranks(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
     elif len(bars) > 1:
-        words = f"{words} on {name_ranks(bars)}"
-    return MergedBar(slow.desc, parts[slowest], parts[fastest], f"{words}{_pace(slow, is_over=is_over)}", is_over)
+        text = f"{text} on {name_ranks(bars)}"
+    return MergedBar(slow.desc, shares[slowest], shares[fastest], f"{text}{_rate(slow, is_over=is_over)}", is_over)
 
 
-def _part(bar: Bar) -> float:
+def _share_done(bar: Bar) -> float:
     return min(1.0, bar.done / bar.total) if bar.total else 0.0
 
 
@@ -72,7 +72,7 @@ def _count(bar: Bar) -> str:
     return f"{bar.done}/{bar.total}" if bar.total else f"{bar.done} {bar.unit}"
 
 
-def _pace(bar: Bar, *, is_over: bool) -> str:
+def _rate(bar: Bar, *, is_over: bool) -> str:
     if is_over:
         stopped = bool(bar.total) and bar.done < (bar.total or 0)
         return f", {'stopped' if stopped else 'done'} after {format_seconds(bar.seconds)}"
@@ -84,9 +84,9 @@ def _pace(bar: Bar, *, is_over: bool) -> str:
 
 
 MAX_CURVES = 8
-"""So many names have a curve, the first ones."""
+"""The first metrics have a curve each."""
 _MAX_NAMES = 64
-_MAX_TOLD = 12
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,73 +94,73 @@ class RankRow:
     """One rank, as the table shows it."""
 
     rank: int
-    words: str
-    """What it does."""
+    text: str
+    """What the rank does."""
     step: int | None
-    """Step of the last number that it has logged."""
+    """Step of the last number that it logged."""
     steps_per_s: float | None
     communication: float | None
-    """Share of the last moments, 0 to 1."""
+    """Share of the time since its last report, 0 to 1."""
     memory: int
     """Bytes: on its accelerator if it has one, else resident."""
 
 
 class JobStore:
-    """Bounded, whatever comes. Not thread-safe: its owner holds a lock."""
+    """What all ranks reported, bounded. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self.reports: dict[int, JobReport] = {}
-        """The last one of each rank."""
+        """The last report of each rank."""
         self.metrics: dict[str, Series] = {}
-        """What was logged, over steps."""
+        """Logged values, over steps."""
         self.vitals = {name: Series(name) for name in ("steps/s", "communication", "memory")}
-        """What is measured, over the seconds since the first report."""
+        """Measured values, over the seconds since the first report."""
         self.cell: int | None = None
-        """The cell that runs; None: none does; 0: its number is not known."""
+        """The running cell; None: no cell runs; 0: its number is unknown."""
         self.lost = 0
-        """Calls of `log` that nobody has read in time."""
-        self._words: Mapping[int, str] = {}
+        """Calls of `log` that were dropped before they were read."""
+        self._states: Mapping[int, str] = {}
         self._run: tuple[int, int] | None = None
-        self._earlier = False
+        self._has_earlier_run = False
         self._shares: dict[int, float] = {}
-        self._left_out: set[str] = set()
-        self._began: float | None = None
+        self._omitted_names: set[str] = set()
+        self._start: float | None = None
 
-    def take(self, answers: JobSnapshot, now: float) -> None:
-        """Take in what all ranks say at `now`, in seconds of any clock."""
-        self._began = now if self._began is None else self._began
-        self._words = answers.descriptions
-        # Ranks that are too busy to answer still run the cell of before.
-        self.cell = self.cell or 0 if answers.cell == 0 else answers.cell
-        begun = [row.run for report in answers.reports.values() for row in report.rows if not row.is_first]
-        if begun and (self._run is None or max(begun) > self._run):
-            self._begin_again(max(begun))
-        for rank, report in sorted(answers.reports.items()):
+    def add(self, replies: JobSnapshot, now: float) -> None:
+        """Add the reports of all ranks at `now`, in seconds of any clock."""
+        self._start = now if self._start is None else self._start
+        self._states = replies.descriptions
+        # Ranks that are too busy to reply still run the cell that they ran before.
+        self.cell = self.cell or 0 if replies.cell == 0 else replies.cell
+        restarts = [row.run for report in replies.reports.values() for row in report.rows if not row.is_first]
+        if restarts and (self._run is None or max(restarts) > self._run):
+            self._start_run(max(restarts))
+        for rank, report in sorted(replies.reports.items()):
             self.reports[rank] = report
             self.lost += report.lost
             for row in report.rows:
-                self._take_row(rank, row)
+                self._add_row(rank, row)
             if report.state.cell is not None:
-                self._take_vitals(rank, report, now - self._began)
+                self._add_vitals(rank, report, now - self._start)
 
-    def _begin_again(self, run: tuple[int, int]) -> None:
-        self._earlier = self._earlier or bool(self.metrics)
+    def _start_run(self, run: tuple[int, int]) -> None:
+        self._has_earlier_run = self._has_earlier_run or bool(self.metrics)
         self._run = run
         self.metrics.clear()
 
-    def _take_row(self, rank: int, row: MetricRow) -> None:
+    def _add_row(self, rank: int, row: MetricRow) -> None:
         self._run = self._run or row.run
         if row.run < self._run:
-            self._earlier = True
+            self._has_earlier_run = True
             return
-        # A later one is of a fresh process, which does not know that steps have begun before it came.
+        # A later run is that of a replaced rank, which does not know of the steps before it started.
         for name, value in row.values.items():
             if name not in self.metrics and len(self.metrics) >= _MAX_NAMES:
-                self._left_out.add(name)
+                self._omitted_names.add(name)
                 continue
             self.metrics.setdefault(name, Series(name)).add(rank, row.step, value)
 
-    def _take_vitals(self, rank: int, report: JobReport, seconds: float) -> None:
+    def _add_vitals(self, rank: int, report: JobReport, seconds: float) -> None:
         if report.steps_per_s is not None:
             self.vitals["steps/s"].add(rank, seconds, report.steps_per_s)
         if report.communication is not None:
@@ -169,15 +169,15 @@ class JobStore:
         self.vitals["memory"].add(rank, seconds, memory_of(report))
 
     def rows(self) -> list[RankRow]:
-        """One a rank."""
-        return [self._row(rank, words) for rank, words in sorted(self._words.items())]
+        """Return one row per rank."""
+        return [self._row(rank, state) for rank, state in sorted(self._states.items())]
 
-    def _row(self, rank: int, words: str) -> RankRow:
+    def _row(self, rank: int, state: str) -> RankRow:
         report = self.reports.get(rank)
         steps = [series.latest[rank][0] for series in self.metrics.values() if rank in series.latest]
         return RankRow(
             rank,
-            words,
+            state,
             int(max(steps)) if steps else None,
             report.steps_per_s if report else None,
             self._shares.get(rank),
@@ -186,13 +186,13 @@ class JobStore:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Steps a second of the slowest rank."""
+        """Steps per second of the slowest rank."""
         rates = [report.steps_per_s for report in self.reports.values() if report.steps_per_s is not None]
         return min(rates, default=None)
 
     @property
     def items_per_s(self) -> float | None:
-        """Items a second of all ranks together."""
+        """Items per second of all ranks together."""
         rates = [report.items_per_s for report in self.reports.values() if report.items_per_s is not None]
         return sum(rates) if rates else None
 
@@ -203,31 +203,32 @@ class JobStore:
         return sum(shares) / len(shares) if shares else None
 
     def bars(self) -> list[MergedBar]:
-        """The loops of all ranks."""
+        """Return the loops of all ranks."""
         return merge_bars({rank: report.bars for rank, report in self.reports.items()})
 
     def notes(self) -> list[str]:
-        """Sentences: what is missing, and what is not finite."""
+        """Return sentences on what is missing and what is not finite."""
         found = []
         for series in self.metrics.values():
             if series.not_finite:
                 first = min(series.not_finite.values())
                 found.append(f"{series.name} is not finite on {name_ranks(series.not_finite)}, since step {first:.0f}.")
         if more := list(self.metrics)[MAX_CURVES:]:
-            rest = f" and {len(more) - _MAX_TOLD} more" if len(more) > _MAX_TOLD else ""
-            found.append(f"Without a curve, as {MAX_CURVES} names have one: {', '.join(more[:_MAX_TOLD])}{rest}.")
-        if self._earlier:
-            found.append("Steps have begun again: the curves are those of the last run.")
-        if self._left_out:
-            found.append(f"{len(self._left_out)} more names are not kept: {_MAX_NAMES} are.")
+            rest = f" and {len(more) - _MAX_LISTED} more" if len(more) > _MAX_LISTED else ""
+            found.append(f"Only {MAX_CURVES} metrics have a curve; not shown: {', '.join(more[:_MAX_LISTED])}{rest}.")
+        if self._has_earlier_run:
+            found.append("Steps started again: the curves show the last run.")
+        if self._omitted_names:
+            found.append(f"Only {_MAX_NAMES} metrics are stored; {len(self._omitted_names)} more were dropped.")
         if self.lost:
-            found.append(f"{self.lost} calls of axon_nb.log were dropped before they were read.")
-        silent = [rank for rank in self._words if rank not in self.reports]
+            calls = "1 call of axon_nb.log was" if self.lost == 1 else f"{self.lost} calls of axon_nb.log were"
+            found.append(f"{calls} dropped before being read.")
+        silent = [rank for rank in self._states if rank not in self.reports]
         if silent:
-            found.append(f"Nothing is known of rank {format_ranks(silent)}.")
+            found.append(f"No report from {name_ranks(silent)} yet.")
         return found
 
 
 def memory_of(report: JobReport) -> int:
-    """Bytes: on its accelerator if the rank has one, else resident."""
+    """Return the bytes on the rank's accelerator if it has one, else those of its resident memory."""
     return report.state.device_bytes or report.state.rss_bytes

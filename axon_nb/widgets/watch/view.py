@@ -1,7 +1,4 @@
-"""`%watch`: one panel for a running job, live while cells run.
-
-The panel of `%watch`: a view of the job that follows a cluster.
-"""
+"""`%watch`: one panel for a running job, live while cells run."""
 
 from __future__ import annotations
 
@@ -13,30 +10,30 @@ from typing import Any
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.job import JobSnapshot, request_job
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.panel import FollowingPanel
+from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
 from axon_nb.widgets.watch.page import (
     FORMATS,
     RANK_TITLES,
     heading,
     rank_cells,
-    series_words,
+    series_text,
     shown_series,
     watch_bundle,
 )
 from axon_nb.widgets.watch.series import Series, pack_points
 from axon_nb.widgets.watch.store import JobStore
 
-__all__ = ["WatchPanel", "WatchView", "ask_all"]
+__all__ = ["WatchPanel", "WatchView", "read_job"]
 
 _MAX_RANKS = 64
 
 
 class WatchView(LiveView):
-    """Curves, loops and states of a job, and a button that ends its cell.
+    """Curves, loops and states of a job, and a button that interrupts its cell.
 
     Args:
-        stop: Called, on any thread, when the button is pressed.
+        stop: Called, on any thread, when the button is clicked.
     """
 
     _esm = script("watch")
@@ -49,32 +46,32 @@ class WatchView(LiveView):
 
     @property
     def store(self) -> JobStore:
-        """What is known of the job; only to be read."""
+        """What is known of the job; read-only."""
         return self._store
 
-    def take(self, answers: Sequence[JobSnapshot], now: float) -> None:
-        """Take in what the ranks have said, at `now` in seconds of any clock, and show it; from any thread."""
+    def add(self, replies: Sequence[JobSnapshot], now: float) -> None:
+        """Show the ranks' replies, too; from any thread. `now` is in seconds of any clock."""
         with self._lock:
-            for answer in answers:
-                self._store.take(answer, now)
+            for reply in replies:
+                self._store.add(reply, now)
         self.refresh()
 
     def to_bundle(self) -> dict[str, str]:
-        """What is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
         with self._lock:
             return watch_bundle(self._store)
 
     def on_op(self, op: str) -> None:
-        """The button was pressed."""
+        """Handle a click on the button."""
         if op == "stop":
             self._stop()
 
     def make_content(self) -> dict[str, Any]:
-        """Curves with their points as bytes, loops, and the table of ranks."""
+        """Return curves with their points as bytes, loops, and the table of ranks."""
         store = self._store
         rows = store.rows()
-        more = len(rows) - _MAX_RANKS
-        notes = [*store.notes(), *([f"{more} more ranks are left out of the table."] if more > 0 else [])]
+        num_omitted = len(rows) - _MAX_RANKS
+        omitted = [f"{num_omitted} more ranks are left out of the table."] if num_omitted > 0 else []
         return {
             "heading": heading(store),
             "running": store.cell is not None,
@@ -82,54 +79,54 @@ class WatchView(LiveView):
             "charts": [_chart(series, measured=measured) for series, measured in shown_series(store)],
             "titles": list(RANK_TITLES),
             "ranks": [[str(row.rank), *rank_cells(row)] for row in rows[:_MAX_RANKS]],
-            "notes": notes,
+            "notes": [*store.notes(), *omitted],
         }
 
 
 def _chart(series: Series, *, measured: bool) -> dict[str, Any]:
     return {
         "name": series.name,
-        "words": series_words(series, measured=measured),
+        "text": series_text(series, measured=measured),
         "kind": FORMATS[series.name][0] if measured else "number",
-        "along": "s" if measured else "step",
+        "axis": "seconds" if measured else "steps",
         "points": pack_points(series.points()),
     }
 
 
-_EVERY_S = 2.0
-_MAX_ROUNDS = 8
+_MIN_INTERVAL_S = 2.0
+_MAX_REQUESTS = 8
 
 
-class WatchPanel(FollowingPanel):
-    """Asks every other second.
+class WatchPanel(LivePanel):
+    """A panel that polls at most every two seconds.
 
     Args:
         cluster: Whose job is shown.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster, every_s=_EVERY_S)
+        super().__init__(cluster, min_interval_s=_MIN_INTERVAL_S)
         self.view: WatchView = WatchView(cluster.cancel)
-        self.ask()
+        self.poll()
         self.view.refresh(unseen=True)
 
-    def ask(self) -> float:
-        """Ask until everything is read that was logged so far."""
-        answers = ask_all(self._cluster, self.view)
-        self.view.take(answers, time.monotonic())
-        return sum(answer.cost_s for answer in answers)
+    def poll(self) -> float:
+        """Read everything that was logged so far."""
+        replies = read_job(self._cluster, self.view)
+        self.view.add(replies, time.monotonic())
+        return sum(reply.cost_s for reply in replies)
 
-    def cluster_is_gone(self) -> None:
-        """No cell runs any more, whatever was told last."""
-        self.view.take([JobSnapshot({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
+    def on_cluster_stopped(self) -> None:
+        """Show that no cell runs anymore, whatever was reported last."""
+        self.view.add([JobSnapshot({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
 
 
-def ask_all(cluster: Cluster, view: WatchView) -> list[JobSnapshot]:
-    """What the ranks have logged since the view was fed last, in as many questions as it takes."""
-    known, answers = dict(view.store.reports), []
-    for _ in range(_MAX_ROUNDS):
-        answers.append(request_job(cluster.state, known))
-        known.update(answers[-1].reports)
-        if all(report.is_last for report in answers[-1].reports.values()):
+def read_job(cluster: Cluster, view: WatchView) -> list[JobSnapshot]:
+    """Return what the ranks have logged since the view's last update, in as many requests as it takes."""
+    known, replies = dict(view.store.reports), []
+    for _ in range(_MAX_REQUESTS):
+        replies.append(request_job(cluster.state, known))
+        known.update(replies[-1].reports)
+        if all(report.is_last for report in replies[-1].reports.values()):
             break
-    return answers
+    return replies

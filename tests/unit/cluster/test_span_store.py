@@ -53,7 +53,7 @@ def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
     store.add([calls[1]])
     assert store.patches(0) == ([(0, 10, 1), (1, 0, 1)], 2)
     assert store.patches(2) == ([], 2)
-    frame = store.table().to_dataframe()
+    frame = store.table().to_frame()
     assert frame["waited_for"].tolist() == [1, 1]
     assert frame["waited_s"].tolist() == [10e-9, 0.0]
     assert frame["stage"].isna().all()

@@ -11,7 +11,7 @@ from axon_nb.records.training.progress import Bar
 from axon_nb.widgets.memory.page import memory_bundle
 from axon_nb.widgets.memory.rows import MemoryRows
 from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import put_together
+from axon_nb.widgets.shards.tensors import merge_shards
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.watch.page import watch_bundle
 from axon_nb.widgets.watch.store import JobStore
@@ -38,18 +38,18 @@ def _watch() -> Mapping[str, str]:
     store = JobStore()
     bars = [Bar("epochs", 0, 3, 10, 2.0, False)]
     rows = [row(step, loss=3.0 / (step + 1)) for step in range(20)]
-    store.take(answers(report(0, rows, bars=bars), report(1, rows, bars=bars)), 0.0)
+    store.add(answers(report(0, rows, bars=bars), report(1, rows, bars=bars)), 0.0)
     return watch_bundle(store)
 
 
 def _memory() -> Mapping[str, str]:
     rows = MemoryRows("model")
-    rows.take(memory_answers(use(0), use(1), estimated=SIZES))
+    rows.update(memory_answers(use(0), use(1), estimated=SIZES))
     return memory_bundle(rows)
 
 
 def _shards() -> Mapping[str, str]:
-    return shards_bundle("model", put_together(split((8, 6), (2, 2), (0, 1))), [])
+    return shards_bundle("model", merge_shards(split((8, 6), (2, 2), (0, 1))), [])
 
 
 VIEWS: dict[str, Callable[[], Mapping[str, str]]] = {

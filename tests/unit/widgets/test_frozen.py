@@ -89,5 +89,5 @@ def test_merging_is_said() -> None:
     for i in range(64):
         long.add(RankState(0, Activity.RUNNING if i % 2 else Activity.IDLE, 0), now=float(i))
     bundle = strip_bundle([long], title="", end=64.0, lost=0)
-    assert "short stretches are merged" in bundle["text/plain"]
-    assert "short stretches are merged" in bundle["text/html"]
+    assert "short segments are merged" in bundle["text/plain"]
+    assert "short segments are merged" in bundle["text/html"]

@@ -73,14 +73,14 @@ def test_end_of_a_rank_lasts() -> None:
     feed(history, DONE, 1.5, since=1.4)
     feed(history, DONE, 9.0, since=8.0)
     assert spans(history) == [("running", 0.0, 1.4), ("done", 1.4, 9.0)]
-    assert history.at_end(60.0) == 60.0
+    assert history.last_end(60.0) == 60.0
 
 
 def test_end_of_a_rank_that_fell_silent_is_its_last_sample() -> None:
     history = RankHistory(0)
     feed(history, RUNNING, 1.0, since=0.0)
-    assert history.at_end(1.0 + SILENCE_S) == 1.0 + SILENCE_S
-    assert history.at_end(60.0) == 1.0
+    assert history.last_end(1.0 + SILENCE_S) == 1.0 + SILENCE_S
+    assert history.last_end(60.0) == 1.0
 
 
 def test_time_does_not_run_backwards() -> None:

@@ -30,10 +30,10 @@ def test_a_busy_rank_that_is_silent_runs_its_cell(cells: dict[int, int | None], 
 
 def test_the_number_of_the_cell_is_remembered_while_ranks_are_silent() -> None:
     store = JobStore()
-    store.take(JobSnapshot({}, SILENT, 0), 0.0)
+    store.add(JobSnapshot({}, SILENT, 0), 0.0)
     assert heading(store) == "2 ranks, a cell is running"
-    store.take(answers(report(0, cell=5), report(1, cell=5)), 1.0)
-    store.take(JobSnapshot({}, SILENT, 0), 2.0)
+    store.add(answers(report(0, cell=5), report(1, cell=5)), 1.0)
+    store.add(JobSnapshot({}, SILENT, 0), 2.0)
     assert heading(store).startswith("2 ranks, In [5] is running")
-    store.take(JobSnapshot({}, SILENT, None), 3.0)
+    store.add(JobSnapshot({}, SILENT, None), 3.0)
     assert heading(store).startswith("2 ranks, no cell is running")

@@ -42,7 +42,7 @@ def answers(*uses: MemoryUse, estimated: dict[str, int] | None = None, notes: tu
 def rows_of(*told: MemorySnapshot) -> MemoryRows:
     made = MemoryRows("model")
     for own in told:
-        made.take(own)
+        made.update(own)
     return made
 
 
@@ -53,10 +53,10 @@ def test_bars_are_to_scale_and_estimates_beside_them() -> None:
     assert sum(part for _, part in row.estimated.segments) == pytest.approx(1)
     assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 240)
     assert row.measured.peak == pytest.approx(170 / 240)
-    assert row.measured.words == (
+    assert row.measured.text == (
         "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
     )
-    assert row.estimated.words == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
+    assert row.estimated.text == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
 
 
 def test_the_highest_that_was_seen_stays() -> None:
@@ -71,7 +71,7 @@ def test_resident_memory_has_a_scale_of_its_own() -> None:
     assert row.process.segments == (("resident", pytest.approx(500 / 600)),)
     assert row.process.peak == 1
     assert row.process.capacity is None, "60 GiB are beyond what is drawn"
-    assert "of 60.0 GiB it could have" in row.process.words
+    assert "of 60.0 GiB available" in row.process.text
     (near,) = rows_of(answers(use(capacity=GIB))).rows()
     assert near.process.capacity == 1
 
@@ -79,7 +79,7 @@ def test_resident_memory_has_a_scale_of_its_own() -> None:
 def test_a_rank_near_its_limit_is_flagged() -> None:
     made = rows_of(answers(use(0), use(1, capacity=510 * MIB)))
     assert [bool(row.flag) for row in made.rows()] == [False, True]
-    assert made.notes()[0] == "Rank 1: 98 % of what it could have is taken: 10.0 MiB are left."
+    assert made.notes()[0] == "Rank 1: 98 % of the available memory is in use; 10.0 MiB left."
 
 
 def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
@@ -94,8 +94,8 @@ def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
     (row,) = made.rows()
     assert row.measured.peak == pytest.approx(0.75)
     assert row.measured.capacity == 1
-    assert "peak 1.46 GiB, of 1.95 GiB" in row.measured.words
-    assert row.flag.startswith("95 % of the device's memory is taken")
+    assert "peak 1.46 GiB, of 1.95 GiB" in row.measured.text
+    assert row.flag.startswith("95 % of the device memory is in use")
     assert "CUDA's allocator" in made.heading
     assert not any("Activations of" in note for note in made.notes())
 
@@ -111,7 +111,7 @@ def test_words_name_the_source_and_what_is_not_known() -> None:
 
 def test_the_page_needs_no_script_and_escapes_names() -> None:
     made = MemoryRows("<model>")
-    made.take(answers(use(), estimated=SIZES, notes=("<note>",)))
+    made.update(answers(use(), estimated=SIZES, notes=("<note>",)))
     html = memory_bundle(made)["text/html"]
     assert "&lt;model&gt;" in html
     assert "&lt;note&gt;" in html
@@ -138,7 +138,7 @@ def test_a_bar_has_its_marks() -> None:
 
 def test_an_update_is_small_however_many_ranks() -> None:
     view = MemoryView("model")
-    view.take(answers(*(use(rank) for rank in range(80)), estimated=SIZES))
+    view.show(answers(*(use(rank) for rank in range(80)), estimated=SIZES))
     view.refresh(unseen=True)
     assert len(json.dumps(view.content)) < 50_000
     assert "16 more ranks are left out." in view.content["notes"]

@@ -11,7 +11,7 @@ import pytest
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
 from axon_nb.widgets.memory.view import MemoryView
-from axon_nb.widgets.memory.what_if import answer_bars, setup_in_words, state_in_words, what_if_content
+from axon_nb.widgets.memory.what_if import describe_setup, prediction_bars, what_if_content, what_if_lines
 
 MIB = 2**20
 AS_IS = MemorySetup(2, "full_shard", 2, optimizer="lion", batch=4)
@@ -34,10 +34,10 @@ def test_controls_have_what_is_and_what_was_asked() -> None:
     asked = MemorySetup(8, "hybrid_shard", 2, optimizer="sgd", batch=4)
     content = what_if_content(WhatIfState(AS_IS, True, asked), None)
     fields = {field["name"]: field for field in content["fields"]}
-    assert [fields[name]["now"] for name in ("world", "strategy", "batch")] == [2, "full_shard", 4]
+    assert [fields[name]["current"] for name in ("world", "strategy", "batch")] == [2, "full_shard", 4]
     assert [fields[name]["value"] for name in ("world", "strategy", "batch")] == [8, "hybrid_shard", 4]
     assert ["lion", "lion"] in fields["optimizer"]["choices"], "also what is not among the usual ones"
-    assert ["", "as it is"] in fields["dtype"]["choices"]
+    assert ["", "unchanged"] in fields["dtype"]["choices"]
     assert "choices" not in fields["world"]
     assert not content["proposed"]
     assert what_if_content(WhatIfState(), None)["fields"] == []
@@ -47,41 +47,41 @@ def test_an_answer_stands_beside_what_is() -> None:
     asked = MemorySetup(4, "full_shard", 4)
     half = {role: size // 2 for role, size in HELD.items()}
     state = WhatIfState(AS_IS, True, asked, MemoryPrediction(asked, "simulated", 0, {0: half}, {0: half}), estimate())
-    bars = {own.label: own.bar for own in answer_bars(state, None)}
+    bars = {own.label: own.bar for own in prediction_bars(state, None)}
     assert list(bars) == [
-        "as it is, after a step", "as it is, at the peak", "as asked, after a step", "as asked, at the peak"
+        "current, after a step", "current, at the peak", "proposed, after a step", "proposed, at the peak"
     ]  # fmt: skip
-    assert sum(part for _, part in bars["as it is, at the peak"].segments) == pytest.approx(1)
-    assert sum(part for _, part in bars["as asked, after a step"].segments) == pytest.approx(80 / 290)
-    assert bars["as asked, at the peak"].words.startswith("80.0 MiB (parameters 20.0 MiB")
+    assert sum(part for _, part in bars["current, at the peak"].segments) == pytest.approx(1)
+    assert sum(part for _, part in bars["proposed, after a step"].segments) == pytest.approx(80 / 290)
+    assert bars["proposed, at the peak"].text.startswith("80.0 MiB (parameters 20.0 MiB")
 
 
 def test_a_formula_says_that_it_is_one() -> None:
     states = MemoryPrediction(AS_IS, "model states only", 0, {0: HELD})
     content = what_if_content(WhatIfState(AS_IS, True, AS_IS, states, doing="simulating: a step", share=0.5), None)
     assert content["heading"] == "full_shard on 2 ranks, lion, batch 4: 160 MiB, model states only"
-    assert [bar["label"] for bar in content["bars"]] == ["as it is, after a step"]
+    assert [bar["label"] for bar in content["bars"]] == ["current, after a step"]
     assert (content["doing"], content["share"]) == ("simulating: a step", 0.5)
 
 
 def test_what_does_not_fit_is_said_first_and_drawn() -> None:
     state = WhatIfState(AS_IS, True, AS_IS, estimate())
     notes = {size: what_if_content(state, size * MIB)["notes"][0] for size in (200, 300, 3000)}
-    assert notes[200] == "⚠ It does not fit: 290 MiB of 200 MiB."
-    assert notes[300] == "⚠ It is near the limit: 97 % of 300 MiB."
+    assert notes[200] == "⚠ Does not fit: needs 290 MiB of 200 MiB."
+    assert notes[300] == "⚠ Near the limit: 97 % of 300 MiB."
     assert notes[3000] == "<so>"
-    assert answer_bars(state, 300 * MIB)[1].bar.capacity == 1
-    assert answer_bars(state, 200 * MIB)[1].bar.capacity == pytest.approx(200 / 290)
-    assert answer_bars(state, 3000 * MIB)[1].bar.capacity is None, "so far away is told, not drawn"
+    assert prediction_bars(state, 300 * MIB)[1].bar.capacity == 1
+    assert prediction_bars(state, 200 * MIB)[1].bar.capacity == pytest.approx(200 / 290)
+    assert prediction_bars(state, 3000 * MIB)[1].bar.capacity is None, "so far away is told, not drawn"
     assert what_if_content(WhatIfState(AS_IS, True, AS_IS, estimate(host=5 * MIB)), None)["notes"][0].startswith(
-        "Besides, 5.00 MiB are kept in the host's memory"
+        "Another 5.00 MiB of host memory is used"
     )
 
 
 def test_setups_in_words() -> None:
     full = MemorySetup(8, "hybrid_shard", 4, "float16", "bfloat16", "sgd", "params", 2, True)
-    assert setup_in_words(full) == (
-        "hybrid_shard on 8 ranks, 4 to a copy, sgd, batch 2, float16, bfloat16 computes, params offloaded, "
+    assert describe_setup(full) == (
+        "hybrid_shard on 8 ranks, 4 per replica, sgd, batch 2, float16, computing in bfloat16, params offloaded, "
         "checkpointing"
     )
 
@@ -89,22 +89,22 @@ def test_setups_in_words() -> None:
 def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     asked: list[Any] = []
     view = MemoryView("model", asked.append)
-    view.take(MemorySnapshot({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
+    view.show(MemorySnapshot({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
     view.refresh(unseen=True)
-    assert view.content["rows"][0]["estimated"]["words"].startswith("estimate: 160 MiB (parameters")
+    assert view.content["rows"][0]["estimated"]["text"].startswith("estimate: 160 MiB (parameters")
     view._handle_custom_msg({"op": "what_if", "setup": {"world": "8"}}, [])
     view._handle_custom_msg({"op": "what_if", "setup": None}, [])
     assert asked == [{"world": "8"}, None]
     reference = MemoryPrediction(AS_IS, "simulated", 0, {0: HELD}, {0: PEAK})
-    view.answer(WhatIfState(AS_IS, True, AS_IS, reference, reference))
+    view.show_what_if(WhatIfState(AS_IS, True, AS_IS, reference, reference))
     view.refresh(unseen=True)
     row = view.content["rows"][0]
-    assert "peak 290 MiB, simulated" in row["estimated"]["words"]
+    assert "peak 290 MiB, simulated" in row["estimated"]["text"]
     assert row["estimated"]["peak"] == pytest.approx(1)
     assert row["measured"]["segments"][0][1] == pytest.approx(40 / 290)
     assert len(json.dumps(view.what_if)) < 20_000
     # A proposal is no estimate of what is there.
-    view.answer(WhatIfState(AS_IS, False, AS_IS, reference, reference))
+    view.show_what_if(WhatIfState(AS_IS, False, AS_IS, reference, reference))
     view.refresh(unseen=True)
     assert view.content["rows"][0]["estimated"]["peak"] is None
     bundle = view.to_bundle()
@@ -117,9 +117,9 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
 
 def test_an_error_is_one_sentence_of_the_page() -> None:
     state = WhatIfState(AS_IS, True, None, error="strategy='<x>': it is one of ddp.")
-    assert state_in_words(state) == ["plan: strategy='<x>': it is one of ddp."]
+    assert what_if_lines(state) == ["plan: strategy='<x>': it is one of ddp."]
     view = MemoryView("model", lambda asked: None)
-    view.answer(state)
+    view.show_what_if(state)
     assert "&lt;x&gt;" in view.to_bundle()["text/html"]
     assert view.what_if["error"] == state.error
     view.close()

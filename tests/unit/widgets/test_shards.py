@@ -13,7 +13,7 @@ from axon_nb.records.placement import Shard
 from axon_nb.widgets.palette import contrast
 from axon_nb.widgets.shards.boxes import draw, drawing_svg, rank_color, text_color
 from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import bytes_by_rank, in_words, put_together
+from axon_nb.widgets.shards.tensors import bytes_by_rank, describe_placement, merge_shards
 from axon_nb.widgets.shards.view import ShardsView
 
 
@@ -49,7 +49,7 @@ def split(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None,
 def test_boxes_cover_the_tensor_once(
     shape: tuple[int, int], mesh: tuple[int, int], dims: tuple[int | None, int | None]
 ) -> None:
-    (tensor,) = put_together(split(shape, mesh, dims))
+    (tensor,) = merge_shards(split(shape, mesh, dims))
     drawing = draw(tensor)
     assert tensor.ranks == tuple(range(mesh[0] * mesh[1]))
     assert sum(box.width * box.height for box in drawing.boxes) == pytest.approx(
@@ -67,44 +67,44 @@ def test_boxes_cover_the_tensor_once(
 
 def test_kinds_are_told_apart_in_words() -> None:
     def words(*args: object, **change: object) -> str:
-        (tensor,) = put_together(split(*args))  # type: ignore[arg-type]
-        return in_words(tensor)
+        (tensor,) = merge_shards(split(*args))  # type: ignore[arg-type]
+        return describe_placement(tensor)
 
     assert words((8, 6), (4,), (0,)) == "rows over dp (4)"
     assert words((8,), (4,), (0,)) == "elements over dp (4)"
     assert words((8, 6), (2, 2), (None, 1)) == "copies over dp (2), columns over tp (2)"
     assert words((8, 6, 5), (2,), (2,)) == "dim 2 over dp (2)"
     plain = [Shard("x", "tensor", rank, (3,), (3,), (0,), (), "float32", "cpu", 12) for rank in (0, 1)]
-    assert in_words(put_together(plain)[0]) == "ranks 0-1: each its own"
-    assert put_together(plain)[0].kind == "own"
+    assert describe_placement(merge_shards(plain)[0]) == "ranks 0-1: each its own"
+    assert merge_shards(plain)[0].kind == "own"
     summand = [
         Shard("x", "tensor", r, (3,), (3,), (0,), ("Partial(sum)",), "float32", "cpu", 12, 0, ("dp",), (2,), (r,))
         for r in (0, 1)
     ]
-    assert in_words(put_together(summand)[0]) == "summands over dp (2)"
+    assert describe_placement(merge_shards(summand)[0]) == "summands over dp (2)"
     padded = [
         Shard(
             "x", "tensor", r, (3,), (2 - r,), (2 * r,), ("Shard(0)",), "float32", "cpu", 8, 4 * r, ("dp",), (2,), (r,)
         )
         for r in (0, 1)
     ]
-    assert in_words(put_together(padded)[0]) == "elements over dp (2); 4 B of padding"
+    assert describe_placement(merge_shards(padded)[0]) == "elements over dp (2); 4 B of padding"
 
 
 def test_a_rank_that_holds_nothing_is_told() -> None:
-    (tensor,) = put_together(split((6, 10), (4,), (0,)))
+    (tensor,) = merge_shards(split((6, 10), (4,), (0,)))
     drawing = draw(tensor)
     assert len(drawing.boxes) == 3
     assert drawing.empty == "rank 3: nothing"
-    assert drawing.boxes[2].words == "rank 2: [4:6, :], 2 × 10, 80 B, cpu"
+    assert drawing.boxes[2].text == "rank 2: [4:6, :], 2 × 10, 80 B, cpu"
 
 
 def test_tensors_that_only_some_ranks_have_stand_beside_the_others() -> None:
     stage0, stage1 = split((4, 4), (1,), (None,), "a"), split((4, 4), (1,), (None,), "b")
     moved = [Shard("b", "parameter", 1, (4, 4), (4, 4), (0, 0), (), "float32", "cpu", 64) for _ in stage1]
-    tensors = put_together([*moved, *stage0])
+    tensors = merge_shards([*moved, *stage0])
     assert [(tensor.name, tensor.ranks) for tensor in tensors] == [("a", (0,)), ("b", (1,))]
-    assert in_words(tensors[1]) == "rank 1 alone"
+    assert describe_placement(tensors[1]) == "rank 1 alone"
 
 
 def test_colours_tell_sixteen_ranks_apart_and_can_be_read() -> None:
@@ -116,7 +116,7 @@ def test_colours_tell_sixteen_ranks_apart_and_can_be_read() -> None:
 
 
 def test_the_bundle_needs_no_script_and_escapes_names() -> None:
-    tensors = put_together(split((8, 6), (4,), (0,), "<b>&"))
+    tensors = merge_shards(split((8, 6), (4,), (0,), "<b>&"))
     bundle = shards_bundle("model", tensors, ["One <note>."])
     assert "&lt;b&gt;&amp;" in bundle["text/html"]
     assert "One &lt;note&gt;." in bundle["text/html"]
@@ -133,6 +133,8 @@ def test_equal_tensors_share_a_drawing_and_updates_are_told() -> None:
     assert [tensor["drawing"] for tensor in view.content["tensors"]] == [0, 0, 0]
     assert view.show(shards) is False
     assert view.show(split((8, 6), (4,), (None,), "a")) is True
-    assert view.content["updates"] == 2
+    view.refresh(unseen=True)
+    assert view.content["updates"] == 1
+    assert len(view.content["tensors"]) == 1
     assert view.watched is False
     view.close()

@@ -8,7 +8,7 @@ from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import play
 from axon_nb.widgets.timeline.facts import pipeline_steps
-from axon_nb.widgets.timeline.page import facts_of, page_facts, timeline_bundle
+from axon_nb.widgets.timeline.page import page_facts, summarize, timeline_bundle
 
 STEP_NS = 1_000_000_000
 
@@ -37,7 +37,7 @@ def test_the_newest_pipelines_are_shown_however_many_there_were_before() -> None
     assert [step.group for step in found] == ["0", *(str(number) for number in range(40, 0, -1))]
     words = timeline_bundle(store.table(), range(4), title="")["text/plain"]
     assert "pipeline of ranks 0-3, 4 stages, 4 microbatches" in words
-    assert "The last steps of 37 older pipelines are left out." in words
+    assert "37 older pipelines are left out." in words
 
 
 def test_ranks_that_answer_one_after_another_with_very_many_spans_are_all_looked_at() -> None:
@@ -62,8 +62,8 @@ def test_facts_of_large_pipelines_fit_into_one_message() -> None:
         store.set_groups({str(number): range(16)})
         for own in gpipe(16, 64, group=str(number), start_ns=number * STEP_NS):
             store.add(own)
-    facts = page_facts(facts_of(store.table()), range(16))
+    facts = page_facts(summarize(store.table()), range(16))
     assert len(json.dumps(facts, separators=(",", ":"))) < 45_000
-    assert [step["cut"] for step in facts["pipelines"]] == [16 * 64 * 2 - 125] * 4
+    assert [step["omitted"] for step in facts["pipelines"]] == [16 * 64 * 2 - 125] * 4
     shown = facts["pipelines"][0]["rows"][0]["boxes"]
     assert [box[1] for box in shown] == sorted(box[1] for box in shown)

@@ -142,7 +142,7 @@ class Page(TimelineView):
 
     def send(self, content: Any, buffers: Any = None) -> None:
         self.sent.append(bytes(buffers[0]))
-        self.note({"op": "seen"})
+        self.on_message({"op": "ack"})
 
 
 def header_of(message: bytes) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_nothing_is_sent_while_no_page_shows_it(page: Page, feed: Any) -> None:
 
 def test_spans_are_appended_in_small_messages_and_sent_once(page: Page, feed: Any) -> None:
     feed.store.add(span(0, i, i + 1, "forward", name=f"Layer{i % 50}") for i in range(5000))
-    page.note({"op": "here"})
+    page.on_message({"op": "heartbeat"})
     for _ in range(20):
         page.pump()
     headers = [header_of(message) for message in page.sent]
@@ -192,7 +192,7 @@ def test_spans_are_appended_in_small_messages_and_sent_once(page: Page, feed: An
 
 
 def test_what_becomes_known_later_is_sent_as_a_patch(page: Page, feed: Any) -> None:
-    page.note({"op": "here"})
+    page.on_message({"op": "heartbeat"})
     feed.store.add([late(0, 0, 9, 1)])
     page.pump()
     feed.store.add([late(1, 5, 9, 1)])
@@ -202,10 +202,10 @@ def test_what_becomes_known_later_is_sent_as_a_patch(page: Page, feed: Any) -> N
 
 
 def test_a_page_that_has_missed_something_gets_everything(page: Page, feed: Any) -> None:
-    page.note({"op": "here"})
+    page.on_message({"op": "heartbeat"})
     feed.store.add([span(0, 0, 1, "forward")])
     page.pump()
-    page.note({"op": "resend"})
+    page.on_message({"op": "resend"})
     page.pump()
     last = header_of(page.sent[-1])
     assert (last["first"], last["count"], last["restart"], len(last["labels"])) == (0, 1, True, 1)
@@ -214,7 +214,7 @@ def test_a_page_that_has_missed_something_gets_everything(page: Page, feed: Any)
 def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -> None:
     assert page.get_state()["snapshot"] == b""
     feed.store.add(span(0, i, i + 1, "forward") for i in range(100))
-    page.note({"op": "here"})
+    page.on_message({"op": "heartbeat"})
     page.pump()
     snapshot = page.get_state("snapshot")["snapshot"]
     assert header_of(snapshot)["count"] == 100
@@ -225,22 +225,22 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
 def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
     page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("axon_nb.widgets.timeline.view._PATIENCE_S", 1e6)
-    page.note({"op": "here"})
+    monkeypatch.setattr("axon_nb.widgets.timeline.view._ACK_TIMEOUT_S", 1e6)
+    page.on_message({"op": "heartbeat"})
     feed.store.add([span(0, 0, 1, "forward")])
     page.pump()
     assert header_of(page.get_state("snapshot")["snapshot"])["count"] == 1
     feed.store.add([span(0, 1, 2, "forward")])
     page.pump()
     assert len(page.sent) == 1
-    page.note({"op": "ready"})
+    page.on_message({"op": "ready"})
     page.pump()
     assert header_of(page.sent[-1])["first"] == 1
 
 
 def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
-    page.note({"op": "here"})
+    page.on_message({"op": "heartbeat"})
     began = time.monotonic()
     for i in range(4):
         feed.store.add([span(0, i, i + 1, "forward")])
@@ -248,7 +248,7 @@ def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, m
     if time.monotonic() - began < 0.5:
         assert len(page.sent) == 2
     number = len(page.sent)
-    page.note({"op": "seen", "number": header_of(page.sent[-1])["number"]})
+    page.on_message({"op": "ack", "number": header_of(page.sent[-1])["number"]})
     page.pump()
     assert sum(header_of(message)["count"] for message in page.sent) == 4
     assert len(page.sent) <= number + 1

@@ -28,26 +28,26 @@ def curve(store: JobStore, name: str) -> list[tuple[float, float, float]]:
 
 def test_ranks_are_one_curve() -> None:
     store = JobStore()
-    store.take(answers(report(0, [row(0, loss=3.0), row(1, loss=2.0)]), report(1, [row(0, loss=4.0)])), 0.0)
-    store.take(answers(report(0), report(1, [row(1, loss=2.5)])), 0.5)
+    store.add(answers(report(0, [row(0, loss=3.0), row(1, loss=2.0)]), report(1, [row(0, loss=4.0)])), 0.0)
+    store.add(answers(report(0), report(1, [row(1, loss=2.5)])), 0.5)
     assert curve(store, "loss") == [(0, 3.0, 4.0), (1, 2.0, 2.5)]
 
 
 def test_steps_that_begin_again_are_a_new_curve_on_all_ranks() -> None:
     store = JobStore()
-    store.take(answers(report(0, [row(5, loss=1.0)]), report(1, [row(5, loss=1.0)])), 0.0)
+    store.add(answers(report(0, [row(5, loss=1.0)]), report(1, [row(5, loss=1.0)])), 0.0)
     again = row(0, (7, 0), is_first=False, loss=9.0)
-    store.take(answers(report(0, [again]), report(1, [row(6, loss=1.5)])), 1.0)
+    store.add(answers(report(0, [again]), report(1, [row(6, loss=1.5)])), 1.0)
     assert curve(store, "loss") == [(0, 9.0, 9.0)]
-    store.take(answers(report(0), report(1, [row(0, (7, 0), is_first=False, loss=8.0)])), 2.0)
+    store.add(answers(report(0), report(1, [row(0, (7, 0), is_first=False, loss=8.0)])), 2.0)
     assert curve(store, "loss") == [(0, 8.0, 9.0)]
-    assert "Steps have begun again: the curves are those of the last run." in store.notes()
+    assert "Steps started again: the curves show the last run." in store.notes()
 
 
 def test_a_fresh_rank_joins_the_curve_of_the_others() -> None:
     store = JobStore()
-    store.take(answers(report(0, [row(5, (3, 0), loss=1.0)]), report(1, [row(5, (3, 0), loss=2.0)])), 0.0)
-    store.take(answers(report(0, [row(6, (3, 0), loss=1.0)]), report(1, [row(6, (8, 0), loss=0.5)], pid=999)), 1.0)
+    store.add(answers(report(0, [row(5, (3, 0), loss=1.0)]), report(1, [row(5, (3, 0), loss=2.0)])), 0.0)
+    store.add(answers(report(0, [row(6, (3, 0), loss=1.0)]), report(1, [row(6, (8, 0), loss=0.5)], pid=999)), 1.0)
     assert curve(store, "loss") == [(5, 1.0, 2.0), (6, 0.5, 1.0)]
     assert store.notes() == []
 
@@ -56,11 +56,11 @@ def test_one_bar_over_ranks_names_the_slowest() -> None:
     bars = {rank: [Bar("epochs", 0, 30 + 5 * (rank % 3), 100, 10.0, False)] for rank in range(4)}
     (merged,) = merge_bars(bars)
     assert (merged.low, merged.high, merged.is_over) == (0.3, 0.4, False)
-    assert merged.words == ("30/100 on ranks 0,3, the slowest; 40/100 on rank 2, the fastest, 3 it/s, 23.3 s left")
+    assert merged.text == ("30/100 on ranks 0,3, the slowest; 40/100 on rank 2, the fastest, 3 it/s, 23.3 s left")
     same = merge_bars({0: [Bar("", 0, 7, None, 2.0, False)], 1: [Bar("", 0, 7, None, 2.0, False)]})
-    assert same[0].words == "7 it on ranks 0-1, 3.5 it/s"
+    assert same[0].text == "7 it on ranks 0-1, 3.5 it/s"
     over = merge_bars({0: [Bar("x", 0, 4, 10, 2.0, True)], 1: [Bar("x", 0, 4, 10, 2.0, True)]})
-    assert over[0].words == "4/10 on ranks 0-1, stopped after 2.0 s"
+    assert over[0].text == "4/10 on ranks 0-1, stopped after 2.0 s"
 
 
 def test_loops_that_run_come_before_those_that_are_over() -> None:
@@ -79,7 +79,7 @@ def full(num_ranks: int, names: int = 8, steps: int = 300) -> WatchView:
             report(rank, rows, bars=bars, steps_per_s=12.3 + rank, items_per_s=32.0, communication=0.31)
             for rank in range(num_ranks)
         ]
-        view.take([answers(*told, words=dict.fromkeys(range(num_ranks), words))], float(second))
+        view.add([answers(*told, words=dict.fromkeys(range(num_ranks), words))], float(second))
     view.refresh(unseen=True)
     return view
 
@@ -111,12 +111,12 @@ def test_an_update_is_small_however_much_there_is() -> None:
 def test_nothing_is_sent_when_no_page_shows_it() -> None:
     view = WatchView(lambda: None)
     before = view.content
-    view.take([answers(report(0, [row(0, loss=1.0)]))], 0.0)
+    view.add([answers(report(0, [row(0, loss=1.0)]))], 0.0)
     assert view.content is before
-    view._handle_custom_msg({"op": "here"}, [])
+    view._handle_custom_msg({"op": "heartbeat"}, [])
     assert view.content["charts"][0]["name"] == "loss"
     assert view.watched
-    view.take([answers(report(0, [row(1, loss=0.5)]))], 0.5)
+    view.add([answers(report(0, [row(1, loss=0.5)]))], 0.5)
     assert view.content["updates"] == 2
     view.close()
 
@@ -124,7 +124,7 @@ def test_nothing_is_sent_when_no_page_shows_it() -> None:
 def test_the_button_ends_the_cell() -> None:
     pressed: list[str] = []
     view = WatchView(lambda: pressed.append("stop"))
-    view._handle_custom_msg({"op": "here"}, [])
+    view._handle_custom_msg({"op": "heartbeat"}, [])
     view._handle_custom_msg({"op": "stop"}, [])
     assert pressed == ["stop"]
     view.close()
@@ -137,7 +137,7 @@ def test_words_say_what_the_pictures_show() -> None:
                communication=0.25 * (rank + 1))
         for rank in range(2)
     ]  # fmt: skip
-    store.take(answers(*reports, words={1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}), 0.0)
+    store.add(answers(*reports, words={1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}), 0.0)
     lines = watch_bundle(store)["text/plain"].splitlines()
     assert lines[0] == ("3 ranks, In [1] is running: 2 steps/s, 64 items/s, 38 % of the time in communication")
     assert "  loss: 2.5 at step 10 (2 on rank 0 to 3 on rank 1)" in lines
@@ -146,13 +146,13 @@ def test_words_say_what_the_pictures_show() -> None:
     assert f"  rank 1: {waits}; step 11; 3 steps/s; communication 50 %; 300 MiB" in lines
     assert "  rank 2: is dead" in lines
     assert "accuracy is not finite on ranks 0-1, since step 11." in lines
-    assert "Nothing is known of rank 2." in lines
+    assert "No report from rank 2 yet." in lines
 
 
 def test_the_page_needs_no_script_and_escapes_names() -> None:
     store = JobStore()
     bar = Bar("<b>", 0, 1, 2, 1.0, False)
-    store.take(answers(report(0, [row(0, **{"<i>": 1.0})], bars=[bar]), words={0: "in <all_reduce>"}), 0.0)
+    store.add(answers(report(0, [row(0, **{"<i>": 1.0})], bars=[bar]), words={0: "in <all_reduce>"}), 0.0)
     html = watch_bundle(store)["text/html"]
     for text in ("&lt;b&gt;", "&lt;i&gt;", "in &lt;all_reduce&gt;"):
         assert text in html
@@ -190,26 +190,26 @@ def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch:
     clock = [1000.0]
     monkeypatch.setattr(live_view, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     view = WatchView(lambda: None)
-    view.cell_begins()
+    view.on_cell_start()
     assert not view.watched, "nobody has shown it yet"
-    view._handle_custom_msg({"op": "here"}, [])
-    view.cell_ends()
-    view.cell_begins()
+    view._handle_custom_msg({"op": "heartbeat"}, [])
+    view.on_cell_end()
+    view.on_cell_start()
     clock[0] += 60
     assert view.watched, "nothing has come through since the cell began"
-    view._handle_custom_msg({"op": "here"}, [])
+    view._handle_custom_msg({"op": "heartbeat"}, [])
     clock[0] += 60
     assert not view.watched, "something had come through: the page is gone"
-    view.cell_ends()
+    view.on_cell_end()
     assert not view.watched
     view.close()
 
 
 def test_names_without_a_curve_are_told_and_their_number_is_bounded() -> None:
     store = JobStore()
-    store.take(answers(report(0, [row(0, **{f"n{i}": 1.0 for i in range(70)})])), 0.0)
+    store.add(answers(report(0, [row(0, **{f"n{i}": 1.0 for i in range(70)})])), 0.0)
     notes = store.notes()
-    assert notes[0].startswith("Without a curve, as 8 names have one: n8, n9, ")
+    assert notes[0].startswith("Only 8 metrics have a curve; not shown: n8, n9, ")
     assert notes[0].endswith(", n19 and 44 more.")
-    assert notes[1] == "6 more names are not kept: 64 are."
+    assert notes[1] == "Only 64 metrics are stored; 6 more were dropped."
     assert len(store.metrics) == 64

@@ -1,16 +1,16 @@
 // @ts-check
-// What each rank's memory holds, as stacked bars.
+// Each rank's memory as stacked bars.
 
 import { element } from "../shared/dom.js";
 
 /**
- * Memory as parts of a whole; shares from 0 to 1, peak and capacity null where they are not known.
+ * Memory as shares of a scale, from 0 to 1; peak and capacity are null if unknown.
  *
  * @typedef {object} Bar
  * @property {[role: string, share: number][]} segments
  * @property {number | null} peak
  * @property {number | null} capacity
- * @property {string} words
+ * @property {string} text
  */
 
 /** @typedef {Bar & {label: string}} LabelledBar */
@@ -25,7 +25,7 @@ import { element } from "../shared/dom.js";
  */
 
 /**
- * A length for CSS, within the whole.
+ * A share as a length for CSS, clamped to 0-100 %.
  *
  * @param {number} share
  */
@@ -34,24 +34,24 @@ export function percent(share) {
 }
 
 /**
- * A rank in words: its bars, and why it is flagged.
+ * Describe a rank: its bars, and why it is flagged.
  *
  * @param {Row} row
  */
-export function said(row) {
-  const bars = [row.measured, row.estimated, row.process].map((bar) => bar?.words);
+export function describeRow(row) {
+  const bars = [row.measured, row.estimated, row.process].map((bar) => bar?.text);
   return `rank ${row.rank}: ${[...bars, row.flag].filter(Boolean).join("; ")}`;
 }
 
 /**
- * Ranks that are flagged and were not before.
+ * Describe the ranks that are flagged and were not before.
  *
  * @param {Row[]} before
  * @param {Row[]} rows
  */
-export function news(before, rows) {
-  const known = new Set(before.filter((row) => row.flag).map((row) => row.rank));
-  return rows.filter((row) => row.flag && !known.has(row.rank)).map((row) => `rank ${row.rank}: ${row.flag}`);
+export function newFlags(before, rows) {
+  const flagged = new Set(before.filter((row) => row.flag).map((row) => row.rank));
+  return rows.filter((row) => row.flag && !flagged.has(row.rank)).map((row) => `rank ${row.rank}: ${row.flag}`);
 }
 
 /**
@@ -59,8 +59,8 @@ export function news(before, rows) {
  * @param {"measured" | "estimated" | "process"} kind
  */
 function makeBar(bar, kind) {
-  const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.words });
-  root.title = bar.words;
+  const root = element("div", { class: `axon-memory-bar axon-memory-${kind}`, role: "img", "aria-label": bar.text });
+  root.title = bar.text;
   for (const [role, share] of bar.segments) {
     const segment = element("i", { class: `axon-memory-${role}`, "data-role": role });
     segment.style.width = percent(share);
@@ -84,25 +84,25 @@ function makeBar(bar, kind) {
 export function makeRow(row) {
   const name = element("th", { scope: "row" }, row.flag ? `${row.rank} ⚠` : String(row.rank));
   const bars = element("td", {}, makeBar(row.measured, "measured"));
-  const words = element("td", {}, element("div", {}, row.measured.words));
+  const text = element("td", {}, element("div", {}, row.measured.text));
   if (row.estimated) {
     bars.append(makeBar(row.estimated, "estimated"));
-    words.append(element("div", { class: "axon-view-muted" }, row.estimated.words));
+    text.append(element("div", { class: "axon-view-muted" }, row.estimated.text));
   }
-  const process = element("td", {}, makeBar(row.process, "process"), row.process.words);
-  const line = element("tr", { "data-rank": row.rank, "aria-label": said(row) }, name, bars, words, process);
+  const process = element("td", {}, makeBar(row.process, "process"), row.process.text);
+  const line = element("tr", { "data-rank": row.rank, "aria-label": describeRow(row) }, name, bars, text, process);
   if (row.flag) line.classList.add("axon-memory-flag");
   return line;
 }
 
 /**
- * A row of the table that answers what if.
+ * A row of a prediction's table.
  *
  * @param {LabelledBar} bar
  */
-export function makeAnswer(bar) {
+export function makePredictionRow(bar) {
   const name = element("th", { scope: "row" }, bar.label);
-  return element("tr", {}, name, element("td", {}, makeBar(bar, "measured")), element("td", {}, bar.words));
+  return element("tr", {}, name, element("td", {}, makeBar(bar, "measured")), element("td", {}, bar.text));
 }
 
 /** @param {string[]} roles */

@@ -2,15 +2,15 @@
 // The memory panel on a page.
 
 import { element } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
-import { makeLegend, makeRow, news } from "./bars.js";
+import { sendHeartbeats } from "../shared/wire.js";
+import { makeLegend, makeRow, newFlags } from "./bars.js";
 import { WhatIf } from "./what_if.js";
 
 /** @import { Context } from "../shared/wire.js" */
 /** @import { Row } from "./bars.js" */
 
 /**
- * What the kernel sends.
+ * The content that the kernel sends.
  *
  * @typedef {object} Content
  * @property {string} heading
@@ -51,8 +51,8 @@ function render({ model, el }) {
     const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...data.rows.map(makeRow)));
     page.scroll.replaceChildren(table);
     page.scroll.scrollTop = top;
-    const fresh = news(before, data.rows);
-    if (fresh.length) page.live.textContent = fresh.join(" ");
+    const flags = newFlags(before, data.rows);
+    if (flags.length) page.live.textContent = flags.join(" ");
     else if (!data.rows.some((row) => row.flag)) page.live.textContent = "";
     before = data.rows;
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
@@ -63,11 +63,11 @@ function render({ model, el }) {
   model.on("change:what_if", whatIf.draw);
   draw();
   whatIf.draw();
-  // What is, is planned once somebody looks; after a reload the answer is there.
+  // Plan the current setup once somebody looks; after a reload the prediction is there already.
   if (!whatIf.root.hidden && whatIf.isEmpty) model.send({ op: "what_if", setup: null });
-  const unsay = sayHere(model, page.root);
+  const stopHeartbeats = sendHeartbeats(model, page.root);
   return () => {
-    unsay();
+    stopHeartbeats();
     model.off("change:content", draw);
     model.off("change:what_if", whatIf.draw);
   };

@@ -1,8 +1,8 @@
 // @ts-check
-// Memory as it would be with other ranks, strategies, optimizers.
+// What-if scenarios: memory with other ranks, strategies, optimizers.
 
 import { element } from "../shared/dom.js";
-import { makeAnswer, makeLegend } from "./bars.js";
+import { makeLegend, makePredictionRow } from "./bars.js";
 
 /** @import { Model } from "../shared/wire.js" */
 /** @import { LabelledBar } from "./bars.js" */
@@ -15,18 +15,18 @@ import { makeAnswer, makeLegend } from "./bars.js";
  * @typedef {object} Field
  * @property {string} name
  * @property {string} label
- * @property {Value} now what is
- * @property {Value} value what is asked
+ * @property {Value} current of the current setup
+ * @property {Value} value of the proposed setup
  * @property {[value: string, label: string][]} [choices]
  */
 
 /**
- * What the kernel answers; empty where it cannot be asked.
+ * What the kernel sends; empty if it offers no scenarios.
  *
- * @typedef {object} Answer
+ * @typedef {object} Prediction
  * @property {Field[]} fields
  * @property {string} doing
- * @property {number | null} share of what is being done, from 0 to 1
+ * @property {number | null} share of it that is done, from 0 to 1
  * @property {string} error
  * @property {string} heading
  * @property {string[]} roles
@@ -37,7 +37,7 @@ import { makeAnswer, makeLegend } from "./bars.js";
 /** @typedef {Record<string, string | boolean>} Values of the controls, by name */
 
 /**
- * Whether a control has a meaning with these values.
+ * Whether a control has an effect with these values.
  *
  * @param {string} name
  * @param {Values} values
@@ -48,28 +48,28 @@ export function applies(name, values) {
 }
 
 /**
- * What a kernel is asked: the values that differ from what is; numbers as they are typed.
+ * The values that differ from the current setup; numbers as they are typed.
  *
- * @param {Pick<Field, "name" | "now">[]} fields
+ * @param {Pick<Field, "name" | "current">[]} fields
  * @param {Values} values
  */
 export function difference(fields, values) {
   /** @type {Values} */
-  const asked = {};
+  const changes = {};
   for (const field of fields) {
     const value = values[field.name];
-    if (applies(field.name, values) && String(value) !== String(field.now)) asked[field.name] = value;
+    if (applies(field.name, values) && String(value) !== String(field.current)) changes[field.name] = value;
   }
-  return asked;
+  return changes;
 }
 
 /**
- * Words for what is being done, with the share of it where it is known.
+ * Text for what is being done, with the share that is done if it is known.
  *
  * @param {string} doing
  * @param {number | null} share
  */
-export function progressWords(doing, share) {
+export function progressText(doing, share) {
   return doing && typeof share === "number" ? `${doing} (${Math.round(100 * share)} %)` : doing;
 }
 
@@ -78,13 +78,13 @@ export function progressWords(doing, share) {
  * @param {Value} value
  */
 function makeInput(field, value) {
-  if (typeof field.now === "boolean") {
+  if (typeof field.current === "boolean") {
     const input = element("input", { type: "checkbox" });
     input.checked = Boolean(value);
     return input;
   }
   const input = field.choices
-    ? element("select", {}, ...field.choices.map(([own, label]) => element("option", { value: own }, label)))
+    ? element("select", {}, ...field.choices.map(([choice, label]) => element("option", { value: choice }, label)))
     : element("input", { type: "number", min: "1", step: "1" });
   input.value = String(value);
   return input;
@@ -107,7 +107,7 @@ function currentValue(input) {
 
 function buildElements() {
   const controls = element("div", { class: "axon-memory-controls", role: "group", "aria-label": "what if" });
-  const reset = element("button", { type: "button", class: "axon-memory-reset" }, "as it is");
+  const reset = element("button", { type: "button", class: "axon-memory-reset" }, "reset");
   const doing = element("span", { class: "axon-view-muted", role: "status" });
   const bar = element("progress", { max: "1", "aria-label": "simulation" });
   const error = element("div", { class: "axon-memory-error", role: "alert" });
@@ -122,7 +122,7 @@ function buildElements() {
   return { root, controls, reset, doing, bar, error, heading, legend, table, notes, line };
 }
 
-/** The part of the panel where the kernel is asked. */
+/** The part of the panel with the scenario's controls and prediction. */
 export class WhatIf {
   #drawn = "";
 
@@ -131,11 +131,11 @@ export class WhatIf {
     this.model = model;
     this.page = buildElements();
     this.root = this.page.root;
-    this.page.controls.addEventListener("change", () => this.#ask());
+    this.page.controls.addEventListener("change", () => this.#request());
     this.page.reset.addEventListener("click", () => {
       this.#drawn = "";
       this.#build(this.#fields, true);
-      this.#ask();
+      this.#request();
     });
   }
 
@@ -144,7 +144,7 @@ export class WhatIf {
   }
 
   draw = () => {
-    /** @type {Answer} */
+    /** @type {Prediction} */
     const data = this.model.get("what_if");
     const { page } = this;
     this.root.hidden = !Object.keys(data).length;
@@ -154,12 +154,12 @@ export class WhatIf {
     page.reset.hidden = !data.fields.length;
     page.bar.hidden = data.share === null;
     if (data.share !== null) page.bar.value = data.share;
-    page.doing.textContent = progressWords(data.doing, data.share);
+    page.doing.textContent = progressText(data.doing, data.share);
     page.error.textContent = data.error;
     page.heading.textContent = data.heading;
     this.root.setAttribute("aria-busy", String(Boolean(data.doing)));
     page.legend.replaceChildren(...makeLegend(data.roles));
-    page.table.replaceChildren(...data.bars.map(makeAnswer));
+    page.table.replaceChildren(...data.bars.map(makePredictionRow));
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
   };
 
@@ -175,30 +175,31 @@ export class WhatIf {
   }
 
   #showControls() {
-    const chosen = this.#values();
+    const values = this.#values();
     /** @type {NodeListOf<HTMLElement>} */
     const labels = this.page.controls.querySelectorAll("label");
-    for (const label of labels) label.hidden = !applies(label.dataset.name ?? "", chosen);
-    this.page.reset.disabled = Object.keys(difference(this.#fields, chosen)).length === 0;
+    for (const label of labels) label.hidden = !applies(label.dataset.name ?? "", values);
+    this.page.reset.disabled = Object.keys(difference(this.#fields, values)).length === 0;
   }
 
-  #ask() {
+  #request() {
     this.#showControls();
-    const asked = difference(this.#fields, this.#values());
-    this.model.send({ op: "what_if", setup: Object.keys(asked).length ? asked : null });
+    const changes = difference(this.#fields, this.#values());
+    this.model.send({ op: "what_if", setup: Object.keys(changes).length ? changes : null });
   }
 
   /**
-   * Make the controls when what is has changed, and leave them to the user otherwise.
+   * Make the controls if the current setup has changed, and leave them to the user otherwise.
    *
    * @param {Field[]} fields
-   * @param {boolean} reset whether they show what is, not what is asked
+   * @param {boolean} isReset whether they show the current setup instead of the proposed one
    */
-  #build(fields, reset) {
-    const now = JSON.stringify(fields.map((field) => [field.name, field.now]));
-    if (now === this.#drawn) return;
-    this.#drawn = now;
-    this.page.controls.replaceChildren(...fields.map((field) => makeControl(field, reset ? field.now : field.value)));
+  #build(fields, isReset) {
+    const current = JSON.stringify(fields.map((field) => [field.name, field.current]));
+    if (current === this.#drawn) return;
+    this.#drawn = current;
+    const shownValue = (/** @type {Field} */ field) => (isReset ? field.current : field.value);
+    this.page.controls.replaceChildren(...fields.map((field) => makeControl(field, shownValue(field))));
     this.#showControls();
   }
 }

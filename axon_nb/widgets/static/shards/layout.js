@@ -1,9 +1,9 @@
 // @ts-check
-// Which rank holds which part of which tensor: what is shown of it, and where.
+// Which rank holds which part of which tensor: filters, the treemap, and changes.
 
 /** @typedef {{x: number, y: number, width: number, height: number}} Box */
 
-/** @typedef {Box & {words: string, color: string, ink: string, pattern: string, label: string}} PartBox */
+/** @typedef {Box & {text: string, color: string, ink: string, pattern: string, label: string}} PartBox */
 
 /** @typedef {{width: number, height: number, boxes: PartBox[], empty: string}} Drawing of a tensor's parts */
 
@@ -13,38 +13,38 @@
  * @property {string} role such as `parameter`
  * @property {string} kind one of `KINDS`
  * @property {string} shape
- * @property {string} where in words
- * @property {string} each bytes on a rank, in words
+ * @property {string} placement such as `rows over dp (4)`
+ * @property {string} local bytes per rank, as text
  * @property {number} bytes in all
- * @property {string} total the same in words
+ * @property {string} total the same, as text
  * @property {number} drawing index, as many tensors are alike
  */
 
 /** @typedef {{tensors: Tensor[], drawings: Drawing[]}} Tensors */
 
 /**
- * What the kernel sends.
+ * The content that the kernel sends.
  *
- * @typedef {Tensors & {heading: string, totals: {ranks: string, size: string, part: number}[], notes: string[],
+ * @typedef {Tensors & {heading: string, totals: {ranks: string, size: string, share: number}[], notes: string[],
  *   updates: number}} Content
  */
 
 /**
- * The tensors whose name, role or place has each word of the filter.
+ * The tensors whose name, role, kind or placement contains each word of the filter.
  *
  * @param {Tensor[]} tensors
  * @param {string} filter
  */
-export function matching(tensors, filter) {
+export function filterTensors(tensors, filter) {
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
   return tensors.filter((tensor) => {
-    const text = `${tensor.name} ${tensor.role} ${tensor.kind} ${tensor.where}`.toLowerCase();
+    const text = `${tensor.name} ${tensor.role} ${tensor.kind} ${tensor.placement}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
 }
 
 /**
- * Squarified treemap (Bruls, Huizing and van Wijk, 2000): a rectangle for each value, areas in proportion.
+ * Squarified treemap (Bruls, Huizing and van Wijk, 2000): a rectangle per value, with areas in proportion.
  *
  * @param {number[]} values
  * @param {number} width
@@ -72,21 +72,21 @@ export function treemap(values, width, height) {
 }
 
 /**
- * The aspect ratio of the least square box, if these were a row along the shorter side of what is free.
+ * The worst aspect ratio of boxes in a row along the shorter side of the free space.
  *
  * @param {number[]} row indices
  * @param {number[]} areas
  * @param {Box} free
  */
 function worstRatio(row, areas, free) {
-  const own = row.map((i) => areas[i]);
-  const sum = own.reduce((a, b) => a + b, 0);
+  const rowAreas = row.map((i) => areas[i]);
+  const sum = rowAreas.reduce((a, b) => a + b, 0);
   const square = Math.min(free.width, free.height) ** 2;
-  return Math.max((square * Math.max(...own)) / (sum * sum), (sum * sum) / (square * Math.min(...own)));
+  return Math.max((square * Math.max(...rowAreas)) / (sum * sum), (sum * sum) / (square * Math.min(...rowAreas)));
 }
 
 /**
- * Place a row along the shorter side of what is free; returns what is free then.
+ * Place a row along the shorter side of the free space; returns the remaining free space.
  *
  * @param {number[]} row indices
  * @param {number[]} areas
@@ -95,23 +95,23 @@ function worstRatio(row, areas, free) {
  * @returns {Box}
  */
 function placeRow(row, areas, free, boxes) {
-  const beside = free.width >= free.height;
-  const thick = row.reduce((sum, i) => sum + areas[i], 0) / Math.min(free.width, free.height);
-  let along = beside ? free.y : free.x;
+  const isColumn = free.width >= free.height;
+  const thickness = row.reduce((sum, i) => sum + areas[i], 0) / Math.min(free.width, free.height);
+  let offset = isColumn ? free.y : free.x;
   for (const i of row) {
-    const long = areas[i] / thick;
-    boxes[i] = beside
-      ? { x: free.x, y: along, width: thick, height: long }
-      : { x: along, y: free.y, width: long, height: thick };
-    along += long;
+    const length = areas[i] / thickness;
+    boxes[i] = isColumn
+      ? { x: free.x, y: offset, width: thickness, height: length }
+      : { x: offset, y: free.y, width: length, height: thickness };
+    offset += length;
   }
-  return beside
-    ? { ...free, x: free.x + thick, width: Math.max(0, free.width - thick) }
-    : { ...free, y: free.y + thick, height: Math.max(0, free.height - thick) };
+  return isColumn
+    ? { ...free, x: free.x + thickness, width: Math.max(0, free.width - thickness) }
+    : { ...free, y: free.y + thickness, height: Math.max(0, free.height - thickness) };
 }
 
 /**
- * A tensor's key among all.
+ * A tensor's unique key.
  *
  * @param {Pick<Tensor, "role" | "name">} tensor
  */
@@ -120,17 +120,17 @@ export function keyOf({ role, name }) {
 }
 
 /**
- * Which tensors lie differently than before, by role and name.
+ * The keys of tensors whose parts have changed.
  *
  * @param {Tensors | null} before
  * @param {Tensors} after
  */
-export function changed(before, after) {
+export function changedTensors(before, after) {
   /** @type {Set<string>} */
   const none = new Set();
   if (!before) return none;
   /** @type {(content: Tensors, tensor: Tensor) => string} */
-  const place = ({ drawings }, tensor) => `${tensor.where} ${JSON.stringify(drawings[tensor.drawing])}`;
-  const known = new Map(before.tensors.map((tensor) => [keyOf(tensor), place(before, tensor)]));
-  return new Set(after.tensors.filter((tensor) => known.get(keyOf(tensor)) !== place(after, tensor)).map(keyOf));
+  const partsOf = ({ drawings }, tensor) => `${tensor.placement} ${JSON.stringify(drawings[tensor.drawing])}`;
+  const earlier = new Map(before.tensors.map((tensor) => [keyOf(tensor), partsOf(before, tensor)]));
+  return new Set(after.tensors.filter((tensor) => earlier.get(keyOf(tensor)) !== partsOf(after, tensor)).map(keyOf));
 }

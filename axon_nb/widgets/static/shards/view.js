@@ -1,19 +1,20 @@
 // @ts-check
 // The shards panel on a page: a list of drawings, or a treemap by bytes.
 
-import { element, shape } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
+import { element, svgElement } from "../shared/dom.js";
+import { showTooltip } from "../shared/pointer.js";
+import { sendHeartbeats } from "../shared/wire.js";
 import { drawMap, drawParts, makeLegend, makePatterns } from "./drawing.js";
-import { changed, keyOf, matching } from "./layout.js";
+import { changedTensors, filterTensors, keyOf } from "./layout.js";
 
 /** @import { Context } from "../shared/wire.js" */
-/** @import { Show } from "./drawing.js" */
+/** @import { ShowTooltip } from "./drawing.js" */
 /** @import { Content, Tensor } from "./layout.js" */
 
-/** @typedef {{content: Content | null}} Shared what all pages' views share: what was drawn before */
+/** @typedef {{content: Content | null}} Shared the last content, which all pages' views share */
 
-const ROWS = 100;
-const COLUMNS = ["tensor", "", "shape", "where", "on a rank", "parts by rank"];
+const MAX_ROWS = 100; // until the button below them is clicked
+const COLUMNS = ["tensor", "", "shape", "where", "per rank", "parts by rank"];
 let uniqueId = 0;
 
 /** @param {string} prefix of the patterns' identifiers */
@@ -31,7 +32,7 @@ function buildPage(prefix) {
   const body = element("div", { class: "axon-shards-body" });
   const notes = element("div", { class: "axon-view-muted" });
   const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
-  const defs = shape("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
+  const defs = svgElement("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
   defs.append(makePatterns(prefix));
   const tools = element("div", { class: "axon-shards-tools" }, filter, list, map, state);
   const root = element("div", { class: "axon-view axon-shards" }, heading, totals, tools, body, notes, tip, defs);
@@ -44,10 +45,10 @@ class ShardsView {
   /** @type {"list" | "map"} */
   #kind = "list";
   #filter = "";
-  #rows = ROWS;
-  #open = "";
+  #maxRows = MAX_ROWS;
+  #openKey = "";
   /** @type {Set<string>} */
-  #fresh = new Set();
+  #changed = new Set();
 
   /**
    * @param {Context} context
@@ -69,11 +70,11 @@ class ShardsView {
       });
     }
     model.on("change:content", this.#update);
-    const unsay = sayHere(model, this.page.root);
+    const stopHeartbeats = sendHeartbeats(model, this.page.root);
     shared.content ??= this.#content;
     this.#draw();
     this.close = () => {
-      unsay();
+      stopHeartbeats();
       model.off("change:content", this.#update);
     };
   }
@@ -84,21 +85,18 @@ class ShardsView {
   }
 
   #update = () => {
-    this.#fresh = changed(this.shared.content, this.#content);
+    this.#changed = changedTensors(this.shared.content, this.#content);
     this.shared.content = this.#content;
-    this.#show("");
+    this.#showTooltip("");
     this.#draw();
   };
 
-  /** @type {Show} */
-  #show = (words, event) => {
+  /** @type {ShowTooltip} */
+  #showTooltip = (text, event) => {
     const { root, tip } = this.page;
-    tip.hidden = !words;
-    tip.textContent = words;
-    if (!words || !event) return;
     const frame = root.getBoundingClientRect();
-    tip.style.left = `${Math.max(0, Math.min(event.clientX - frame.left + 12, frame.width - tip.offsetWidth))}px`;
-    tip.style.top = `${event.clientY - frame.top + 16}px`;
+    const [left, top] = event ? [event.clientX - frame.left + 12, event.clientY - frame.top + 16] : [0, 0];
+    showTooltip(tip, root, text, left, top);
   };
 
   #draw() {
@@ -106,16 +104,16 @@ class ShardsView {
     const data = this.#content;
     page.heading.textContent = data.heading;
     page.totals.replaceChildren(
-      ...data.totals.map(({ ranks, size, part }) => {
+      ...data.totals.map(({ ranks, size, share }) => {
         const bar = element("span", { class: "axon-shards-bar" });
-        bar.style.width = `${Math.round(100 * part)}px`;
+        bar.style.width = `${Math.round(100 * share)}px`;
         return element("span", { class: "axon-shards-total" }, `${ranks} `, bar, ` ${size}`);
       }),
     );
-    const tensors = matching(data.tensors, this.#filter);
+    const tensors = filterTensors(data.tensors, this.#filter);
     page.list.setAttribute("aria-pressed", String(this.#kind === "list"));
     page.map.setAttribute("aria-pressed", String(this.#kind === "map"));
-    const changes = this.#fresh.size ? ` · ${this.#fresh.size} changed in the last update` : "";
+    const changes = this.#changed.size ? ` · ${this.#changed.size} changed in the last update` : "";
     page.state.textContent = `${tensors.length} of ${data.tensors.length} shown${changes}`;
     page.body.replaceChildren(...(this.#kind === "list" ? this.#drawList(data, tensors) : this.#drawMap(tensors)));
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
@@ -125,7 +123,7 @@ class ShardsView {
   /** @param {Tensor[]} tensors */
   #drawMap(tensors) {
     const width = Math.max(240, this.page.body.clientWidth || 700);
-    return [drawMap(tensors, width, this.#show), makeLegend(tensors)];
+    return [drawMap(tensors, width, this.#showTooltip), makeLegend(tensors)];
   }
 
   /**
@@ -134,12 +132,12 @@ class ShardsView {
    */
   #drawList(data, tensors) {
     const head = element("tr", {}, ...COLUMNS.map((title) => element("th", { scope: "col" }, title)));
-    const rows = tensors.slice(0, this.#rows).flatMap((tensor) => this.#drawRow(data, tensor));
+    const rows = tensors.slice(0, this.#maxRows).flatMap((tensor) => this.#drawRow(data, tensor));
     const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
-    if (tensors.length <= this.#rows) return [table];
-    const more = element("button", { type: "button" }, `${tensors.length - this.#rows} more`);
+    if (tensors.length <= this.#maxRows) return [table];
+    const more = element("button", { type: "button" }, `${tensors.length - this.#maxRows} more`);
     more.addEventListener("click", () => {
-      this.#rows *= 4;
+      this.#maxRows *= 4;
       this.#draw();
     });
     return [table, more];
@@ -153,14 +151,14 @@ class ShardsView {
     const drawing = data.drawings[tensor.drawing];
     const key = keyOf(tensor);
     const name = element("th", { scope: "row" }, tensor.name);
-    const texts = [tensor.role, tensor.shape, tensor.where, tensor.each];
-    const drawn = element("td", {}, drawParts(drawing, this.#prefix, this.#show));
-    if (drawing.empty) drawn.append(element("div", { class: "axon-view-muted" }, drawing.empty));
+    const texts = [tensor.role, tensor.shape, tensor.placement, tensor.local];
+    const parts = element("td", {}, drawParts(drawing, this.#prefix, this.#showTooltip));
+    if (drawing.empty) parts.append(element("div", { class: "axon-view-muted" }, drawing.empty));
     const attributes = { tabindex: "0", "data-name": tensor.name, "data-kind": tensor.kind };
-    const line = element("tr", attributes, name, ...texts.map((text) => element("td", {}, text)), drawn);
-    if (this.#fresh.has(key)) line.classList.add("axon-shards-fresh");
+    const line = element("tr", attributes, name, ...texts.map((text) => element("td", {}, text)), parts);
+    if (this.#changed.has(key)) line.classList.add("axon-shards-changed");
     const toggle = () => {
-      this.#open = this.#open === key ? "" : key;
+      this.#openKey = this.#openKey === key ? "" : key;
       this.#draw();
     };
     line.addEventListener("click", toggle);
@@ -169,10 +167,10 @@ class ShardsView {
       event.preventDefault();
       toggle();
     });
-    if (this.#open !== key) return [line];
-    const parts = element("ul", {}, ...drawing.boxes.map((box) => element("li", {}, box.words)));
-    if (drawing.empty) parts.append(element("li", {}, drawing.empty));
-    return [line, element("tr", { class: "axon-shards-details" }, element("td", { colspan: "6" }, parts))];
+    if (this.#openKey !== key) return [line];
+    const details = element("ul", {}, ...drawing.boxes.map((box) => element("li", {}, box.text)));
+    if (drawing.empty) details.append(element("li", {}, drawing.empty));
+    return [line, element("tr", { class: "axon-shards-details" }, element("td", { colspan: "6" }, details))];
   }
 }
 

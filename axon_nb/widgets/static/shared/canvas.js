@@ -1,15 +1,15 @@
 // @ts-check
-// Drawing on canvases: paints of colour and pattern.
+// Drawing on canvases with paints: a colour and a pattern.
 
 /**
  * @typedef {object} Paint
  * @property {string} color hex RGB
- * @property {string} pattern a key of `LINES`, or `solid`, `line`, `hollow`, `dashed`
- * @property {boolean} outline whether boxes get a grey edge, as the colour is near that of a page
+ * @property {string} pattern a key of `PATTERNS`, or `solid`, `line`, `hollow`, `dashed`
+ * @property {boolean} outline whether boxes get a grey edge, as the colour is near that of the page
  */
 
 /** @type {Record<string, {color: string, width: number, paths: number[][]}>} */
-const LINES = {
+const PATTERNS = {
   rows: {
     color: "rgba(255,255,255,.75)",
     width: 1,
@@ -54,22 +54,22 @@ const LINES = {
 };
 
 /**
- * The 2D context of a canvas that has no other.
+ * The 2D context of a canvas.
  *
  * @param {HTMLCanvasElement} canvas
  */
-export function contextOf(canvas) {
+export function getContext(canvas) {
   return /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
 }
 
 /**
- * Give a canvas its size, in pixels of the page. Returns how many device pixels one of them is.
+ * Set a canvas's size, in pixels of the page. Returns the device pixels per pixel.
  *
  * @param {HTMLCanvasElement} canvas
  * @param {number} width
  * @param {number} height
  */
-export function fit(canvas, width, height) {
+export function resizeCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const [w, h] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
   if (canvas.width !== w || canvas.height !== h) [canvas.width, canvas.height] = [w, h];
@@ -77,7 +77,7 @@ export function fit(canvas, width, height) {
   return ratio;
 }
 
-/** Fills boxes of a canvas with paints. All lengths are in device pixels, `ratio` of which are one of the page's. */
+/** Fills boxes of a canvas with paints. All lengths are in device pixels; `ratio` of them are one pixel of the page. */
 export class Painter {
   /** @type {Record<string, CanvasPattern | null>} */
   #patterns = {};
@@ -126,7 +126,7 @@ export class Painter {
   }
 
   /**
-   * Write text into the middle of a box, if it fits.
+   * Write text centered in a box, if it fits.
    *
    * @param {string} text
    * @param {number} left
@@ -147,8 +147,8 @@ export class Painter {
 
   /** @param {string} name */
   #patternOf(name) {
-    if (!LINES[name]) return null;
-    this.#patterns[name] ??= this.#makePattern(LINES[name]);
+    if (!PATTERNS[name]) return null;
+    this.#patterns[name] ??= this.#makePattern(PATTERNS[name]);
     return this.#patterns[name];
   }
 
@@ -156,7 +156,7 @@ export class Painter {
   #makePattern({ color, width, paths }) {
     const tile = document.createElement("canvas");
     tile.width = tile.height = Math.round(8 * this.ratio);
-    const pen = contextOf(tile);
+    const pen = getContext(tile);
     pen.scale(tile.width / 8, tile.height / 8);
     pen.strokeStyle = color;
     pen.lineWidth = width;
@@ -171,13 +171,13 @@ export class Painter {
 }
 
 /**
- * Draw a paint's sample for a legend. Returns how many device pixels one of the page's is.
+ * Draw a paint's sample for a legend. Returns the device pixels per pixel of the page.
  *
  * @param {HTMLCanvasElement} canvas
  * @param {Paint} paint
  */
 export function drawSwatch(canvas, paint) {
-  const ratio = fit(canvas, 22, 12);
-  new Painter(contextOf(canvas), ratio).fill(paint, 0, 0, canvas.width, canvas.height);
+  const ratio = resizeCanvas(canvas, 22, 12);
+  new Painter(getContext(canvas), ratio).fill(paint, 0, 0, canvas.width, canvas.height);
   return ratio;
 }

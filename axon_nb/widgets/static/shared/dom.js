@@ -1,5 +1,5 @@
 // @ts-check
-// Elements, their text, and their listeners.
+// Elements, their text and their listeners.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -22,7 +22,7 @@ export function element(tag, attributes = {}, ...children) {
 }
 
 /**
- * The same in SVG.
+ * An SVG element with attributes and children.
  *
  * @template {keyof SVGElementTagNameMap} Tag
  * @param {Tag} tag
@@ -30,7 +30,7 @@ export function element(tag, attributes = {}, ...children) {
  * @param {(Node | string)[]} children
  * @returns {SVGElementTagNameMap[Tag]}
  */
-export function shape(tag, attributes = {}, ...children) {
+export function svgElement(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
   node.append(...children);
@@ -51,7 +51,7 @@ export function create(tag, className, properties = {}) {
 }
 
 /**
- * Set an element's text only where it differs: new text is laid out, and read out, a second time.
+ * Set an element's text only if it differs: new text is laid out, and read out, again.
  *
  * @param {Element} node
  * @param {string} text
@@ -70,28 +70,28 @@ export function setText(node, text) {
  */
 
 /**
- * A function that adds listeners; aborting the signal removes them all.
+ * A function that adds listeners until the signal is aborted.
  *
  * @param {AbortSignal} signal
  * @returns {Listen}
  */
-export function listening(signal) {
+export function listenUntil(signal) {
   return (target, name, handler, options) => target.addEventListener(name, handler, { ...options, signal });
 }
 
 /**
- * Call `redraw` when the size or the theme changes. Returns a function that stops it.
+ * Call a handler if the size or the theme changes. Returns a function that stops it.
  *
  * @param {Element} root
- * @param {() => void} redraw
+ * @param {() => void} handler
  */
-export function onLook(root, redraw) {
-  const resized = new ResizeObserver(redraw);
-  resized.observe(root);
-  const themed = new MutationObserver(redraw);
-  themed.observe(document.body, { attributes: true });
+export function onAppearanceChange(root, handler) {
+  const size = new ResizeObserver(handler);
+  size.observe(root);
+  const theme = new MutationObserver(handler);
+  theme.observe(document.body, { attributes: true });
   return () => {
-    resized.disconnect();
-    themed.disconnect();
+    size.disconnect();
+    theme.disconnect();
   };
 }

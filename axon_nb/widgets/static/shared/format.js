@@ -8,7 +8,7 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
  *
  * @param {number} bytes
  */
-export function size(bytes) {
+export function formatBytes(bytes) {
   let unit = 0;
   for (; bytes >= 999.5 && unit < UNITS.length - 1; unit++) bytes /= 1024;
   return `${unit ? bytes.toPrecision(3) : Math.round(bytes)} ${UNITS[unit]}`;
@@ -24,11 +24,11 @@ export function pad(number) {
 }
 
 /**
- * Seconds of a cell, as the kernel writes them: from 0.01 s on.
+ * Seconds of a cell, as the kernel formats them: from 0.01 s on.
  *
  * @param {number} value
  */
-export function seconds(value) {
+export function formatSeconds(value) {
   if (value < 0.995) return `${value.toFixed(2)} s`;
   if (value < 99.95) return `${value.toFixed(1)} s`;
   const whole = Math.round(value);
@@ -42,7 +42,7 @@ export function seconds(value) {
  *
  * @param {number} value
  */
-export function duration(value) {
+export function formatDuration(value) {
   if (value < 1e-3) return `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} µs`;
   if (value < 0.1) return `${Number((value * 1e3).toPrecision(3))} ms`;
   if (value < 99.95) return `${value.toFixed(value < 10 ? 2 : 1)} s`;

@@ -1,14 +1,14 @@
 // @ts-check
-// The time axis of strip and timeline: ticks and their labels, and what lies in each of its pixels.
+// The time axis of strip and timeline: ranges, ticks with labels, and the kinds in each of its pixels.
 
-import { contextOf } from "./canvas.js";
+import { getContext } from "./canvas.js";
 import { pad } from "./format.js";
 
-/** @typedef {{from: number, to: number}} Stretch of time, in seconds */
+/** @typedef {{from: number, to: number}} TimeRange in seconds */
 
 /** @typedef {{x: number, label: string}} Tick x: pixels of the page from the left */
 
-/** @typedef {{left: number, right: number, kind: number}} Run of pixels that one kind dominates; `right` is not in it */
+/** @typedef {{left: number, right: number, kind: number}} Run of pixels that one kind dominates; excludes `right` */
 
 export const AXIS_HEIGHT = 22; // pixels of the page, below the rows
 
@@ -16,27 +16,28 @@ const STEPS = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3,
 STEPS.push(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400);
 
 /**
- * Ticks at round times, some 90 pixels apart.
+ * Ticks at round times, about 90 pixels apart.
  *
  * @param {number} from seconds
  * @param {number} to seconds
  * @param {number} width pixels of the page
  * @param {object} options
- * @param {number} [options.zero] the time that is labelled 0, in seconds
- * @param {number} [options.finest] the smallest step, in seconds
- * @param {boolean} [options.minutes] whether fractions of seconds come with minutes: `1:01.5`, not `61.5 s`
+ * @param {number} [options.zero] the time labelled 0, in seconds
+ * @param {number} [options.minStep] the smallest step, in seconds
+ * @param {boolean} [options.minutes] whether fractions of seconds have minutes: `1:01.5`, not `61.5 s`
  * @returns {Tick[]}
  */
-export function ticks(from, to, width, { zero = 0, finest = 0, minutes = false } = {}) {
-  const most = Math.max(2, width / 90);
-  const fits = (/** @type {number} */ step) => step >= finest && (to - from) / step <= most;
+export function ticks(from, to, width, { zero = 0, minStep = 0, minutes = false } = {}) {
+  const maxTicks = Math.max(2, width / 90);
+  const fits = (/** @type {number} */ step) => step >= minStep && (to - from) / step <= maxTicks;
   const step = STEPS.find(fits) ?? 86400;
-  const found = [];
+  /** @type {Tick[]} */
+  const marks = [];
   for (let i = Math.ceil((from - zero) / step - 1e-9); zero + i * step <= to + 1e-6 * step; i++) {
     const at = i * step;
-    found.push({ x: ((zero + at - from) / (to - from)) * width, label: labelOf(at, step, minutes) });
+    marks.push({ x: ((zero + at - from) / (to - from)) * width, label: tickLabel(at, step, minutes) });
   }
-  return found;
+  return marks;
 }
 
 /**
@@ -44,9 +45,9 @@ export function ticks(from, to, width, { zero = 0, finest = 0, minutes = false }
  * @param {number} step seconds
  * @param {boolean} minutes
  */
-function labelOf(at, step, minutes) {
+function tickLabel(at, step, minutes) {
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  if (Math.abs(at) >= 60 && (step >= 1 || minutes)) return clock(at, digits);
+  if (Math.abs(at) >= 60 && (step >= 1 || minutes)) return formatClock(at, digits);
   if (step < 1e-3 && Math.abs(at) < 0.01) return `${(at * 1e3).toFixed(Math.max(0, digits - 3))} ms`;
   return `${at.toFixed(digits)} s`;
 }
@@ -55,7 +56,7 @@ function labelOf(at, step, minutes) {
  * @param {number} at seconds
  * @param {number} digits after the point
  */
-function clock(at, digits) {
+function formatClock(at, digits) {
   const units = Math.round(Math.abs(at) * 10 ** digits);
   const whole = Math.floor(units / 10 ** digits);
   const fraction = digits ? `.${String(units % 10 ** digits).padStart(digits, "0")}` : "";
@@ -73,7 +74,7 @@ function clock(at, digits) {
  * @param {{bottom: number, ratio: number}} options in pixels of the page; device pixels of each
  */
 export function drawAxis(canvas, root, marks, { bottom, ratio }) {
-  const context = contextOf(canvas);
+  const context = getContext(canvas);
   const style = getComputedStyle(root);
   Object.assign(context, { font: `${11 * ratio}px ${style.fontFamily}`, textBaseline: "middle", textAlign: "left" });
   const [grid, ink] = [style.getPropertyValue("--axon-grid"), style.color];
@@ -82,16 +83,32 @@ export function drawAxis(canvas, root, marks, { bottom, ratio }) {
     context.fillStyle = grid;
     context.fillRect(at, 0, Math.max(1, Math.round(ratio)), (bottom + 5) * ratio);
     context.fillStyle = ink;
-    const wide = context.measureText(label).width;
-    context.fillText(label, Math.min(Math.max(0, at - wide / 2), canvas.width - wide), (bottom + 13) * ratio);
+    const width = context.measureText(label).width;
+    context.fillText(label, Math.min(Math.max(0, at - width / 2), canvas.width - width), (bottom + 13) * ratio);
   }
 }
 
 /**
- * The time at a pixel of a canvas that shows a stretch of time.
+ * A range whose length is changed by a factor, with one time at the same place in it.
+ *
+ * @param {TimeRange} range
+ * @param {number} factor below 1 to zoom in
+ * @param {object} options
+ * @param {number} options.minLength seconds
+ * @param {number} [options.time] by default the middle
+ * @returns {TimeRange}
+ */
+export function rescaleRange({ from, to }, factor, { minLength, time = (from + to) / 2 }) {
+  const length = Math.max((to - from) * factor, minLength);
+  const start = time - ((time - from) / (to - from)) * length;
+  return { from: start, to: start + length };
+}
+
+/**
+ * The time at a pixel of a canvas that shows a range.
  *
  * @param {HTMLCanvasElement} canvas
- * @param {Stretch} stretch
+ * @param {TimeRange} range
  * @param {number} x pixels of the page
  */
 export function timeAt(canvas, { from, to }, x) {
@@ -99,7 +116,7 @@ export function timeAt(canvas, { from, to }, x) {
   return from + (Math.min(Math.max(0, x), width) / width) * (to - from);
 }
 
-/** How much of each pixel each kind takes, for lines one below the other: by (line, pixel, kind), each from 0 to 1. */
+/** Each kind's share of each pixel, for lines one below the other: by (line, pixel, kind), from 0 to 1. */
 export class PixelShares {
   /**
    * @param {number} lines
@@ -113,7 +130,7 @@ export class PixelShares {
   }
 
   /**
-   * Add what goes from `x0` to `x1`, in device pixels, which may lie outside.
+   * Add what goes from `x0` to `x1`, in device pixels, which may be outside.
    *
    * @param {number} line
    * @param {number} kind
@@ -130,12 +147,12 @@ export class PixelShares {
   }
 
   /**
-   * The stretches of a line where one kind takes the most of each pixel, and more than `least` of it.
+   * The runs of pixels of a line of which one kind has the largest share, and more than `minShare`.
    *
    * @param {number} line
-   * @param {number} least
+   * @param {number} minShare
    */
-  runs(line, least) {
+  runs(line, minShare) {
     const { share, width, kinds } = this;
     /** @type {Run[]} */
     const found = [];
@@ -144,10 +161,10 @@ export class PixelShares {
     let at = line * width * kinds;
     for (let x = 0; x < width; x++) {
       let kind = -1;
-      let most = least;
+      let largest = minShare;
       for (let k = 0; k < kinds; k++, at++) {
-        if (share[at] > most) {
-          most = share[at];
+        if (share[at] > largest) {
+          largest = share[at];
           kind = k;
         }
       }

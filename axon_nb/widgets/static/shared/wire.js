@@ -1,16 +1,16 @@
 // @ts-check
-// What passes between a page and its kernel.
+// The messages between a page and its kernel.
 
 /**
- * What a page tells the kernel.
+ * A message of the page to the kernel.
  *
- * @typedef {{op: "ready" | "resend" | "here" | "stop"}
- *   | {op: "seen", number: number}
+ * @typedef {{op: "ready" | "resend" | "heartbeat" | "stop"}
+ *   | {op: "ack", number: number}
  *   | {op: "what_if", setup: Record<string, string | boolean> | null}} Request
  */
 
 /**
- * The kernel's side of a view, as anywidget hands it over.
+ * The kernel's side of a view, as anywidget passes it.
  *
  * @typedef {object} Model
  * @property {(trait: string) => any} get
@@ -19,7 +19,7 @@
  * @property {(event: string, handler: (...values: any[]) => void) => void} off
  */
 
-/** @typedef {{model: Model, el: HTMLElement}} Context what anywidget gives a page's view */
+/** @typedef {{model: Model, el: HTMLElement}} Context what anywidget passes to a page's view */
 
 /**
  * @template {ArrayLike<number>} Column
@@ -27,7 +27,7 @@
  */
 
 /**
- * A message of columns: its header, and a function that takes the next column.
+ * Unpack a message of columns: its header, and a function that returns the next column.
  *
  * @param {DataView} view
  */
@@ -41,65 +41,65 @@ export function unpack(view) {
    * @param {ColumnType<Column>} Type
    * @param {number} count
    */
-  const take = (Type, count) => {
+  const nextColumn = (Type, count) => {
     const column = new Type(bytes, offset, count);
     offset += count * Type.BYTES_PER_ELEMENT;
     return column;
   };
-  return { header, take };
+  return { header, nextColumn };
 }
 
-const SILENT_S = 15; // after which the kernel must be gone, as it sends a message at least every 5
+const KERNEL_TIMEOUT_S = 15; // the kernel sends a message at least every 5 s
 
 /**
- * What a store knows of time: `now` is the kernel's clock at the last message, in seconds.
+ * The time that a store knows: `now` is the kernel's clock at the last message, in seconds.
  *
  * @typedef {{now: number, finished: boolean}} Clock
  */
 
 /**
- * Keep a store up to date with what a kernel appends.
+ * Keep a store up to date with the kernel's messages.
  *
  * @param {Model} model
  * @param {Clock} store
  * @param {object} handlers
- * @param {(message: DataView) => boolean} handlers.take whether the message fitted what came before
- * @param {() => void} [handlers.took] after each message that fitted
- * @param {() => void} handlers.changed after each message, and when the kernel is gone
+ * @param {(message: DataView) => boolean} handlers.merge returns whether the message followed the earlier ones
+ * @param {() => void} [handlers.onMerged] called after each message that did
+ * @param {() => void} handlers.onChange called after each message, and when the kernel disconnects
  */
-export function follow(model, store, { take, took, changed }) {
-  let heard = performance.now();
-  let closed = false;
-  const silence = () => (performance.now() - heard) / 1000;
-  const gone = () => !store.finished && (closed || silence() > SILENT_S);
-  const now = () => (store.finished || gone() ? store.now : store.now + silence());
+export function subscribe(model, store, { merge, onMerged, onChange }) {
+  let receivedAt = performance.now();
+  let isClosed = false;
+  const silence = () => (performance.now() - receivedAt) / 1000;
+  const isDisconnected = () => !store.finished && (isClosed || silence() > KERNEL_TIMEOUT_S);
+  const now = () => (store.finished || isDisconnected() ? store.now : store.now + silence());
   /** @type {(message: {op: string}, buffers: DataView[]) => void} */
   const onMessage = (message, buffers) => {
     if (message.op !== "append") return;
-    const fits = take(buffers[0]);
-    heard = performance.now();
-    if (fits) took?.();
+    const isMerged = merge(buffers[0]);
+    receivedAt = performance.now();
+    if (isMerged) onMerged?.();
     else model.send({ op: "resend" });
-    changed();
+    onChange();
   };
   const onClosed = () => {
-    closed = true;
-    changed();
+    isClosed = true;
+    onChange();
   };
   const snapshot = model.get("snapshot");
-  if (snapshot?.byteLength && !take(snapshot)) model.send({ op: "resend" });
+  if (snapshot?.byteLength && !merge(snapshot)) model.send({ op: "resend" });
   model.on("msg:custom", onMessage);
   model.on("comm_live_update", onClosed);
-  model.send({ op: "ready" }); // the kernel waits for it after a reload: nobody hears what is sent before
+  model.send({ op: "ready" }); // after a reload the kernel waits for it: earlier messages would be lost
   const close = () => {
     model.off("msg:custom", onMessage);
     model.off("comm_live_update", onClosed);
   };
-  return { now, gone, close };
+  return { now, isDisconnected, close };
 }
 
 /**
- * A widget whose views share what `initialize` makes.
+ * A widget whose views on all pages share what `initialize` makes.
  *
  * @template Shared
  * @param {(context: {model: Model}) => {shared: Shared, close: () => void}} initialize
@@ -112,9 +112,9 @@ export function widget(initialize, render) {
     return {
       /** @param {{model: Model}} context */
       initialize(context) {
-        const made = initialize(context);
-        shared = made.shared;
-        return made.close;
+        const initialized = initialize(context);
+        shared = initialized.shared;
+        return initialized.close;
       },
       /** @param {Context} context */
       render: (context) => render(context, shared),
@@ -122,25 +122,25 @@ export function widget(initialize, render) {
   };
 }
 
-const HERE_MS = 4000;
+const HEARTBEAT_MS = 4000;
 
 /**
- * Tell the kernel every few seconds that a page shows this view. Returns a function that stops it.
+ * Report to the kernel every few seconds that a page shows this view. Returns a function that stops it.
  *
  * @param {Model} model
  * @param {Element} root
- * @param {() => boolean} wanted
+ * @param {() => boolean} isNeeded
  */
-export function sayHere(model, root, wanted = () => true) {
-  const here = () => {
-    if (!document.hidden && root.isConnected && wanted()) model.send({ op: "here" });
+export function sendHeartbeats(model, root, isNeeded = () => true) {
+  const sendIfVisible = () => {
+    if (!document.hidden && root.isConnected && isNeeded()) model.send({ op: "heartbeat" });
   };
-  const timer = setInterval(here, HERE_MS);
-  document.addEventListener("visibilitychange", here);
-  requestAnimationFrame(here); // only then is the root part of the page
-  here();
+  const timer = setInterval(sendIfVisible, HEARTBEAT_MS);
+  document.addEventListener("visibilitychange", sendIfVisible);
+  requestAnimationFrame(sendIfVisible); // the root is part of the page only then
+  sendIfVisible();
   return () => {
     clearInterval(timer);
-    document.removeEventListener("visibilitychange", here);
+    document.removeEventListener("visibilitychange", sendIfVisible);
   };
 }

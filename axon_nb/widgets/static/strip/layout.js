@@ -1,76 +1,73 @@
 // @ts-check
-// What part of a strip is on show, and what lies where.
+// Which range of time a strip shows, and what its rows show there.
 
-import { PixelShares } from "../shared/time_axis.js";
+import { PixelShares, rescaleRange } from "../shared/time_axis.js";
 import { openEnd } from "./store.js";
 
-/** @import { Stretch } from "../shared/time_axis.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Config, Segment } from "./store.js" */
 
-/** @typedef {null | {follow: true, span: number} | (Stretch & {follow?: undefined})} View null: everything */
+/** @typedef {null | {follow: true, span: number} | (TimeRange & {follow?: undefined})} Zoom null: everything */
 
-/** @typedef {{view: View}} Step what a key has led to */
+/** @typedef {{zoom: Zoom}} Step the result of a key */
 
-const SHORTEST = 5; // seconds that the axis spans at least, so that the first samples do not fill it
-const NARROWEST = 0.05; // seconds that keys zoom in to
+const MIN_AXIS = 5; // seconds, so that the first samples do not fill the axis
+const MIN_SPAN = 0.05; // seconds that keys zoom in to
 
 /**
- * The stretch of time on show.
+ * The range of time that is shown.
  *
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {number} now
- * @returns {Stretch}
+ * @returns {TimeRange}
  */
-export function visible(view, now) {
-  if (!view) return { from: 0, to: Math.max(now, SHORTEST) };
-  return view.follow ? { from: Math.max(0, now - view.span), to: Math.max(now, view.span) } : view;
+export function visibleRange(zoom, now) {
+  if (!zoom) return { from: 0, to: Math.max(now, MIN_AXIS) };
+  return zoom.follow ? { from: Math.max(0, now - zoom.span), to: Math.max(now, zoom.span) } : zoom;
 }
 
 /**
- * The view after a key, or null where the key has no meaning.
+ * The zoom after a key, or null if the key has no meaning.
  *
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {string} key
  * @param {number} now
  * @returns {Step | null}
  */
-export function navigate(view, key, now) {
-  if (key === "+" || key === "=") return { view: zoomIn(view, now) };
-  if (key === "-" || key === "_") return { view: zoomOut(view, now) };
-  if (key === "Home") return { view: null };
+export function navigate(zoom, key, now) {
+  if (key === "+" || key === "=") return { zoom: zoomIn(zoom, now) };
+  if (key === "-" || key === "_") return { zoom: zoomOut(zoom, now) };
+  if (key === "Home") return { zoom: null };
   if (key !== "ArrowLeft" && key !== "ArrowRight" && key !== "End") return null;
-  if (!view) return { view };
-  const { from, to } = visible(view, now);
+  if (!zoom) return { zoom };
+  const { from, to } = visibleRange(zoom, now);
   const span = to - from;
-  if (key === "End") return { view: { follow: true, span } };
+  if (key === "End") return { zoom: { follow: true, span } };
   const shift = key === "ArrowLeft" ? -span / 5 : span / 5;
   const start = Math.min(Math.max(0, from + shift), Math.max(0, now - span));
-  return { view: start + span >= now ? { follow: true, span } : { from: start, to: start + span } };
+  return { zoom: start + span >= now ? { follow: true, span } : { from: start, to: start + span } };
 }
 
 /**
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {number} now
- * @returns {View}
+ * @returns {Zoom}
  */
-function zoomIn(view, now) {
-  const { from, to } = visible(view, now);
-  const span = Math.max((to - from) / 2, NARROWEST);
-  if (!view || view.follow) return { follow: true, span };
-  const middle = (from + to) / 2;
-  return { from: middle - span / 2, to: middle + span / 2 };
+function zoomIn(zoom, now) {
+  const range = rescaleRange(visibleRange(zoom, now), 0.5, { minLength: MIN_SPAN });
+  return !zoom || zoom.follow ? { follow: true, span: range.to - range.from } : range;
 }
 
 /**
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {number} now
- * @returns {View}
+ * @returns {Zoom}
  */
-function zoomOut(view, now) {
-  const { from, to } = visible(view, now);
+function zoomOut(zoom, now) {
+  const { from, to } = visibleRange(zoom, now);
   const span = 2 * (to - from);
-  if (span >= Math.max(now, SHORTEST)) return null;
-  if (!view || view.follow) return { follow: true, span };
+  if (span >= Math.max(now, MIN_AXIS)) return null;
+  if (!zoom || zoom.follow) return { follow: true, span };
   const start = Math.min(Math.max(0, from - span / 4), now - span);
   return { from: start, to: start + span };
 }
@@ -90,37 +87,37 @@ function firstEndingAfter(segments, time) {
   return low;
 }
 
-const LEAST_SHARE = 0.02; // of a pixel that is drawn
+const MIN_SHARE = 0.02; // of a pixel that is drawn
 
 /**
- * What a row shows in each of `width` pixels: the activity that takes most of its time.
+ * What a row shows in each of `width` pixels: the activity with the largest share of its time.
  *
  * @param {Segment[]} segments
- * @param {Stretch & {width: number, now: number, config: Config}} options
+ * @param {TimeRange & {width: number, now: number, config: Config}} options
  */
 export function rowRuns(segments, { from, to, width, now, config }) {
   const scale = width / (to - from);
   const shares = new PixelShares(1, width, config.paints.length);
   const last = segments.length - 1;
-  // An open last segment ends before `from` by its last sample, yet may reach into the view.
+  // The last sample of an open segment may be before `from`, yet the segment reaches into the view.
   for (let i = Math.min(firstEndingAfter(segments, from), Math.max(0, last)); i <= last; i++) {
     const segment = segments[i];
     if (segment.start > to) break;
     const end = i === last ? openEnd(segment, now, config) : segment.end;
     shares.cover(0, segment.activity, (segment.start - from) * scale, (end - from) * scale);
   }
-  return shares.runs(0, LEAST_SHARE);
+  return shares.runs(0, MIN_SHARE);
 }
 
 /**
- * The segment of a row at a time, with the end that is on show; null where nothing is known.
+ * The segment of a row at a time, with the end that is shown; null if the activity is unknown.
  *
  * @param {Segment[]} segments
  * @param {number} time
  * @param {number} now
  * @param {Config} config
  */
-export function hit(segments, time, now, config) {
+export function segmentAt(segments, time, now, config) {
   const last = segments.length - 1;
   const i = Math.min(firstEndingAfter(segments, time), last);
   if (i < 0 || segments[i].start > time) return null;

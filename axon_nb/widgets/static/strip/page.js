@@ -52,10 +52,10 @@ function buildGrid({ ranks }) {
     names.append(create("div", "", { textContent: `rank ${rank}` }));
     const item = create("div", "");
     item.setAttribute("role", "listitem");
-    const words = create("span", "");
-    item.append(create("span", "axon-view-unseen", { textContent: `rank ${rank}: ` }), words);
+    const state = create("span", "");
+    item.append(create("span", "axon-view-unseen", { textContent: `rank ${rank}: ` }), state);
     states.append(item);
-    return { item, words };
+    return { item, state };
   });
   const canvas = create("canvas", "axon-strip-canvas", { tabIndex: 0 });
   canvas.setAttribute("role", "img");

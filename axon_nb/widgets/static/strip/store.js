@@ -1,12 +1,12 @@
 // @ts-check
-// The strip of `--watch`: what each rank does over time, without any drawing.
+// The data of a strip: what each rank did over time, and its text.
 
-import { seconds } from "../shared/format.js";
+import { formatSeconds } from "../shared/format.js";
 import { unpack } from "../shared/wire.js";
 
 /** @import { Paint as Colors } from "../shared/canvas.js" */
 
-/** @typedef {Colors & {name: string, label: string, terminal: boolean}} Paint terminal: the rank does nothing after it */
+/** @typedef {Colors & {name: string, label: string, terminal: boolean}} Paint terminal: nothing follows it */
 
 /**
  * What does not change while a strip is shown.
@@ -14,7 +14,7 @@ import { unpack } from "../shared/wire.js";
  * @typedef {object} Config
  * @property {number[]} ranks rows, from the top
  * @property {string} title
- * @property {number} silence seconds without a sample, after which an activity is not known
+ * @property {number} silence seconds without a sample after which an activity is unknown
  * @property {Paint[]} paints by the code of an activity
  */
 
@@ -30,7 +30,7 @@ import { unpack } from "../shared/wire.js";
  * @property {number} high last line
  * @property {string} call
  * @property {number} activity code: index of its paint
- * @property {boolean} mixed whether shorter stretches of other activities are merged into it
+ * @property {boolean} mixed whether shorter segments of other activities were merged into it
  */
 
 /** @typedef {{generation: number, segments: Segment[]}} Row */
@@ -40,12 +40,12 @@ import { unpack } from "../shared/wire.js";
  * @property {Row[]} rows
  * @property {number} now the kernel's clock at the last message
  * @property {number} lost number of samples
- * @property {number} coarse the time before which short stretches are merged
+ * @property {number} coarse the time before which short segments are merged
  * @property {boolean} finished
  */
 
 /**
- * A message of the kernel, as axon_nb/widgets/cell/segments.py packs it.
+ * A message of the kernel, packed by axon_nb/widgets/cell/segments.py.
  *
  * @typedef {object} Message
  * @property {{count: number, calls: string[], generations: number[], replaced: number[], now: number, lost: number,
@@ -58,13 +58,13 @@ import { unpack } from "../shared/wire.js";
  * @returns {Message}
  */
 export function decode(view) {
-  const { header, take } = unpack(view);
+  const { header, nextColumn } = unpack(view);
   /** @type {Message["columns"]} */
   const columns = {};
-  for (const name of ["start", "end", "since"]) columns[name] = take(Float64Array, header.count);
-  for (const name of ["position", "line", "low", "high"]) columns[name] = take(Uint32Array, header.count);
-  for (const name of ["row", "call"]) columns[name] = take(Uint16Array, header.count);
-  for (const name of ["activity", "mixed"]) columns[name] = take(Uint8Array, header.count);
+  for (const name of ["start", "end", "since"]) columns[name] = nextColumn(Float64Array, header.count);
+  for (const name of ["position", "line", "low", "high"]) columns[name] = nextColumn(Uint32Array, header.count);
+  for (const name of ["row", "call"]) columns[name] = nextColumn(Uint16Array, header.count);
+  for (const name of ["activity", "mixed"]) columns[name] = nextColumn(Uint8Array, header.count);
   return { header, columns };
 }
 
@@ -78,13 +78,13 @@ export function newStore(numRows) {
 }
 
 /**
- * Add a message. Returns false when an earlier one is missing, so that everything has to be sent again.
+ * Add a message. Returns false if an earlier one is missing, so that everything must be sent again.
  *
  * @param {Store} store
  * @param {Message} message
  */
 export function merge(store, { header, columns }) {
-  let fits = true;
+  let isComplete = true;
   for (const row of header.replaced) {
     store.rows[row].segments.length = 0;
     store.rows[row].generation = header.generations[row];
@@ -94,7 +94,7 @@ export function merge(store, { header, columns }) {
     const { generation, segments } = store.rows[row];
     const position = columns.position[i];
     if (generation !== header.generations[row] || position > segments.length) {
-      fits = false;
+      isComplete = false;
       continue;
     }
     segments[position] = {
@@ -111,21 +111,21 @@ export function merge(store, { header, columns }) {
   }
   const { now, lost, coarse, finished } = header;
   Object.assign(store, { now, lost, coarse, finished });
-  return fits;
+  return isComplete;
 }
 
-// ---- words ---------------------------------------------------------------------------------------------------------
+// ---- text ----------------------------------------------------------------------------------------------------------
 
 /**
- * Where a row's last segment ends: it goes on while samples come in, and for good when its activity is terminal.
+ * When a row's last segment ends: now, as long as samples arrive, or if its activity is terminal.
  *
  * @param {Segment} segment
  * @param {number} now
  * @param {Config} config
  */
 export function openEnd(segment, now, config) {
-  const goesOn = config.paints[segment.activity].terminal || now - segment.end <= config.silence;
-  return goesOn ? Math.max(now, segment.end) : segment.end;
+  const continues = config.paints[segment.activity].terminal || now - segment.end <= config.silence;
+  return continues ? Math.max(now, segment.end) : segment.end;
 }
 
 /**
@@ -139,12 +139,12 @@ export function describe(segments, now, config) {
   const segment = segments[segments.length - 1];
   if (!segment) return "no sample yet";
   const name = config.paints[segment.activity].name;
-  if (name === "done" || name === "failed") return `${name} after ${seconds(segment.start)}`;
-  if (name === "dead") return `died after ${seconds(segment.start)}`;
+  if (name === "done" || name === "failed") return `${name} after ${formatSeconds(segment.start)}`;
+  if (name === "dead") return `died after ${formatSeconds(segment.start)}`;
   const end = openEnd(segment, now, config);
   const line = segment.line ? `, line ${segment.line}` : "";
-  const silent = end < now ? `, no sample for ${seconds(now - end)}` : "";
-  if (name === "waiting") return `waiting in ${segment.call}${line}, ${seconds(end - segment.since)}${silent}`;
+  const silent = end < now ? `, no sample for ${formatSeconds(now - end)}` : "";
+  if (name === "waiting") return `waiting in ${segment.call}${line}, ${formatSeconds(end - segment.since)}${silent}`;
   if (name === "collective") return `in ${segment.call}${line}${silent}`;
   return `${name}${name === "running" ? line : ""}${silent}`;
 }
@@ -157,28 +157,27 @@ export function describe(segments, now, config) {
  * @param {number} end
  * @param {Config} config
  */
-export function explain(rank, segment, end, config) {
+export function describeSegment(rank, segment, end, config) {
   const { name } = config.paints[segment.activity];
-  const what = segment.call ? `${name === "waiting" ? "waiting in" : "in"} ${segment.call}` : name;
+  const activity = segment.call ? `${name === "waiting" ? "waiting in" : "in"} ${segment.call}` : name;
   const lines = segment.low === segment.high ? `, line ${segment.low}` : `, lines ${segment.low}–${segment.high}`;
-  const where = segment.low ? lines : "";
-  const span = `${segment.start.toFixed(2)}–${end.toFixed(2)} s (${seconds(end - segment.start)})`;
-  return `rank ${rank} · ${segment.mixed ? "mostly " : ""}${what}${where} · ${span}`;
+  const time = `${segment.start.toFixed(2)}–${end.toFixed(2)} s (${formatSeconds(end - segment.start)})`;
+  return `rank ${rank} · ${segment.mixed ? "mostly " : ""}${activity}${segment.low ? lines : ""} · ${time}`;
 }
 
-const LONG_WAIT_S = 5; // in one call, from which on it is announced
+const LONG_WAIT_S = 5; // in one call; longer ones are announced
 
 /**
- * What to announce: ranks that failed, died or wait for long, each once. `announced` remembers which.
+ * What to announce: ranks that failed, died or have waited for long, each once. `announced` stores which.
  *
  * @param {Store} store
  * @param {number} now
  * @param {Config} config
  * @param {Map<number, string>} announced
  */
-export function news(store, now, config, announced) {
+export function newAlerts(store, now, config, announced) {
   /** @type {string[]} */
-  const found = [];
+  const alerts = [];
   store.rows.forEach(({ segments }, row) => {
     const segment = segments[segments.length - 1];
     if (!segment) return;
@@ -186,9 +185,9 @@ export function news(store, now, config, announced) {
     const waits = name === "waiting" && now - segment.since > LONG_WAIT_S;
     const state = name === "failed" || name === "dead" || waits ? name : "";
     if (state && announced.get(row) !== state) {
-      found.push(`rank ${config.ranks[row]} ${describe(segments, now, config)}`);
+      alerts.push(`rank ${config.ranks[row]} ${describe(segments, now, config)}`);
     }
     announced.set(row, state);
   });
-  return found.join("; ");
+  return alerts.join("; ");
 }

@@ -1,13 +1,13 @@
 // @ts-check
 // The rows of a timeline on their canvas.
 
-import { contextOf, fit, Painter } from "../shared/canvas.js";
+import { getContext, Painter, resizeCanvas } from "../shared/canvas.js";
 import { AXIS_HEIGHT, drawAxis, ticks } from "../shared/time_axis.js";
-import { geometry, LEAST_SHARE, shares } from "./layout.js";
+import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
 
-/** @import { Stretch } from "../shared/time_axis.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Mark } from "./cursor.js" */
-/** @import { Selection } from "./filter.js" */
+/** @import { SpanSelection } from "./filter.js" */
 /** @import { Config, Store } from "./store.js" */
 
 /** @typedef {{index: number, left: number, top: number, width: number, height: number}} Box of a span, device pixels */
@@ -16,13 +16,13 @@ import { geometry, LEAST_SHARE, shares } from "./layout.js";
  * What is drawn at once.
  *
  * @typedef {object} Frame
- * @property {Stretch} stretch
- * @property {number} zero the time that is labelled 0
- * @property {Selection} selection which spans are drawn
+ * @property {TimeRange} range
+ * @property {number} zero the time labelled 0
+ * @property {SpanSelection} selection which spans are drawn
  * @property {Mark | null} mark
  */
 
-const LEAST_TEXT = { width: 26, height: 10 }; // pixels of the page of a box that is written on
+const MIN_LABELLED = { width: 26, height: 10 }; // of a box that is written on, in pixels of the page
 
 export class RowCanvas {
   /** @type {Painter | null} */
@@ -46,63 +46,63 @@ export class RowCanvas {
   }
 
   /**
-   * Draw a frame. Returns how many spans were found in sight, and the codes of the kinds that are drawn.
+   * Draw a frame. Returns the number of visible spans, and the codes of the kinds that were drawn.
    *
    * @param {number} width pixels of the page
    * @param {Frame} frame
    */
-  draw(width, { stretch, zero, selection, mark }) {
+  draw(width, { range, zero, selection, mark }) {
     const { canvas, config, store } = this;
-    const { from, to } = stretch;
+    const { from, to } = range;
     const bottom = config.ranks.length * this.geometry.height;
-    const ratio = fit(canvas, width, bottom + AXIS_HEIGHT);
+    const ratio = resizeCanvas(canvas, width, bottom + AXIS_HEIGHT);
     const painter = this.#painterFor(ratio);
     painter.context.clearRect(0, 0, canvas.width, canvas.height);
     drawAxis(canvas, this.root, ticks(from, to, width, { zero }), { bottom, ratio });
     const pixels = Math.round(width * ratio);
-    const found = shares(store, { ...selection, from, to, width: pixels });
-    const seen = this.#drawLanes(painter, found.pixels);
-    this.#drawCells(painter, found.cells, stretch, pixels);
-    if (found.few) this.#drawWords(painter, found.few, stretch, pixels);
-    if (mark) this.#drawMark(painter, mark, stretch, pixels);
-    return { found: found.found, seen, ratio };
+    const shares = pixelShares(store, { ...selection, from, to, width: pixels });
+    const drawn = this.#drawLanes(painter, shares.pixels);
+    this.#drawCells(painter, shares.cells, range, pixels);
+    if (shares.labelled) this.#drawLabels(painter, shares.labelled, range, pixels);
+    if (mark) this.#drawMark(painter, mark, range, pixels);
+    return { found: shares.found, drawn, ratio };
   }
 
   /** @param {number} ratio */
   #painterFor(ratio) {
-    if (this.#painter?.ratio !== ratio) this.#painter = new Painter(contextOf(this.canvas), ratio);
+    if (this.#painter?.ratio !== ratio) this.#painter = new Painter(getContext(this.canvas), ratio);
     return this.#painter;
   }
 
   /**
    * @param {Painter} painter
-   * @param {ReturnType<typeof shares>["pixels"]} pixels
+   * @param {ReturnType<typeof pixelShares>["pixels"]} pixels
    */
   #drawLanes(painter, pixels) {
     const { ratio } = painter;
     const { height, lanes } = this.geometry;
     /** @type {Set<number>} */
-    const seen = new Set();
+    const drawn = new Set();
     for (let line = 0; line < 2 * this.config.ranks.length; line++) {
-      const [offset, tall] = lanes[line % 2];
+      const [offset, laneHeight] = lanes[line % 2];
       const top = Math.round(((line >> 1) * height + offset) * ratio);
-      for (const { kind, left, right } of pixels.runs(line, LEAST_SHARE)) {
-        seen.add(kind);
-        painter.fill(this.config.paints[kind], left, top, right - left, Math.round(tall * ratio));
+      for (const { kind, left, right } of pixels.runs(line, MIN_SHARE)) {
+        drawn.add(kind);
+        painter.fill(this.config.paints[kind], left, top, right - left, Math.round(laneHeight * ratio));
       }
     }
-    return seen;
+    return drawn;
   }
 
   /**
    * @param {Painter} painter
    * @param {number[]} cells
-   * @param {Stretch} stretch
+   * @param {TimeRange} range
    * @param {number} pixels
    */
-  #drawCells({ context, ratio }, cells, stretch, pixels) {
+  #drawCells({ context, ratio }, cells, range, pixels) {
     context.fillStyle = this.config.paints[0].color;
-    for (const box of this.#boxes(cells, stretch, pixels, ratio)) {
+    for (const box of this.#boxes(cells, range, pixels, ratio)) {
       context.fillRect(box.left, box.top, Math.max(1, box.width), box.height);
     }
   }
@@ -110,14 +110,14 @@ export class RowCanvas {
   /**
    * @param {Painter} painter
    * @param {number[]} spans
-   * @param {Stretch} stretch
+   * @param {TimeRange} range
    * @param {number} pixels
    */
-  #drawWords(painter, spans, stretch, pixels) {
+  #drawLabels(painter, spans, range, pixels) {
     const { ratio } = painter;
     const { columns, labels } = this.store;
-    for (const { index, left, top, width, height } of this.#boxes(spans, stretch, pixels, ratio)) {
-      if (width < LEAST_TEXT.width * ratio || height < LEAST_TEXT.height * ratio) continue;
+    for (const { index, left, top, width, height } of this.#boxes(spans, range, pixels, ratio)) {
+      if (width < MIN_LABELLED.width * ratio || height < MIN_LABELLED.height * ratio) continue;
       const [, name] = labels[columns.label[index]];
       const text = columns.stage[index] >= 0 ? `${name} ${columns.microbatch[index]}` : name;
       painter.write(text, left, top, width, height);
@@ -127,30 +127,30 @@ export class RowCanvas {
   /**
    * @param {Painter} painter
    * @param {Mark} mark
-   * @param {Stretch} stretch
+   * @param {TimeRange} range
    * @param {number} pixels
    */
   #drawMark({ context, ratio }, { row, lane, index }, { from, to }, pixels) {
     const { height, lanes } = this.geometry;
-    const [offset, tall] = lanes[lane];
+    const [offset, laneHeight] = lanes[lane];
     const top = (row * height + offset) * ratio;
     context.strokeStyle = getComputedStyle(this.root).color;
     context.lineWidth = 2 * ratio;
     if (index < 0) {
-      context.strokeRect(ratio, top - ratio, pixels - 2 * ratio, (tall + 2) * ratio);
+      context.strokeRect(ratio, top - ratio, pixels - 2 * ratio, (laneHeight + 2) * ratio);
       return;
     }
     const { start, duration: length } = this.store.columns;
     const scale = pixels / (to - from);
     const left = (start[index] - from) * scale - ratio;
-    context.strokeRect(left, top - ratio, length[index] * scale + 2 * ratio, (tall + 2) * ratio);
+    context.strokeRect(left, top - ratio, length[index] * scale + 2 * ratio, (laneHeight + 2) * ratio);
   }
 
   /**
-   * The boxes of those spans that are in sight.
+   * The boxes of the spans that are visible.
    *
    * @param {number[]} spans
-   * @param {Stretch} stretch
+   * @param {TimeRange} range
    * @param {number} pixels
    * @param {number} ratio
    * @returns {Generator<Box>}
@@ -164,9 +164,9 @@ export class RowCanvas {
       const left = Math.max(0, (start[index] - from) * scale);
       const right = Math.min(pixels, (start[index] + length[index] - from) * scale);
       if (right <= 0 || left >= pixels) continue;
-      const [offset, tall] = lane < 0 ? cell : lanes[lane];
+      const [offset, laneHeight] = lane < 0 ? cell : lanes[lane];
       const top = ((this.#rowOf.get(rank[index]) ?? 0) * height + offset) * ratio;
-      yield { index, left, width: right - left, top, height: tall * ratio };
+      yield { index, left, width: right - left, top, height: laneHeight * ratio };
     }
   }
 }

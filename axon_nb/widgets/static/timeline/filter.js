@@ -1,43 +1,43 @@
 // @ts-check
-// Which spans of a timeline are drawn: those whose kind is not switched off, and that have the words of the filter.
+// Which spans of a timeline are drawn: those whose kind is not hidden, and that match all words of the filter.
 
 /** @import { Config, Store } from "./store.js" */
 
 /**
- * Which spans are drawn: `shown` says it by (label, row).
+ * Which spans are drawn: `shown` is 1 or 0 by (label, row).
  *
- * @typedef {{ranks: number[], shown: Uint8Array, config: Config}} Selection
+ * @typedef {{ranks: number[], shown: Uint8Array, config: Config}} SpanSelection
  */
 
 /**
- * Whether each label is shown in each row. Each word of the filter must be found; kinds can be switched off.
+ * Whether each label is shown in each row. Each word of the filter must match; kinds can be hidden.
  *
  * @param {Store} store
  * @param {number[]} ranks
  * @param {Config} config
  * @param {string} filter
- * @param {Set<string>} off kinds
+ * @param {Set<string>} hidden kinds
  */
-export function allowed(store, ranks, config, filter, off) {
+export function shownLabels(store, ranks, config, filter, hidden) {
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = new Uint8Array(store.labels.length * ranks.length);
+  const shown = new Uint8Array(store.labels.length * ranks.length);
   store.labels.forEach(([code, name, group], label) => {
-    const { kind, label: called } = config.paints[code];
-    if (off.has(kind)) return;
+    const { kind, label: kindName } = config.paints[code];
+    if (hidden.has(kind)) return;
     const text =
-      `${kind} ${called} ${name} ${group ? `group:${group} ${store.groups[group] ?? ""}` : ""}`.toLowerCase();
+      `${kind} ${kindName} ${name} ${group ? `group:${group} ${store.groups[group] ?? ""}` : ""}`.toLowerCase();
     ranks.forEach((rank, row) => {
-      const whole = `${text} rank:${rank}`;
-      found[label * ranks.length + row] = words.every((word) => whole.includes(word)) ? 1 : 0;
+      const rankText = `${text} rank:${rank}`;
+      shown[label * ranks.length + row] = words.every((word) => rankText.includes(word)) ? 1 : 0;
     });
   });
-  return found;
+  return shown;
 }
 
 /** The filter of one page. */
 export class SpanFilter {
   /** @type {Set<string>} */
-  #off = new Set();
+  #hidden = new Set();
   #shown = new Uint8Array(0);
   #shownFor = "";
 
@@ -56,25 +56,25 @@ export class SpanFilter {
    * @param {string} kind
    */
   toggle(kind) {
-    if (this.#off.delete(kind)) return true;
-    this.#off.add(kind);
+    if (this.#hidden.delete(kind)) return true;
+    this.#hidden.add(kind);
     return false;
   }
 
   /**
-   * Take new words and labels into account.
+   * Apply the filter to new labels, or a new filter to all.
    *
-   * @param {string} words
+   * @param {string} filter
    */
-  update(words) {
+  update(filter) {
     const { labels, groups } = this.store;
-    const key = `${labels.length} ${Object.keys(groups).length} ${[...this.#off]} ${words}`;
+    const key = `${labels.length} ${Object.keys(groups).length} ${[...this.#hidden]} ${filter}`;
     if (key === this.#shownFor) return;
     this.#shownFor = key;
-    this.#shown = allowed(this.store, this.config.ranks, this.config, words, this.#off);
+    this.#shown = shownLabels(this.store, this.config.ranks, this.config, filter, this.#hidden);
   }
 
-  /** @returns {Selection} */
+  /** @returns {SpanSelection} */
   get selection() {
     return { shown: this.#shown, ranks: this.config.ranks, config: this.config };
   }

@@ -1,20 +1,20 @@
 // @ts-check
-// What part of a timeline is on show, and what lies where.
+// Which range of time a timeline shows, and which spans are where.
 
-import { PixelShares } from "../shared/time_axis.js";
-import { between, extent, isRunning, SHORTEST } from "./store.js";
+import { PixelShares, rescaleRange } from "../shared/time_axis.js";
+import { extent, forEachBetween, isRunning, MIN_AXIS } from "./store.js";
 
-/** @import { Stretch } from "../shared/time_axis.js" */
-/** @import { Selection } from "./filter.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { SpanSelection } from "./filter.js" */
 /** @import { Config, Store } from "./store.js" */
 
 /**
- * Null: the cell that runs, or the last one; `all`: everything; with `follow`: the newest, so many seconds of it.
+ * Null: the running cell, or the last one; `all`: everything; with `follow`: the newest `span` seconds.
  *
- * @typedef {null | "all" | {follow: true, span: number} | (Stretch & {follow?: undefined})} View
+ * @typedef {null | "all" | {follow: true, span: number} | (TimeRange & {follow?: undefined})} Zoom
  */
 
-/** @typedef {{view: View}} Step what a key has led to */
+/** @typedef {{zoom: Zoom}} Step the result of a key */
 
 /** @typedef {[top: number, height: number]} Band of a rank's row, in pixels of the page */
 
@@ -22,94 +22,77 @@ import { between, extent, isRunning, SHORTEST } from "./store.js";
 
 /** @typedef {{rank: number, row: number, lane: number}} Lane of a rank */
 
-export const NARROWEST = 2e-5; // seconds that can be zoomed in to
+export const MIN_SPAN = 2e-5; // seconds that can be zoomed in to
 
-// ---- what is on show -----------------------------------------------------------------------------------------------
+// ---- the visible range ---------------------------------------------------------------------------------------------
 
 /**
- * The stretch of time on show.
+ * The range of time that is shown.
  *
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {Store} store
  * @param {number} now
- * @returns {Stretch}
+ * @returns {TimeRange}
  */
-export function visible(view, store, now) {
-  if (view === "all") return extent(store, now);
-  const [begin, end] = store.focus;
-  const whole = begin === null ? extent(store, now) : { from: begin, to: now };
-  const from = whole.from;
-  const to = Math.max(end ?? whole.to, from + SHORTEST / 100);
-  if (!view) return { from, to: isRunning(store) ? Math.max(to, from + SHORTEST) : to + (to - from) / 200 };
-  return view.follow ? { from: to - view.span, to } : view;
+export function visibleRange(zoom, store, now) {
+  if (zoom === "all") return extent(store, now);
+  const [start, end] = store.focus;
+  const full = start === null ? extent(store, now) : { from: start, to: now };
+  const from = full.from;
+  const to = Math.max(end ?? full.to, from + MIN_AXIS / 100);
+  if (!zoom) return { from, to: isRunning(store) ? Math.max(to, from + MIN_AXIS) : to + (to - from) / 200 };
+  return zoom.follow ? { from: to - zoom.span, to } : zoom;
 }
 
 /**
- * The view after a key, or null where the key has no meaning.
+ * The zoom after a key, or null if the key has no meaning.
  *
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {string} key
  * @param {Store} store
  * @param {number} now
  * @returns {Step | null}
  */
-export function navigate(view, key, store, now) {
-  const { from, to } = visible(view, store, now);
+export function navigate(zoom, key, store, now) {
+  const { from, to } = visibleRange(zoom, store, now);
   const span = to - from;
-  if (key === "+" || key === "=") return { view: zoomIn(view, store, { from, to }) };
-  if (key === "-" || key === "_") return { view: zoomOut(view, store, now) };
-  if (key === "ArrowLeft") return { view: { from: from - span / 5, to: to - span / 5 } };
-  if (key === "ArrowRight") return { view: { from: from + span / 5, to: to + span / 5 } };
-  if (key === "End") return { view: { follow: true, span } };
-  if (key === "Home") return { view: null };
-  if (key === "a") return { view: "all" };
+  if (key === "+" || key === "=") return { zoom: zoomIn(zoom, store, { from, to }) };
+  if (key === "-" || key === "_") return { zoom: zoomOut(zoom, store, now) };
+  if (key === "ArrowLeft") return { zoom: { from: from - span / 5, to: to - span / 5 } };
+  if (key === "ArrowRight") return { zoom: { from: from + span / 5, to: to + span / 5 } };
+  if (key === "End") return { zoom: { follow: true, span } };
+  if (key === "Home") return { zoom: null };
+  if (key === "a") return { zoom: "all" };
   return null;
 }
 
 /**
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {Store} store
- * @param {Stretch} stretch
- * @returns {View}
+ * @param {TimeRange} range
+ * @returns {Zoom}
  */
-function zoomIn(view, store, { from, to }) {
-  const span = Math.max((to - from) / 2, NARROWEST);
-  const follows = !view || (view !== "all" && view.follow);
-  if (follows && isRunning(store)) return { follow: true, span };
-  const middle = (from + to) / 2;
-  return { from: middle - span / 2, to: middle + span / 2 };
+function zoomIn(zoom, store, range) {
+  const { from, to } = rescaleRange(range, 0.5, { minLength: MIN_SPAN });
+  const follows = !zoom || (zoom !== "all" && zoom.follow);
+  return follows && isRunning(store) ? { follow: true, span: to - from } : { from, to };
 }
 
 /**
- * @param {View} view
+ * @param {Zoom} zoom
  * @param {Store} store
  * @param {number} now
- * @returns {View}
+ * @returns {Zoom}
  */
-function zoomOut(view, store, now) {
-  const { from, to } = visible(view, store, now);
-  const span = 2 * (to - from);
-  if (view && view !== "all" && view.follow) {
-    const latest = visible(null, store, now);
+function zoomOut(zoom, store, now) {
+  const range = rescaleRange(visibleRange(zoom, store, now), 2, { minLength: MIN_SPAN });
+  const span = range.to - range.from;
+  if (zoom && zoom !== "all" && zoom.follow) {
+    const latest = visibleRange(null, store, now);
     return span >= latest.to - latest.from ? null : { follow: true, span };
   }
-  const whole = extent(store, now);
-  if (span >= whole.to - whole.from) return "all";
-  const middle = (from + to) / 2;
-  return { from: middle - span / 2, to: middle + span / 2 };
-}
-
-/**
- * A stretch of time, longer by a factor, in which a time stays where it is.
- *
- * @param {Stretch} stretch
- * @param {number} time
- * @param {number} factor
- */
-export function zoomAt({ from, to }, time, factor) {
-  const span = Math.max((to - from) * factor, NARROWEST);
-  const left = time - ((time - from) / (to - from)) * span;
-  return { from: left, to: left + span };
+  const full = extent(store, now);
+  return span >= full.to - full.from ? "all" : range;
 }
 
 // ---- layout --------------------------------------------------------------------------------------------------------
@@ -139,19 +122,19 @@ function rowsOf(ranks) {
   return rows;
 }
 
-const FEW = 3000; // spans in sight that may be written on
+const MAX_LABELLED = 3000; // visible spans that may be written on
 
-export const LEAST_SHARE = 0.004; // of a pixel that is drawn
+export const MIN_SHARE = 0.004; // of a pixel that is drawn
 
 /**
- * How much of each pixel each kind takes, where line 2 * row + lane is a lane of a rank. In the lane of communication,
- * what comes before the last rank has begun is waiting. Besides: how many spans were `found`, the indices of `cells`,
- * and of the `few` that are there; null when there are more.
+ * Each kind's share of each pixel; line 2 * row + lane is a lane of a rank. In the lane of communication, the time
+ * before the last rank has started is waiting. Also returns how many spans were `found`, the indices of `cells`, and
+ * those of `labelled` spans, or null if there are too many.
  *
  * @param {Store} store
- * @param {Selection & Stretch & {width: number}} options width: device pixels
+ * @param {SpanSelection & TimeRange & {width: number}} options width: device pixels
  */
-export function shares(store, { ranks, from, to, width, shown, config }) {
+export function pixelShares(store, { ranks, from, to, width, shown, config }) {
   const { start, duration: length, late, label, rank } = store.columns;
   const rowOf = rowsOf(ranks);
   const kindOf = Uint8Array.from(store.labels, ([kind]) => kind);
@@ -162,9 +145,9 @@ export function shares(store, { ranks, from, to, width, shown, config }) {
   /** @type {number[]} */
   const cells = [];
   /** @type {number[] | null} */
-  let few = [];
+  let labelled = [];
   let found = 0;
-  between(store, from, to, (i) => {
+  forEachBetween(store, from, to, (i) => {
     const x0 = (start[i] - from) * scale;
     const x1 = x0 + Math.max(length[i] * scale, 1e-3);
     if (x0 > width || x1 < 0) return;
@@ -176,19 +159,19 @@ export function shares(store, { ranks, from, to, width, shown, config }) {
       return;
     }
     found++;
-    if (found > FEW) few = null;
-    else few?.push(i);
+    if (found > MAX_LABELLED) labelled = null;
+    else labelled?.push(i);
     const line = row * 2 + lanes[kind];
     const ready = lanes[kind] === 1 ? Math.min(x1, x0 + late[i] * scale) : x0;
     if (ready > x0) pixels.cover(line, waiting, x0, ready);
     pixels.cover(line, kind, ready, x1);
   });
   subtractWaits(pixels, ranks.length, config);
-  return { pixels, found, cells, few };
+  return { pixels, found, cells, labelled };
 }
 
 /**
- * In the lanes of code, what waits does not compute.
+ * Subtract waiting from computing in the lanes of code.
  *
  * @param {PixelShares} pixels
  * @param {number} rows
@@ -207,38 +190,38 @@ function subtractWaits({ share, width, kinds }, rows, config) {
 }
 
 /**
- * The span at a time in a lane: the shortest that is there, or one at most `near` seconds away; -1: none.
+ * The shortest span at a time in a lane, or else one at most `near` seconds away; -1: none.
  *
  * @param {Store} store
- * @param {Selection & Lane & {time: number, near: number}} options
+ * @param {SpanSelection & Lane & {time: number, near: number}} options
  */
-export function hit(store, { rank: wanted, row, lane, time, near, shown, ranks, config }) {
+export function spanAt(store, { rank: wanted, row, lane, time, near, shown, ranks, config }) {
   const { start, duration: length, label, rank } = store.columns;
   let best = -1;
-  let least = Infinity;
-  between(store, time - near, time + near, (i) => {
+  let bestLength = Infinity;
+  forEachBetween(store, time - near, time + near, (i) => {
     if (rank[i] !== wanted || start[i] > time + near || start[i] + length[i] < time - near) return;
     if (config.paints[store.labels[label[i]][0]].lane !== lane || !shown[label[i] * ranks.length + row]) return;
-    const inside = start[i] <= time && time <= start[i] + length[i];
-    const measure = length[i] + (inside ? 0 : 1e6);
-    if (measure <= least) [least, best] = [measure, i];
+    const isInside = start[i] <= time && time <= start[i] + length[i];
+    const rankedLength = length[i] + (isInside ? 0 : 1e6);
+    if (rankedLength <= bestLength) [bestLength, best] = [rankedLength, i];
   });
   return best;
 }
 
 /**
- * The next span (`way` 1) or the one before (-1) in a lane, after or before a time; -1: none.
+ * The next span (`direction` 1) or the previous one (-1) in a lane, after or before a time; -1: none.
  *
  * @param {Store} store
- * @param {Selection & Lane & {time: number, way: number}} options
+ * @param {SpanSelection & Lane & {time: number, direction: number}} options
  */
-export function neighbour(store, { rank: wanted, row, lane, time, way, shown, ranks, config }) {
+export function nextSpan(store, { rank: wanted, row, lane, time, direction, shown, ranks, config }) {
   const { start, label, rank } = store.columns;
   let best = -1;
   for (let i = store.skip; i < store.count; i++) {
-    if (rank[i] !== wanted || way * (start[i] - time) <= 1e-9) continue;
+    if (rank[i] !== wanted || direction * (start[i] - time) <= 1e-9) continue;
     if (config.paints[store.labels[label[i]][0]].lane !== lane || !shown[label[i] * ranks.length + row]) continue;
-    if (best < 0 || way * (start[i] - start[best]) < 0) best = i;
+    if (best < 0 || direction * (start[i] - start[best]) < 0) best = i;
   }
   return best;
 }

@@ -10,7 +10,7 @@ import { geometry } from "./layout.js";
 const BUTTONS = [
   ["+", "+", "Zoom in (+)"],
   ["−", "-", "Zoom out (−)"],
-  ["cell", "Home", "Show the cell that runs, or the last one (Home)"],
+  ["cell", "Home", "Show the running cell, or the last one (Home)"],
   ["all", "a", "Show everything (a)"],
   ["save", "save", "Save as a trace for Perfetto"],
 ];
@@ -55,16 +55,16 @@ function buildLegend({ paints }) {
 }
 
 /**
- * Show in the legend what has been drawn.
+ * Show the kinds that have been drawn in the legend.
  *
  * @param {ReturnType<typeof buildLegend>["keys"]} keys
  * @param {Paint[]} paints
- * @param {Set<number>} seen codes of kinds
- * @param {number} ratio device pixels of each pixel of the page
+ * @param {Set<number>} drawn codes of kinds
+ * @param {number} ratio device pixels per pixel of the page
  */
-export function drawLegend(keys, paints, seen, ratio) {
+export function drawLegend(keys, paints, drawn, ratio) {
   keys.forEach(({ item, canvas }, kind) => {
-    if (Number(canvas.dataset.ratio) === ratio || (item.hidden && !seen.has(kind))) return;
+    if (Number(canvas.dataset.ratio) === ratio || (item.hidden && !drawn.has(kind))) return;
     item.hidden = false;
     canvas.dataset.ratio = String(drawSwatch(canvas, paints[kind]));
   });
@@ -104,7 +104,7 @@ export function build(config, el) {
 }
 
 /**
- * Sentences, and a table with a row for each rank.
+ * Sentences, and a table with a row per rank.
  *
  * @param {Facts} facts
  * @returns {HTMLElement[]}

@@ -1,10 +1,10 @@
 // @ts-check
-// The spans of `%timeline` as columns, as the kernel sends them.
+// The spans of a timeline as columns, as the kernel sends them.
 
 import { unpack } from "../shared/wire.js";
 
 /** @import { Paint as Colors } from "../shared/canvas.js" */
-/** @import { Stretch } from "../shared/time_axis.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
 
 /** @typedef {Colors & {kind: string, label: string, lane: number}} Paint lane: 0 code, 1 communication, -1 the cell */
 
@@ -22,13 +22,13 @@ import { unpack } from "../shared/wire.js";
 /** @typedef {Float64Array | Float32Array | Uint16Array | Int16Array} Column */
 
 /**
- * Spans, a column for each of their numbers: start, duration and late in seconds, `late` of which it waited for rank
- * `by`; label by number; stage, microbatch and by are -1 where there is none.
+ * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; label by
+ * number; stage, microbatch and by are -1 if there is none.
  *
  * @typedef {Record<ColumnName, Column>} Columns
  */
 
-/** @typedef {[code: number, name: string, group: string]} Label what many spans have in common */
+/** @typedef {[code: number, name: string, group: string]} Label shared by many spans */
 
 /** @typedef {{titles: string[], rows: [rank: number, ...cells: string[]][], sentences: string[]}} Facts */
 
@@ -38,32 +38,32 @@ import { unpack } from "../shared/wire.js";
 /** @typedef {{title: string, bubble: string, boxes: StepBox[]}} StepRows */
 
 /**
- * The last step of a pipeline: measured, and ideal.
+ * The last step of a pipeline, measured and ideal; `omitted` is the number of boxes that were left out.
  *
- * @typedef {{words: string, ranks: number[], seconds: number, rows: StepRows[], cut: number}} PipelineStep
+ * @typedef {{text: string, ranks: number[], seconds: number, rows: StepRows[], omitted: number}} PipelineStep
  */
 
-/** @typedef {[from: number | null, to: number | null]} Focus the last cell, in seconds; no end: it runs */
+/** @typedef {[from: number | null, to: number | null]} Focus the last cell, in seconds; no end: it is running */
 
 /**
- * A message of the kernel, as axon_nb/widgets/timeline/wire.py packs it.
+ * A message of the kernel, packed by axon_nb/widgets/timeline/wire.py.
  *
  * @typedef {object} Message
  * @property {{count: number, patched: number, first: number, oldest: number, labels: Label[], labelsFrom: number,
  *   groups: Record<string, string>, now: number, lost: number, dropped: number, focus: Focus, finished: boolean,
  *   number?: number, restart?: boolean, facts?: Facts, pipelines?: PipelineStep[]}} header
  * @property {Columns} columns
- * @property {{number: Uint32Array, late: Float32Array, by: Int16Array}} patches of spans that were sent before
+ * @property {{number: Uint32Array, late: Float32Array, by: Int16Array}} patches of earlier spans
  */
 
 /**
  * @typedef {object} Store
  * @property {Columns} columns with room for more than `count` spans
- * @property {number} first number of the first span in the columns; -1: none has come
+ * @property {number} first number of the first span in the columns; -1: there was no message yet
  * @property {number} count
- * @property {number} skip spans at the beginning of the columns that the kernel has dropped
+ * @property {number} skip spans at the start of the columns that the kernel has dropped
  * @property {Label[]} labels
- * @property {Record<string, string>} groups the ranks of process groups, in words
+ * @property {Record<string, string>} groups the ranks of process groups, as text
  * @property {Focus} focus
  * @property {Facts | null} facts
  * @property {PipelineStep[]} pipelines
@@ -74,8 +74,8 @@ import { unpack } from "../shared/wire.js";
  * @property {number} missing number of old spans that were not sent again after a reload
  * @property {boolean} finished
  * @property {number} updates
- * @property {number[]} begins first start in each block of `BLOCK` spans
- * @property {number[]} ends last end in each block
+ * @property {number[]} blockStarts first start in each block of `BLOCK` spans
+ * @property {number[]} blockEnds last end in each block
  */
 
 /**
@@ -83,15 +83,15 @@ import { unpack } from "../shared/wire.js";
  * @returns {Message}
  */
 export function decode(view) {
-  const { header, take } = unpack(view);
+  const { header, nextColumn } = unpack(view);
   const { count, patched } = header;
-  const start = take(Float64Array, count);
-  const [length, bytes, late] = [1, 2, 3].map(() => take(Float32Array, count));
-  const patches = { number: take(Uint32Array, patched), late: take(Float32Array, patched) };
-  const [label, rank] = [1, 2].map(() => take(Uint16Array, count));
-  const [stage, microbatch, by] = [1, 2, 3].map(() => take(Int16Array, count));
+  const start = nextColumn(Float64Array, count);
+  const [length, bytes, late] = [1, 2, 3].map(() => nextColumn(Float32Array, count));
+  const patches = { number: nextColumn(Uint32Array, patched), late: nextColumn(Float32Array, patched) };
+  const [label, rank] = [1, 2].map(() => nextColumn(Uint16Array, count));
+  const [stage, microbatch, by] = [1, 2, 3].map(() => nextColumn(Int16Array, count));
   const columns = { start, duration: length, bytes, late, label, rank, stage, microbatch, by };
-  return { header, columns, patches: { ...patches, by: take(Int16Array, patched) } };
+  return { header, columns, patches: { ...patches, by: nextColumn(Int16Array, patched) } };
 }
 
 /** @type {Record<ColumnName, new (capacity: number) => Column>} */
@@ -107,9 +107,9 @@ const TYPES = {
   by: Int16Array,
 };
 const NAMES = /** @type {ColumnName[]} */ (Object.keys(TYPES));
-const SPARE = 20000; // spans that the kernel has dropped and that still lie here, before they are removed
-export const SHORTEST = 0.2; // seconds that the axis spans at least while a cell runs
-const BLOCK = 512; // spans of which the first start and the last end are known
+const MAX_SKIP = 20000; // dropped spans that stay in the columns
+export const MIN_AXIS = 0.2; // seconds that the axis spans while a cell runs
+const BLOCK = 512; // spans
 
 /**
  * @param {number} capacity spans
@@ -135,21 +135,21 @@ export function newStore(capacity = 4096) {
     missing: 0,
     finished: false,
     updates: 0,
-    begins: [],
-    ends: [],
+    blockStarts: [],
+    blockEnds: [],
   };
 }
 
 /**
- * Make room for so many spans.
+ * Make room for a number of spans.
  *
  * @param {Store} store
- * @param {number} wanted
+ * @param {number} count
  */
-function grow(store, wanted) {
+function reserve(store, count) {
   let capacity = store.columns.start.length;
-  if (wanted <= capacity) return;
-  while (capacity < wanted) capacity *= 2;
+  if (count <= capacity) return;
+  while (capacity < count) capacity *= 2;
   for (const name of NAMES) {
     const wider = new TYPES[name](capacity);
     wider.set(store.columns[name].subarray(0, store.count));
@@ -158,70 +158,70 @@ function grow(store, wanted) {
 }
 
 /**
- * Note when each block begins and ends, from a span on.
+ * Update when each block starts and ends, from a span on.
  *
  * @param {Store} store
  * @param {number} from
  */
-function index(store, from) {
+function updateBlocks(store, from) {
   const { start, duration: length } = store.columns;
-  store.begins.length = store.ends.length = Math.ceil(from / BLOCK);
+  store.blockStarts.length = store.blockEnds.length = Math.ceil(from / BLOCK);
   for (let i = from; i < store.count; i++) {
     const block = (i / BLOCK) | 0;
     const end = start[i] + length[i];
-    if (block === store.begins.length) {
-      store.begins.push(start[i]);
-      store.ends.push(end);
+    if (block === store.blockStarts.length) {
+      store.blockStarts.push(start[i]);
+      store.blockEnds.push(end);
       continue;
     }
-    if (start[i] < store.begins[block]) store.begins[block] = start[i];
-    if (end > store.ends[block]) store.ends[block] = end;
+    if (start[i] < store.blockStarts[block]) store.blockStarts[block] = start[i];
+    if (end > store.blockEnds[block]) store.blockEnds[block] = end;
   }
 }
 
 /**
- * Call `take` with the index of each span that may lie between two times; blocks without any are passed over.
+ * Call a function with the index of each span that may be between two times; blocks without any are skipped.
  *
  * @param {Store} store
  * @param {number} from
  * @param {number} to
- * @param {(i: number) => void} take
+ * @param {(i: number) => void} callback
  */
-export function between(store, from, to, take) {
+export function forEachBetween(store, from, to, callback) {
   for (let low = store.skip; low < store.count; ) {
     const block = (low / BLOCK) | 0;
     const high = Math.min(store.count, (block + 1) * BLOCK);
-    if (store.begins[block] <= to && store.ends[block] >= from) for (let i = low; i < high; i++) take(i);
+    if (store.blockStarts[block] <= to && store.blockEnds[block] >= from) for (let i = low; i < high; i++) callback(i);
     low = high;
   }
 }
 
 /**
- * The first start and the last end, or the present while a cell runs.
+ * The range from the first start to the last end, or to the present while a cell runs.
  *
  * @param {Store} store
  * @param {number} now
- * @returns {Stretch}
+ * @returns {TimeRange}
  */
 export function extent(store, now) {
   const { start, duration: length } = store.columns;
   let from = Infinity;
   let to = -Infinity;
-  const first = Math.ceil(store.skip / BLOCK); // a part of the block before is still there
+  const first = Math.ceil(store.skip / BLOCK); // the block before it is partly left
   for (let i = store.skip; i < Math.min(store.count, first * BLOCK); i++) {
     from = Math.min(from, start[i]);
     to = Math.max(to, start[i] + length[i]);
   }
-  for (let block = first; block < store.begins.length; block++) {
-    from = Math.min(from, store.begins[block]);
-    to = Math.max(to, store.ends[block]);
+  for (let block = first; block < store.blockStarts.length; block++) {
+    from = Math.min(from, store.blockStarts[block]);
+    to = Math.max(to, store.blockEnds[block]);
   }
   if (isRunning(store)) to = Math.max(to, now);
-  return from < to ? { from, to } : { from: 0, to: SHORTEST };
+  return from < to ? { from, to } : { from: 0, to: MIN_AXIS };
 }
 
 /**
- * Whether a cell runs.
+ * Whether a cell is running.
  *
  * @param {Store} store
  */
@@ -230,23 +230,23 @@ export function isRunning({ focus }) {
 }
 
 /**
- * Remove what the kernel has dropped.
+ * Remove spans that the kernel has dropped.
  *
  * @param {Store} store
- * @param {number} oldest number of the oldest span that it keeps
+ * @param {number} oldest number of the oldest span that the kernel still has
  */
-function clear(store, oldest) {
+function removeDropped(store, oldest) {
   store.skip = Math.min(store.count, Math.max(0, oldest - store.first));
-  if (store.skip <= SPARE) return;
+  if (store.skip <= MAX_SKIP) return;
   for (const name of NAMES) store.columns[name].copyWithin(0, store.skip, store.count);
   store.count -= store.skip;
   store.first += store.skip;
   store.skip = 0;
-  index(store, 0);
+  updateBlocks(store, 0);
 }
 
 /**
- * Add a message. Returns false when an earlier one is missing, so that everything has to be sent again.
+ * Add a message. Returns false if an earlier one is missing, so that everything must be sent again.
  *
  * @param {Store} store
  * @param {Message} message
@@ -279,7 +279,7 @@ export function merge(store, { header, columns, patches }) {
   store.updates++;
   if (header.facts) store.facts = header.facts;
   if (header.pipelines) store.pipelines = header.pipelines;
-  clear(store, header.oldest);
+  removeDropped(store, header.oldest);
   return true;
 }
 
@@ -293,8 +293,8 @@ export function merge(store, { header, columns, patches }) {
  */
 function append(store, columns, from, to) {
   const before = store.count;
-  grow(store, before + to - from);
+  reserve(store, before + to - from);
   for (const name of NAMES) store.columns[name].set(columns[name].subarray(from), before);
   store.count += to - from;
-  index(store, before);
+  updateBlocks(store, before);
 }

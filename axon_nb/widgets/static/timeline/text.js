@@ -1,7 +1,7 @@
 // @ts-check
-// Spans as text: in words, and as a trace for other tools.
+// Descriptions of spans, and spans as a trace for other tools.
 
-import { duration, size } from "../shared/format.js";
+import { formatBytes, formatDuration } from "../shared/format.js";
 import { extent } from "./store.js";
 
 /** @import { Config, Store } from "./store.js" */
@@ -12,27 +12,27 @@ import { extent } from "./store.js";
  * @param {Store} store
  * @param {number} i
  * @param {Config} config
- * @param {number} zero the time that is called 0, in seconds
+ * @param {number} zero the time labelled 0, in seconds
  */
 export function describe(store, i, config, zero = 0) {
   const { start, duration: length, bytes, late, label, rank, stage, microbatch, by } = store.columns;
   const [code, name, group] = store.labels[label[i]];
-  const { kind, label: called } = config.paints[code];
+  const { kind, label: kindName } = config.paints[code];
   const parts = [`rank ${rank[i]}`];
   if (kind === "wait") parts.push(stage[i] >= 0 ? `waits for message ${name}` : `waits in ${name}`);
-  else parts.push(name === kind || name === called ? called : kind === "collective" ? name : `${called} ${name}`);
-  parts.push(duration(length[i]));
+  else parts.push(name === kind || name === kindName ? kindName : kind === "collective" ? name : `${kindName} ${name}`);
+  parts.push(formatDuration(length[i]));
   if (stage[i] >= 0) parts.push(`stage ${stage[i]}, microbatch ${microbatch[i]}`);
-  if (bytes[i] > 0) parts.push(size(bytes[i]));
+  if (bytes[i] > 0) parts.push(formatBytes(bytes[i]));
   if (group && kind !== "wait") parts.push(`group ${group}${store.groups[group] ? ` (${store.groups[group]})` : ""}`);
   if (by[i] === rank[i]) parts.push("came last");
-  else if (by[i] >= 0) parts.push(`waited ${duration(late[i])} for rank ${by[i]}`);
+  else if (by[i] >= 0) parts.push(`waited ${formatDuration(late[i])} for rank ${by[i]}`);
   parts.push(`at ${(start[i] - zero).toFixed(length[i] < 0.01 ? 4 : 2)} s`);
   return parts.join(" · ");
 }
 
 /**
- * Which spans are not there.
+ * Describe which spans are missing.
  *
  * @param {Store} store
  */
@@ -40,12 +40,12 @@ export function losses({ dropped, missing, lost }) {
   const notes = [];
   if (dropped) notes.push(`${dropped.toLocaleString("en")} older spans were dropped`);
   if (missing) notes.push(`${missing.toLocaleString("en")} older spans were not loaded again`);
-  if (lost) notes.push(`${lost.toLocaleString("en")} spans came too fast to be taken`);
+  if (lost) notes.push(`${lost.toLocaleString("en")} spans were lost: they came too fast`);
   return notes.join(" · ");
 }
 
 /**
- * The spans as a trace that Perfetto opens, in microseconds from the first one on.
+ * The spans as a trace for Perfetto, in microseconds from the first one on.
  *
  * @param {Store} store
  * @param {Config} config

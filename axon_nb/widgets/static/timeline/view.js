@@ -1,190 +1,129 @@
 // @ts-check
-// The timeline of `%timeline` on a page: spans by rank, live; pipelines beside their ideal.
+// The timeline of `%timeline` on a page: spans by rank, live; pipeline steps next to their ideal.
 
-import { create, listening, onLook, setText } from "../shared/dom.js";
-import { duration } from "../shared/format.js";
-import { pointing, showTip } from "../shared/pointer.js";
-import { timeAt } from "../shared/time_axis.js";
-import { follow, sayHere, widget } from "../shared/wire.js";
+import { create, setText } from "../shared/dom.js";
+import { formatDuration } from "../shared/format.js";
+import { rescaleRange, timeAt } from "../shared/time_axis.js";
+import { TimeView } from "../shared/time_view.js";
+import { sendHeartbeats, subscribe, widget } from "../shared/wire.js";
 import { RowCanvas } from "./canvas.js";
 import { Cursor } from "./cursor.js";
 import { SpanFilter } from "./filter.js";
-import { hit, NARROWEST, navigate, visible, zoomAt } from "./layout.js";
+import { MIN_SPAN, navigate, spanAt, visibleRange } from "./layout.js";
 import { build, buildFacts, drawLegend } from "./page.js";
 import { PipelineSteps } from "./steps.js";
 import { decode, extent, isRunning, merge, newStore } from "./store.js";
 import { chromeTrace, describe, losses } from "./text.js";
 
-/** @import { Place } from "../shared/pointer.js" */
-/** @import { Stretch } from "../shared/time_axis.js" */
+/** @import { Position } from "../shared/pointer.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { Shared } from "../shared/time_view.js" */
 /** @import { Context, Model } from "../shared/wire.js" */
-/** @import { View } from "./layout.js" */
+/** @import { Zoom } from "./layout.js" */
 /** @import { Config, Facts, PipelineStep, Store } from "./store.js" */
-
-/**
- * What all pages' views of one timeline share.
- *
- * @typedef {object} Shared
- * @property {Store} store
- * @property {Map<Element, () => void>} views how to have each drawn
- * @property {() => number} now
- * @property {() => boolean} gone whether the kernel is
- */
 
 const REDRAW_MS = 500;
 
-/** One timeline on a page. */
-class TimelineView {
-  /** @type {View} */
-  #view = null;
-  /** @type {Place | null} */
-  #pointer = null;
-  #pending = 0;
+/**
+ * One timeline on a page.
+ *
+ * @extends {TimeView<Store, ReturnType<typeof build>>}
+ */
+class TimelineView extends TimeView {
+  /** @type {Zoom} */
+  #zoom = null;
   /** @type {Facts | null} */
   #facts = null;
   /** @type {PipelineStep[] | null} */
   #pipelines = null;
-  #stop = new AbortController();
 
   /**
    * @param {Context} context
-   * @param {Shared} shared
+   * @param {Shared<Store>} shared
    */
   constructor({ model, el }, shared) {
     /** @type {Config} */
-    this.config = model.get("config");
-    this.shared = shared;
-    this.store = shared.store;
-    this.parts = build(this.config, el);
-    this.rows = new RowCanvas(this.parts.canvas, this.parts.root, this.config, this.store);
-    this.steps = new PipelineSteps(this.parts.steps, this.config.paints, this.#say);
-    this.cursor = new Cursor(this.store, this.config.ranks);
-    this.filter = new SpanFilter(this.store, this.config);
+    const config = model.get("config");
+    super(build(config, el), shared, { redrawMs: REDRAW_MS, minRange: MIN_SPAN });
+    this.config = config;
+    const { canvas, root } = this.parts;
+    this.rows = new RowCanvas(canvas, root, config, this.store);
+    this.steps = new PipelineSteps(this.parts.steps, config.paints, this.showText);
+    this.cursor = new Cursor(this.store, config.ranks);
+    this.filter = new SpanFilter(this.store, config);
     this.#listen();
-    this.#listenToPointer();
-    const { root } = this.parts;
-    const unlook = onLook(root, () => {
-      this.request();
-      this.steps.redraw();
-    });
-    const unsay = sayHere(model, root, () => !this.store.finished);
-    const timer = setInterval(() => !this.store.finished && this.request(), REDRAW_MS);
-    shared.views.set(root, this.request);
-    this.request();
+    const { close } = this;
+    const stopHeartbeats = sendHeartbeats(model, root, () => !this.store.finished);
     this.close = () => {
-      this.#stop.abort();
-      clearInterval(timer);
-      cancelAnimationFrame(this.#pending);
-      unlook();
-      unsay();
-      shared.views.delete(root);
+      close();
+      stopHeartbeats();
     };
   }
-
-  /** Draw in the next frame. */
-  request = () => {
-    this.#pending ||= requestAnimationFrame(() => this.#draw());
-  };
-
-  /** Show words next to a place of the page; none hides them. */
-  #say = (/** @type {string} */ text, x = 0, y = 0) => {
-    showTip(this.parts.tip, this.parts.root, text, x + 12, y + 16);
-  };
 
   // ---- keys, buttons and the pointer -------------------------------------------------------------------------------
 
   #listen() {
-    const on = listening(this.#stop.signal);
-    const { canvas, filter, tools, keys } = this.parts;
-    on(canvas, "keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || !this.#go(event.key)) return;
-      event.preventDefault();
-      event.stopPropagation();
-    });
+    const { on } = this;
+    const { canvas, filter, keys } = this.parts;
     on(filter, "keydown", (event) => event.stopPropagation()); // Lab has keys of its own
     on(filter, "input", this.request);
-    on(tools, "click", ({ target }) => {
-      if (target.value === "save") this.#save();
-      else if (target.tagName === "BUTTON") this.#go(target.value);
-    });
     keys.forEach(({ item }, kind) => {
       on(item, "click", () => {
         item.setAttribute("aria-pressed", String(this.filter.toggle(this.config.paints[kind].kind)));
         this.request();
       });
     });
-    on(document, "visibilitychange", this.request);
-  }
-
-  #listenToPointer() {
-    const on = listening(this.#stop.signal);
-    const { canvas, brush, scroll } = this.parts;
-    pointing(on, canvas, brush, {
-      height: () => Math.min(this.config.ranks.length * this.rows.geometry.height, scroll.clientHeight),
-      moved: (place) => {
-        this.#pointer = place;
-        this.#showTip();
-      },
-      chose: (left, right) => {
-        const stretch = this.#stretch();
-        const [from, to] = [timeAt(canvas, stretch, left), timeAt(canvas, stretch, right)];
-        if (to - from > NARROWEST) this.#view = { from, to };
-        this.request();
-      },
-    });
-    on(canvas, "dblclick", () => this.#go("Home"));
     /** @param {WheelEvent} event */
-    const zoom = (event) => {
+    const onWheel = (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
-      const stretch = this.#stretch();
-      this.#view = zoomAt(stretch, timeAt(canvas, stretch, event.offsetX), event.deltaY < 0 ? 0.8 : 1.25);
+      const { range } = this;
+      const time = timeAt(canvas, range, event.offsetX);
+      this.#zoom = rescaleRange(range, event.deltaY < 0 ? 0.8 : 1.25, { minLength: MIN_SPAN, time });
       this.request();
     };
-    on(canvas, "wheel", zoom, { passive: false });
+    on(canvas, "wheel", onWheel, { passive: false });
   }
 
-  /**
-   * Do what a key or button means; returns whether it has a meaning.
-   *
-   * @param {string} key
-   */
-  #go(key) {
+  /** @param {string} key */
+  onKey(key) {
     if (key === "ArrowUp" || key === "ArrowDown") {
       this.parts.live.textContent = this.cursor.moveLane(key === "ArrowDown" ? 1 : -1);
     } else if (key === "n" || key === "p") {
-      this.#chooseSpan(key === "n" ? 1 : -1);
+      this.#selectSpan(key === "n" ? 1 : -1);
     } else if (key === "Escape" && this.cursor.mark) {
       this.cursor.clear();
-      this.#say("");
+      this.showText("");
+    } else if (key === "save") {
+      this.#save();
     } else {
-      const step = navigate(this.#view, key, this.store, this.shared.now());
+      const step = navigate(this.#zoom, key, this.store, this.shared.now());
       if (!step) return false;
-      this.#view = step.view;
-      const { from, to } = this.#stretch();
-      const begin = (from - this.#zero()).toFixed(3);
-      this.parts.live.textContent = `showing ${duration(to - from)} from ${begin} seconds on`;
+      this.#zoom = step.zoom;
+      const { from, to } = this.range;
+      const start = (from - this.#zero()).toFixed(3);
+      this.parts.live.textContent = `showing ${formatDuration(to - from)} from ${start} seconds on`;
     }
     this.request();
     return true;
   }
 
-  /** @param {number} way 1: the next span, -1: the one before */
-  #chooseSpan(way) {
-    const stretch = this.#stretch();
-    const { from, to } = stretch;
-    const mark = this.cursor.moveSpan(way, stretch, this.filter.selection);
+  /** @param {number} direction 1: the next span, -1: the previous one */
+  #selectSpan(direction) {
+    const { range } = this;
+    const { from, to } = range;
+    const mark = this.cursor.moveSpan(direction, range, this.filter.selection);
     if (!mark) return;
-    const at = this.store.columns.start[mark.index];
+    const start = this.store.columns.start[mark.index];
     const span = to - from;
-    const inSight = at >= from && at + this.store.columns.duration[mark.index] <= to;
-    if (!inSight) this.#view = { from: at - span / 4, to: at + (3 * span) / 4 };
-    else if (this.#view !== "all" && this.#view?.follow) this.#view = { from, to }; // so that it stays in sight
-    const words = describe(this.store, mark.index, this.config, this.#zero());
-    this.parts.live.textContent = words;
+    const isVisible = start >= from && start + this.store.columns.duration[mark.index] <= to;
+    if (!isVisible) this.#zoom = { from: start - span / 4, to: start + (3 * span) / 4 };
+    else if (this.#zoom !== "all" && this.#zoom?.follow) this.#zoom = { from, to }; // so that it stays visible
+    const text = describe(this.store, mark.index, this.config, this.#zero());
+    this.parts.live.textContent = text;
     const { canvas } = this.parts;
-    const x = Math.max(0, ((at - this.#stretch().from) / span) * canvas.clientWidth);
-    this.#say(words, canvas.offsetLeft + x, canvas.offsetTop + mark.row * this.rows.geometry.height);
+    const x = Math.max(0, ((start - this.range.from) / span) * canvas.clientWidth);
+    this.showText(text, canvas.offsetLeft + x, canvas.offsetTop + mark.row * this.rows.geometry.height);
   }
 
   #save() {
@@ -194,49 +133,62 @@ class TimelineView {
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
-  #showTip() {
-    if (!this.#pointer) {
-      this.#say("");
-      return;
-    }
-    const { x, y } = this.#pointer;
-    const { canvas, scroll } = this.parts;
+  /**
+   * @param {Position} position
+   * @param {number} time
+   */
+  describeAt({ y }, time) {
     const { height, lanes } = this.rows.geometry;
     const row = Math.floor(y / height);
-    const lane = y - row * height < lanes[1][0] ? 0 : 1;
-    const stretch = this.#stretch();
-    const near = (2 * (stretch.to - stretch.from)) / canvas.clientWidth;
     const rank = this.config.ranks[row];
-    const time = timeAt(canvas, stretch, x);
-    const found = rank === undefined ? -1 : hit(this.store, { ...this.filter.selection, rank, row, lane, time, near });
-    const words = found < 0 ? "" : describe(this.store, found, this.config, this.#zero());
-    this.#say(words, canvas.offsetLeft + x - scroll.scrollLeft, canvas.offsetTop + y - scroll.scrollTop);
+    if (rank === undefined) return "";
+    const lane = y - row * height < lanes[1][0] ? 0 : 1;
+    const { from, to } = this.range;
+    const near = (2 * (to - from)) / this.parts.canvas.clientWidth;
+    const index = spanAt(this.store, { ...this.filter.selection, rank, row, lane, time, near });
+    return index < 0 ? "" : describe(this.store, index, this.config, this.#zero());
   }
 
-  // ---- what is on show ---------------------------------------------------------------------------------------------
+  // ---- the visible range -------------------------------------------------------------------------------------------
 
-  #stretch() {
-    return visible(this.#view, this.store, this.shared.now());
+  get range() {
+    return visibleRange(this.#zoom, this.store, this.shared.now());
   }
 
-  /** The time that is labelled 0. */
+  /** @param {TimeRange} range */
+  showRange(range) {
+    this.#zoom = range;
+  }
+
+  get brushHeight() {
+    return Math.min(this.config.ranks.length * this.rows.geometry.height, this.parts.scroll.clientHeight);
+  }
+
+  /** The time labelled 0. */
   #zero() {
     return this.store.focus[0] ?? extent(this.store, this.shared.now()).from;
   }
 
   // ---- drawing -----------------------------------------------------------------------------------------------------
 
-  #draw() {
-    this.#pending = 0;
-    const width = Math.floor(this.parts.canvas.clientWidth);
-    if (!width || document.visibilityState === "hidden") return;
+  onAppearanceChange() {
+    this.request();
+    this.steps.redraw();
+  }
+
+  /** @param {number} width */
+  draw(width) {
     this.filter.update(this.parts.filter.value);
-    const stretch = this.#stretch();
+    const { range } = this;
     const { selection } = this.filter;
-    const frame = { stretch, zero: this.#zero(), selection, mark: this.cursor.mark };
-    const drawn = this.rows.draw(width, frame);
-    this.#drawLegend(drawn.seen, drawn.ratio);
-    this.#drawWords(stretch, drawn.found);
+    const { found, drawn, ratio } = this.rows.draw(width, {
+      range,
+      zero: this.#zero(),
+      selection,
+      mark: this.cursor.mark,
+    });
+    this.#drawLegend(drawn, ratio);
+    this.#drawText(range, found);
     if (this.store.facts && this.store.facts !== this.#facts) {
       this.#facts = this.store.facts;
       this.parts.facts.replaceChildren(...buildFacts(this.#facts));
@@ -245,31 +197,30 @@ class TimelineView {
       this.#pipelines = this.store.pipelines;
       this.steps.show(this.#pipelines);
     }
-    if (this.#pointer) this.#showTip();
   }
 
   /**
-   * @param {Set<number>} seen codes of kinds
+   * @param {Set<number>} drawn codes of kinds
    * @param {number} ratio
    */
-  #drawLegend(seen, ratio) {
+  #drawLegend(drawn, ratio) {
     const { paints } = this.config;
-    if (this.store.labels.some(([code]) => code === 0)) seen.add(0);
-    if (this.store.pipelines.length) seen.add(paints.findIndex((paint) => paint.kind === "bubble"));
-    drawLegend(this.parts.keys, paints, seen, ratio);
+    if (this.store.labels.some(([code]) => code === 0)) drawn.add(0);
+    if (this.store.pipelines.length) drawn.add(paints.findIndex((paint) => paint.kind === "bubble"));
+    drawLegend(this.parts.keys, paints, drawn, ratio);
   }
 
   /**
-   * @param {Stretch} stretch
-   * @param {number} found number of spans in sight
+   * @param {TimeRange} range
+   * @param {number} found number of visible spans
    */
-  #drawWords({ from, to }, found) {
+  #drawText({ from, to }, found) {
     const { store, parts } = this;
     const spans = store.count - store.skip;
-    const live = this.shared.gone() ? " · no news from the kernel" : isRunning(store) ? " · live" : "";
+    const live = this.shared.isDisconnected() ? " · no news from the kernel" : isRunning(store) ? " · live" : "";
     const state = store.finished ? "" : live;
     const count = `${found.toLocaleString("en")} of ${spans.toLocaleString("en")} spans`;
-    setText(parts.elapsed, `${count} in ${duration(to - from)}${state}`);
+    setText(parts.elapsed, `${count} in ${formatDuration(to - from)}${state}`);
     setText(parts.note, losses(store));
     const { canvas } = parts;
     const label = `Timeline of ${this.config.ranks.length} ranks. Plus and minus zoom, left and right move, up and down choose a rank, n and p go from span to span, Home shows the last cell, a everything.`;
@@ -282,19 +233,22 @@ class TimelineView {
 /** @param {{model: Model}} context */
 function initialize({ model }) {
   const store = newStore();
-  /** @type {Shared["views"]} */
+  /** @type {Shared<Store>["views"]} */
   const views = new Map();
-  const seen = () => !document.hidden && [...views.keys()].some((root) => root.isConnected);
-  const { now, gone, close } = follow(model, store, {
-    take: (message) => merge(store, decode(message)),
-    took: () => {
-      if (seen()) model.send({ op: "seen", number: store.number });
+  const isShown = () => !document.hidden && [...views.keys()].some((root) => root.isConnected);
+  const { now, isDisconnected, close } = subscribe(model, store, {
+    merge: (message) => merge(store, decode(message)),
+    onMerged: () => {
+      if (isShown()) model.send({ op: "ack", number: store.number });
     },
-    changed: () => {
+    onChange: () => {
       for (const request of views.values()) request();
     },
   });
-  return { shared: { store, views, now, gone }, close };
+  return { shared: { store, views, now, isDisconnected }, close };
 }
 
-export default widget(initialize, (context, /** @type {Shared} */ shared) => new TimelineView(context, shared).close);
+export default widget(
+  initialize,
+  (context, /** @type {Shared<Store>} */ shared) => new TimelineView(context, shared).close,
+);

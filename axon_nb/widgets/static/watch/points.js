@@ -1,7 +1,7 @@
 // @ts-check
-// The points of a curve: their scales, paths and words.
+// The points of a curve: their scales, paths and text.
 
-import { size } from "../shared/format.js";
+import { formatBytes } from "../shared/format.js";
 
 /** @typedef {{steps: number[], lows: number[], means: number[], highs: number[]}} Points over all ranks, by step */
 
@@ -11,7 +11,7 @@ import { size } from "../shared/format.js";
 
 /** @typedef {"number" | "bytes" | "share"} Kind of a value */
 
-/** @typedef {"step" | "s"} Along what the horizontal axis counts */
+/** @typedef {"steps" | "seconds"} Axis what the horizontal axis counts */
 
 /**
  * The points of a curve from bytes: float32 of all steps, then of all lows, means and highs.
@@ -28,13 +28,13 @@ export function decode(bytes) {
 }
 
 /**
- * What the vertical axis spans; of a logarithm only where all values are above zero.
+ * What the vertical axis spans; logarithmic only if all values are above zero.
  *
  * @param {Points} points
  * @param {boolean} logarithmic
  * @returns {Span}
  */
-export function range(points, logarithmic) {
+export function valueSpan(points, logarithmic) {
   const low = Math.min(...points.lows);
   const high = Math.max(...points.highs);
   if (!points.steps.length) return { low: 0, high: 1, logarithmic: false };
@@ -46,12 +46,12 @@ export function range(points, logarithmic) {
 }
 
 /**
- * Where a value is between the ends of a span: 0 at the bottom, 1 at the top.
+ * The position of a value in a span: 0 at the bottom, 1 at the top.
  *
  * @param {number} value
  * @param {Span} span
  */
-export function place(value, { low, high, logarithmic }) {
+export function positionOf(value, { low, high, logarithmic }) {
   if (logarithmic) return (Math.log(value) - Math.log(low)) / (Math.log(high) - Math.log(low));
   return (value - low) / (high - low);
 }
@@ -67,65 +67,65 @@ export function paths(points, span, { left, top, width, height }) {
   const { steps } = points;
   if (!steps.length) return { line: "", band: "" };
   const first = steps[0];
-  const wide = steps[steps.length - 1] - first || 1;
-  const x = (/** @type {number} */ i) => (left + (width * (steps[i] - first)) / wide).toFixed(1);
-  const y = (/** @type {number} */ value) => (top + height * (1 - place(value, span))).toFixed(1);
+  const numSteps = steps[steps.length - 1] - first || 1;
+  const x = (/** @type {number} */ i) => (left + (width * (steps[i] - first)) / numSteps).toFixed(1);
+  const y = (/** @type {number} */ value) => (top + height * (1 - positionOf(value, span))).toFixed(1);
   const at = (/** @type {number[]} */ values) => values.map((value, i) => `${x(i)} ${y(value)}`);
   const band = [...at(points.highs), ...at(points.lows).reverse()];
   return { line: `M${at(points.means).join("L")}`, band: `M${band.join("L")}z` };
 }
 
 /**
- * The point next to a share of the width, from 0 to 1; -1: none.
+ * The point nearest to a share of the width, from 0 to 1; -1: none.
  *
  * @param {Pick<Points, "steps">} points
  * @param {number} share
  */
 export function nearest({ steps }, share) {
   if (!steps.length) return -1;
-  const wanted = steps[0] + share * (steps[steps.length - 1] - steps[0]);
+  const target = steps[0] + share * (steps[steps.length - 1] - steps[0]);
   let best = 0;
   steps.forEach((step, i) => {
-    if (Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = i;
+    if (Math.abs(step - target) < Math.abs(steps[best] - target)) best = i;
   });
   return best;
 }
 
 /**
- * A number as text: bytes, a share, or at most four digits.
+ * Format a number: as bytes, as a share, or with at most four digits.
  *
  * @param {number} value
  * @param {Kind} kind
  */
-export function words(value, kind) {
+export function formatValue(value, kind) {
   if (kind === "share") return `${Math.round(100 * value)} %`;
-  if (kind === "bytes") return size(value);
+  if (kind === "bytes") return formatBytes(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  const large = Math.abs(value);
-  return large >= 1e-4 && large < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);
+  const magnitude = Math.abs(value);
+  return magnitude >= 1e-4 && magnitude < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);
 }
 
 /**
- * One point in words.
+ * Describe one point.
  *
  * @param {Points} points
  * @param {number} i
- * @param {{kind: Kind, along: Along}} curve
+ * @param {{kind: Kind, axis: Axis}} curve
  */
-export function describe(points, i, { kind, along }) {
-  const where = along === "s" ? `after ${words(points.steps[i], "number")} s` : `step ${points.steps[i]}`;
-  const [low, mean, high] = [points.lows, points.means, points.highs].map((column) => words(column[i], kind));
+export function describe(points, i, { kind, axis }) {
+  const where = axis === "seconds" ? `after ${formatValue(points.steps[i], "number")} s` : `step ${points.steps[i]}`;
+  const [low, mean, high] = [points.lows, points.means, points.highs].map((column) => formatValue(column[i], kind));
   return `${where}: ${mean}${low === high ? "" : ` (${low} to ${high} over ranks)`}`;
 }
 
 /**
- * Which point a key moves the cursor to; null when the key has no meaning.
+ * Which point a key moves the cursor to; null if the key has no meaning.
  *
  * @param {number} i -1: the cursor is nowhere
  * @param {number} count
  * @param {string} key
  */
-export function moved(i, count, key) {
+export function moveCursor(i, count, key) {
   if (!count) return null;
   const from = i < 0 ? count : i;
   /** @type {Record<string, number>} */

@@ -2,20 +2,20 @@
 // A running job on a page: curves over all ranks, loops, states, a stop button.
 
 import { element, setText } from "../shared/dom.js";
-import { sayHere } from "../shared/wire.js";
+import { sendHeartbeats } from "../shared/wire.js";
 import { Chart } from "./chart.js";
 
 /** @import { Context } from "../shared/wire.js" */
 /** @import { Curve } from "./chart.js" */
 
 /**
- * A loop: where the slowest and the fastest rank are, from 0 to 1.
+ * A loop, with the progress of the slowest and the fastest rank, from 0 to 1.
  *
- * @typedef {{desc: string, low: number, high: number, words: string, is_over: boolean}} Bar
+ * @typedef {{desc: string, low: number, high: number, text: string, is_over: boolean}} Bar
  */
 
 /**
- * What the kernel sends.
+ * The content that the kernel sends.
  *
  * @typedef {object} Content
  * @property {string} heading
@@ -28,22 +28,22 @@ import { Chart } from "./chart.js";
  * @property {number} updates
  */
 
-const AGAIN_MS = 5000; // after which the stop button can be pressed again
+const STOP_RETRY_MS = 5000; // until the stop button can be clicked again
 
 /** @param {Bar} bar */
-function makeBar({ desc, low, high, words, is_over: over }) {
+function makeBar({ desc, low, high, text, is_over: isOver }) {
   /** @param {number} share */
   const part = (share) => {
     const filled = element("i");
     filled.style.width = `${(100 * share).toFixed(1)}%`;
     return filled;
   };
-  const text = `${desc || "progress"}: ${words}`;
+  const label = `${desc || "progress"}: ${text}`;
   const range = { "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * low) };
-  const track = element("div", { class: "axon-watch-track", role: "progressbar", ...range, "aria-label": text });
+  const track = element("div", { class: "axon-watch-track", role: "progressbar", ...range, "aria-label": label });
   track.append(part(high), part(low));
-  const row = element("div", { class: "axon-watch-bar" }, track, element("span", {}, text));
-  if (over) row.classList.add("axon-view-muted");
+  const row = element("div", { class: "axon-watch-bar" }, track, element("span", {}, label));
+  if (isOver) row.classList.add("axon-view-muted");
   return row;
 }
 
@@ -59,8 +59,8 @@ function makeTable({ titles, ranks }) {
 
 function buildPage() {
   const heading = element("b", { class: "axon-watch-heading" });
-  const pressed = { type: "button", class: "axon-view-switch", "aria-pressed": "false" };
-  const logarithm = element("button", pressed, "log scale");
+  const attributes = { type: "button", class: "axon-view-switch", "aria-pressed": "false" };
+  const logarithm = element("button", attributes, "log scale");
   const stop = element("button", { type: "button", class: "axon-watch-stop" }, "■ stop");
   const bars = element("div", { class: "axon-watch-bars" });
   const charts = element("div", { class: "axon-watch-charts" });
@@ -77,7 +77,7 @@ class WatchView {
   /** @type {Map<string, Chart>} */
   #charts = new Map();
   #logarithmic = false;
-  #pressed = 0; // when the stop button was, in milliseconds; 0: it was not
+  #stoppedAt = 0; // when the stop button was clicked, in milliseconds; 0: it was not
 
   /** @param {Context} context */
   constructor({ model, el }) {
@@ -93,23 +93,23 @@ class WatchView {
     });
     model.on("change:content", this.#draw);
     this.#draw();
-    const unsay = sayHere(model, root);
+    const stopHeartbeats = sendHeartbeats(model, root);
     this.close = () => {
-      unsay();
+      stopHeartbeats();
       model.off("change:content", this.#draw);
     };
   }
 
-  #say = (/** @type {string} */ text) => {
+  #announce = (/** @type {string} */ text) => {
     this.page.live.textContent = text;
   };
 
   #stop() {
-    this.#pressed = performance.now();
+    this.#stoppedAt = performance.now();
     this.model.send({ op: "stop" });
-    this.#say("the cell is being stopped");
+    this.#announce("the cell is being stopped");
     this.#draw();
-    setTimeout(this.#draw, AGAIN_MS + 50);
+    setTimeout(this.#draw, STOP_RETRY_MS + 50);
   }
 
   #draw = () => {
@@ -117,10 +117,10 @@ class WatchView {
     /** @type {Content} */
     const data = this.model.get("content");
     setText(page.heading, data.heading);
-    const waits = this.#pressed > 0 && performance.now() - this.#pressed < AGAIN_MS;
-    if (!data.running) this.#pressed = 0;
-    page.stop.disabled = !data.running || waits;
-    page.stop.textContent = data.running && this.#pressed ? "■ stopping …" : "■ stop";
+    const isStopping = this.#stoppedAt > 0 && performance.now() - this.#stoppedAt < STOP_RETRY_MS;
+    if (!data.running) this.#stoppedAt = 0;
+    page.stop.disabled = !data.running || isStopping;
+    page.stop.textContent = data.running && this.#stoppedAt ? "■ stopping …" : "■ stop";
     page.stop.title = "Interrupt the cell on all ranks, as Jupyter's stop button does";
     page.bars.replaceChildren(...data.bars.map(makeBar));
     this.#drawCharts(data.charts);
@@ -141,9 +141,9 @@ class WatchView {
     }
     const { charts } = this.page;
     curves.forEach((curve, i) => {
-      const chart = this.#charts.get(curve.name) ?? new Chart(curve, this.#say);
+      const chart = this.#charts.get(curve.name) ?? new Chart(curve, this.#announce);
       this.#charts.set(curve.name, chart);
-      // Moved only when it must be: a node that is moved loses the focus.
+      // Move it only if necessary: a node that is moved loses the focus.
       if (charts.children[i] !== chart.root) charts.insertBefore(chart.root, charts.children[i] ?? null);
       chart.update(curve, this.#logarithmic);
     });
