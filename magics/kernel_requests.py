@@ -1,7 +1,7 @@
 """What the front end asks of the kernel besides cells: help on names of ranks, and answers during a cell.
 
-Private hooks into ipykernel, all here, each guarded by `missing()`; where one is missing Jupyter's own ways are left:
-help is on the notebook's names, and completions wait for the end of the cell.
+Private hooks into ipykernel, `front_end.help` and `front_end.requests` in the register; where one is missing Jupyter's
+own ways are left: help is on the notebook's names, and completions wait for the end of the cell.
 
 - `do_inspect` answers Shift+Tab; in a cell for ranks a rank answers it.
 - ipykernel holds requests back while an async cell runs, but for widgets' messages: completions and help are let
@@ -15,7 +15,6 @@ help is on the notebook's names, and completions wait for the end of the cell.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sys
 import threading
@@ -28,37 +27,13 @@ from IPython.utils.tokenutil import token_at_cursor
 from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.magics.cell_head import target_rank
+from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["install", "missing", "uninstall"]
+__all__ = ["install", "uninstall"]
 
-_NEEDED = (
-    "_main_asyncio_lock",
-    "_publish_status",
-    "_shell_parent",
-    "_shell_parent_ident",
-    "dispatch_shell",
-    "do_inspect",
-    "get_parent",
-    "set_parent",
-    "shell_main",
-)
 _MOST_A_CORE = 3.0
 """Processes that want to run, of the last minute: with more the machine is overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
-
-
-def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this kernel does not have."""
-    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
-    if not hasattr(getattr(_thread(kernel), "manager", None), "set_on_recv_callback"):
-        absent.append("shell_channel_thread.manager.set_on_recv_callback")
-    if "concurrent" not in inspect.signature(getattr(kernel, "dispatch_shell", missing)).parameters:
-        absent.append("dispatch_shell(concurrent=)")
-    return absent
-
-
-def _thread(kernel: Any) -> Any:
-    return getattr(kernel, "shell_channel_thread", None)
 
 
 _aside: ContextVar[bool] = ContextVar("axon_nb_aside", default=False)
@@ -83,11 +58,10 @@ class FrontEnd:
 
     def install(self) -> None:
         """Take over what can be; call it on the main thread."""
-        absent = missing(self._kernel)
-        if self._inspect is not None:
+        if not missing_hooks("front_end.help", kernel=self._kernel):
             self._kernel.do_inspect = self._do_inspect
         here = threading.current_thread() is threading.main_thread()
-        if here and not [name for name in absent if name != "do_inspect"]:
+        if here and not missing_hooks("front_end.requests", kernel=self._kernel):
             self.lets_through = True
             self._cell_begins()  # the one that installs it
             self._kernel.set_parent = self._set_parent

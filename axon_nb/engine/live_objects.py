@@ -20,20 +20,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["LivingTensors", "living", "missing_search_hooks", "storages_of"]
+__all__ = ["LivingTensors", "living", "storages_of"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
 _MAKERS = ("__init__", "__setstate__")
 
 _followed: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
-
-
-def missing_search_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have; each time all objects are looked through then."""
-    import torch.distributed._composable_state  # noqa: F401  # loaded by `fully_shard`, of which there may be none
-
-    return [] if _found(_STATES) is not None else [".".join(_STATES)]
 
 
 def _found(place: tuple[str, str]) -> Any:

@@ -22,8 +22,9 @@ from types import FrameType
 from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
+from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["Presses", "StopButton", "caught", "install", "missing", "uninstall"]
+__all__ = ["Presses", "StopButton", "caught", "install", "uninstall"]
 
 
 class Presses:
@@ -86,7 +87,6 @@ def _on_sigint(number: int, frame: Any) -> None:
         presses.press()
 
 
-_NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
 _STOP_LINE = "raise KeyboardInterrupt  # the stop button was pressed before the cell's first line"
 _STOP = compile(_STOP_LINE, "<stop button>", "exec")
 _ON_ITS_WAY_S = 10.0
@@ -94,11 +94,6 @@ _ON_ITS_WAY_S = 10.0
 a busy machine seconds pass between the two. It has a limit as clocks of the page and of the kernel may differ."""
 _INSIST_S = 1.0
 """A second press after so long raises wherever it lands, as ipykernel would have it: something there does not end."""
-
-
-def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this kernel does not have."""
-    return [name for name in _NEEDED if not hasattr(kernel, name)]
 
 
 class StopButton:
@@ -224,7 +219,8 @@ def install() -> None:
     if _installed or app is None or not app.IPKernelApp.initialized():
         return
     kernel = app.IPKernelApp.instance().kernel
-    if threading.current_thread() is threading.main_thread() and not missing(kernel):
+    here = threading.current_thread() is threading.main_thread()
+    if here and not missing_hooks("stop_button.presses", kernel=kernel):
         _installed.append(StopButton(kernel))
         _installed[0].install()
 

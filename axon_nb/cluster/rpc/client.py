@@ -2,7 +2,7 @@
 
 Cells are plain `execute_request` messages on ipyparallel's own channels. What is ours: replies and output of cells go
 straight to their handler, without ipyparallel's caches (which grow with every message and join all output so far into
-one string at each chunk). `missing()` names what a newer ipyparallel no longer has; a test fails when it does.
+one string at each chunk). The register lists the hooks as `rpc.client` and `rpc.streams`.
 
 Telling ipyparallel's controller that an engine is gone: by itself it misses one after half a minute.
 """
@@ -20,18 +20,9 @@ import ipyparallel as ipp
 
 from axon_nb.errors import StartError
 
-__all__ = ["CellHandler", "RankClient", "connect", "missing", "tell_controller"]
+__all__ = ["CellHandler", "RankClient", "connect", "tell_controller"]
 
-_NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send", "_update_engines")
 _ASK_S = 0.5
-
-
-def missing() -> list[str]:
-    """Names of the hooks that this ipyparallel does not have."""
-    absent = [name for name in _NEEDED if not hasattr(ipp.Client, name)]
-    if not hasattr(getattr(ipp.Client, "_dispatch_iopub", None), "__wrapped__"):
-        absent.append("_dispatch_iopub.__wrapped__")
-    return absent
 
 
 class CellHandler(Protocol):

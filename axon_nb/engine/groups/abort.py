@@ -22,12 +22,12 @@ __all__ = [
     "GroupBroken",
     "count_as_step",
     "is_to_stop",
-    "missing_step_hooks",
     "raise_at_cut",
     "raise_if_aborted",
     "run_in_helper",
     "stand_down",
     "step_depth",
+    "step_wrapper_problems",
     "stop_at",
 ]
 
@@ -44,9 +44,9 @@ def _wrapper_code() -> CodeType | None:
     return getattr(hook(lambda self: None), "__code__", None) if hook is not None else None
 
 
-def missing_step_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
-    return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
+def step_wrapper_problems() -> list[str]:
+    """Names what is missing if the wrapper of `step` has no code object; else nothing."""
+    return [] if _wrapper_code() is not None else ["torch.optim.Optimizer.profile_hook_step(step).__code__"]
 
 
 def count_as_step(code: CodeType) -> None:

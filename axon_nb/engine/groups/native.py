@@ -31,7 +31,6 @@ __all__ = [
     "NativeGroups",
     "connect_in_helper",
     "meet",
-    "missing_swap_hooks",
     "swap_backend",
     "swaps_left",
 ]
@@ -42,12 +41,6 @@ MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
 
 _next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def missing_swap_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
-    names = ("_get_backend", "_register_backend", "_set_group_desc", "_set_group_name", "bound_device_id")
-    return [name for name in names if not hasattr(dist.ProcessGroup, name)]
 
 
 def swaps_left(group: dist.ProcessGroup) -> int:

@@ -21,23 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import current
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import RankState, running_cell
 from axon_nb.records.training.job import RateMeter
 from axon_nb.records.training.metrics import Logged, metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["install_rounds", "job_report", "missing_tqdm_hooks", "rounds", "tqdm_bars"]
+__all__ = ["install_rounds", "job_report", "rounds", "tqdm_bars"]
 
 _KEPT = 16
 _closed: deque[tuple[int, Bar]] = deque(maxlen=_KEPT)
 _hooked: list[type] = []
-
-
-def missing_tqdm_hooks() -> list[str]:
-    """Names of the hooks that this tqdm does not have; empty when it is not loaded."""
-    kind = _kind()
-    return [name for name in ("_instances", "close") if kind is not None and not hasattr(kind, name)]
 
 
 def _kind() -> Any:
@@ -47,7 +42,7 @@ def _kind() -> Any:
 def tqdm_bars() -> list[Bar]:
     """The open bars, and those that were closed in this cell since somebody looked first."""
     kind = _kind()
-    if kind is None or missing_tqdm_hooks():
+    if kind is None or missing_hooks("job.tqdm_bars"):
         return []
     if kind not in _hooked:
         _hook(kind)

@@ -6,8 +6,7 @@ All that is hung into torch for it is here, and is taken out again when nobody w
 optimizers are torch's public ones. That for all modules is there only until the outermost one is reached, whose own
 hook brings it back: the modules within it run without hooks, and what torch has compiled of them stays as it is. Of
 backwards torch tells nobody: `torch.autograd.backward`, which `Tensor.backward` and torch's pipelines look up at each
-call, is wrapped for that time. `missing_span_hooks()` says when a torch has it no more; the others are recorded all the
-same then.
+call, is wrapped for that time. If a torch lacks it (hook `inspection.backward_spans`), the others are still recorded.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.session import RankSession, current
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
-__all__ = ["SpanReader", "StepSpans", "missing_span_hooks", "span_reader"]
+__all__ = ["SpanReader", "StepSpans", "backward_problems", "span_reader"]
 
 _LOOK_S = 0.5
 
 
-def missing_span_hooks() -> list[str]:
-    """Names of the hooks that this torch does not have."""
-    if not callable(getattr(torch.autograd, "backward", None)):
-        return ["torch.autograd.backward"]
+def backward_problems() -> list[str]:
+    """Names what is missing if `Tensor.backward` no longer looks up `torch.autograd.backward`; else nothing."""
     try:
         looks_it_up = "torch.autograd.backward(" in inspect.getsource(torch.Tensor.backward)
     except (OSError, TypeError):  # no source is there to look at
@@ -125,7 +123,7 @@ class StepSpans:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._removers = [self._leave_modules, *(handle.remove for handle in steps)]
-        if not missing_span_hooks():
+        if not missing_hooks("inspection.backward_spans"):
             self._removers.append(self._wrap_backward())
 
     def _begin_cell(self) -> None:

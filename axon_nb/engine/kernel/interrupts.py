@@ -22,14 +22,9 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["Interrupts", "desist", "insist", "missing_interrupt_hooks"]
+__all__ = ["Interrupts", "desist", "insist"]
 
 _parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
-
-
-def missing_interrupt_hooks() -> list[str]:
-    """Names of the hooks that this Python does not have."""
-    return [] if _parse is not None else ["dis._parse_exception_table"]
 
 
 def insist(frame: FrameType | None, outermost: FrameType) -> None:

@@ -23,13 +23,13 @@ from typing import Any
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "bounded",
     "find_place",
     "install_bounded_traceback",
     "install_short_traceback",
-    "missing_traceback_hooks",
     "shortened",
     "take_place",
 ]
@@ -77,20 +77,11 @@ _FIRST, _LAST = 60, 30
 """The same of all calls."""
 
 
-def missing_traceback_hooks(shell: Any) -> list[str]:
-    """Names of the hooks that this IPython does not have."""
-    absent = [name for name in ("_showtraceback", "_last_traceback") if not hasattr(shell, name)]
-    if not hasattr(getattr(shell, "InteractiveTB", None), "structured_traceback"):
-        absent.append("InteractiveTB.structured_traceback")
-    return absent
-
-
 def install_bounded_traceback(shell: Any) -> None:
     """Have `shell` render the ends of long tracebacks only, and keep what it rendered for the reply alone."""
-    absent = missing_traceback_hooks(shell)
-    if "_showtraceback" not in absent:
+    if not missing_hooks("kernel.failures", shell=shell):
         shell._showtraceback = _keeper(shell)
-    if "InteractiveTB.structured_traceback" not in absent:
+    if not missing_hooks("kernel.tracebacks", shell=shell):
         shell.InteractiveTB.structured_traceback = bounded(shell.InteractiveTB.structured_traceback)
 
 
