@@ -36,7 +36,7 @@ def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
         world_size: Number of ranks.
     """
     for name in _NAMES:
-        if not missing_hooks("accelerate.launch"):
+        if not missing_hooks("accelerate.launch", launchers=launchers):
             setattr(launchers, name, _caller(getattr(launchers, name), launchers.patch_environment, world_size))
 
 
@@ -71,7 +71,7 @@ def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
         state: The module ``accelerate.state``, just imported.
         world_size: Number of ranks.
     """
-    if absent := missing_hooks("accelerate.state"):
+    if absent := missing_hooks("accelerate.state", state=state):
         warnings.warn(
             f"axon_nb was tested with accelerate {tested_versions('accelerate')[-1]}; this version lacks {absent[0]}. "
             "Check `accelerator.num_processes` before you train.",

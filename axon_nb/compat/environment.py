@@ -57,6 +57,6 @@ def skip_axon_nb_code(trace_rules: ModuleType) -> None:
     Args:
         trace_rules: The module ``torch._dynamo.trace_rules``, just imported.
     """
-    if not missing_hooks("compat.dynamo"):
+    if not missing_hooks("compat.dynamo", trace_rules=trace_rules):
         for package in _PACKAGES:
             trace_rules.add(package)

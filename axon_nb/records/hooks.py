@@ -48,7 +48,7 @@ class Hook:
     uses: tuple[str, ...] = ()
     """Private names used besides, which are not visible on an installed class."""
     objects: Mapping[str, str] = field(default_factory=dict)
-    """The class of each object that a caller passes, as ``module:Class``; checked in place of an object that is not."""
+    """What stands in for an object that the caller does not pass, as ``module:Class`` or ``module:``, by its name."""
     check: str = ""
     """``module:function`` that returns the names that are missing, for what names alone do not show."""
     lost: str = ""
@@ -65,6 +65,16 @@ class Hook:
     """``module:attribute`` without which the hook is not used, such as a class that only some builds have."""
     if_loaded: bool = False
     """Whether it is only used once the package has been imported; never imported for a check."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether axon_nb uses it with the installed versions."""
+        if self.only_if and _resolve(self.only_if) is _ABSENT:
+            return False
+        if not (self.since or self.before):
+            return True
+        version = _numbers(_installed(self.package))
+        return _numbers(self.since) <= version and (not self.before or version < _numbers(self.before))
 
     @property
     def fix(self) -> str:
@@ -126,11 +136,10 @@ def missing_hooks(group: str, **objects: Any) -> list[str]:
 
     Args:
         group: Name of the hook in the register.
-        **objects: The live objects that the register names, such as ``kernel``; their classes are checked instead of
-            those that are not given.
+        **objects: Live objects that the register names, such as ``kernel``; for others, their classes are checked.
     """
     entry = hook(group)
-    if not _applies(entry):
+    if not entry.is_used:
         return []
     missing = [need.replace(":", ".").rstrip(".") for need in entry.needs if not _is_there(need, entry, objects)]
     if entry.check and not missing and (objects or _may_load(entry, entry.package)):
@@ -140,15 +149,6 @@ def missing_hooks(group: str, **objects: Any) -> list[str]:
 
 def _may_load(entry: Hook, module: str) -> bool:
     return not entry.if_loaded or module in sys.modules
-
-
-def _applies(entry: Hook) -> bool:
-    if entry.only_if and _resolve(entry.only_if) is _ABSENT:
-        return False
-    if not (entry.since or entry.before):
-        return True
-    version = _numbers(_installed(entry.package))
-    return _numbers(entry.since) <= version and (not entry.before or version < _numbers(entry.before))
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def _is_there(need: str, entry: Hook, objects: Mapping[str, Any]) -> bool:
         known = max((prefix for prefix in entry.objects if path.startswith(f"{prefix}.")), key=len)
         names = path.removeprefix(f"{known}.")
         module, _, kind = entry.objects[known].partition(":")
-        names = f"{kind}.{names}"
+        names = f"{kind}.{names}" if kind else names
     if not _may_load(entry, module):
         return True  # not imported yet
     if not names:

@@ -27,6 +27,7 @@ from axon_nb.engine.self_test.locking import held
 from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
+from axon_nb.records.hooks import REGISTER
 
 __all__ = ["begin_in_child", "cache_folder", "cached_verdict", "current_verdict", "run_and_save", "verdict_at_start"]
 
@@ -45,10 +46,9 @@ def _key() -> str:
     """What the verdict depends on: the builds of torch, Python, ipykernel, IPython and ipyparallel, and our hooks."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((package / folder).glob("*.py")):
-            facts = path.stat()  # every rank asks at its start: to read the files takes 7 ms
-            digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    for path in [*(path for folder in _SOURCES for path in sorted((package / folder).glob("*.py"))), REGISTER]:
+        facts = path.stat()  # every rank asks at its start: to read the files takes 7 ms
+        digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())
     digest.update("\0".join(map(str, parts)).encode())
     return f"torch-{torch.__version__}-py{platform.python_version()}-{digest.hexdigest()[:16]}"
