@@ -29,7 +29,8 @@ _NVML_TIMEOUT_S = 30.0
 def examine() -> Report:
     """Check this machine and installation, as seen by this process.
 
-    Takes as long as importing torch twice; on the first run with a torch build the self-test adds some seconds.
+    Takes as long as importing torch twice and FSDP once; on the first run with a torch build the self-test adds some
+    seconds.
     """
     with contextlib.ExitStack() as children:
 
