@@ -1,4 +1,7 @@
-"""The frame of scripts that generate a page: `--check` writes nothing and fails if the page is out of date."""
+"""The frame of scripts that generate a page of docs/: run each as `python -m scripts.NAME`.
+
+`--check` writes nothing and fails if the page is out of date.
+"""
 
 from __future__ import annotations
 
