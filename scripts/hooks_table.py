@@ -66,7 +66,7 @@ def render() -> str:
     for package, own in groupby(found, key=lambda hook: hook.package):
         tested = ", ".join(hooks.tested_versions(package))
         table = ["| hook | replaces or reads | lost | versions | files |", "|---|---|---|---|---|", *map(_row, own)]
-        parts += [f"## {package}\n\nTested with {tested}.", "\n".join(table)]
+        parts += [f"## {package}\n\nChecked with {tested}.", "\n".join(table)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -121,7 +121,7 @@ def hook(group: str) -> Hook:
 
 @functools.cache
 def tested_versions(package: str) -> tuple[str, ...]:
-    """Versions of a package that the hooks were tested with, such as ``("2.11", "2.12")``, oldest first.
+    """Versions of a package that were checked to have its hooks, such as ``("2.11", "2.12")``, oldest first.
 
     Raises:
         KeyError: the register has no hook into this package.
