@@ -1,7 +1,7 @@
 """Answers the front end's requests: help on names of ranks, and completions, help and widget states during a cell.
 
-It uses private hooks of ipykernel, each guarded by `missing()`. If one is missing, Jupyter's own behaviour remains:
-help is on the notebook's names, and completions wait for the end of the cell.
+It uses the private hooks `front_end.help` and `front_end.requests` of the register. If one is missing, Jupyter's own
+behaviour remains: help is on the notebook's names, and completions wait for the end of the cell.
 
 - `do_inspect` answers Shift+Tab; in a cell for ranks, a rank provides the help.
 - While an async cell runs, ipykernel holds back all requests except widgets' messages. While a cell of ours waits for
@@ -15,7 +15,6 @@ help is on the notebook's names, and completions wait for the end of the cell.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import sys
 import threading
@@ -28,33 +27,13 @@ from IPython.utils.tokenutil import token_at_cursor
 from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.magics.cell_head import target_rank
+from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["install", "missing", "uninstall"]
+__all__ = ["install", "uninstall"]
 
-_NEEDED = (
-    "_main_asyncio_lock",
-    "_publish_status",
-    "_shell_parent",
-    "_shell_parent_ident",
-    "dispatch_shell",
-    "do_inspect",
-    "get_parent",
-    "set_parent",
-    "shell_main",
-)
 _MAX_LOAD_PER_CORE = 3.0
 """With a higher load average of the last minute, per core, the machine counts as overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
-
-
-def missing(kernel: Any) -> list[str]:
-    """Return the names of the hooks that this kernel lacks."""
-    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
-    if not hasattr(getattr(_thread(kernel), "manager", None), "set_on_recv_callback"):
-        absent.append("shell_channel_thread.manager.set_on_recv_callback")
-    if "concurrent" not in inspect.signature(getattr(kernel, "dispatch_shell", missing)).parameters:
-        absent.append("dispatch_shell(concurrent=)")
-    return absent
 
 
 def _thread(kernel: Any) -> Any:
@@ -83,11 +62,10 @@ class RequestHandler:
 
     def install(self) -> None:
         """Install the hooks that the kernel has; call it on the main thread."""
-        absent = missing(self._kernel)
-        if self._inspect is not None:
+        if not missing_hooks("front_end.help", kernel=self._kernel):
             self._kernel.do_inspect = self._do_inspect
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not [name for name in absent if name != "do_inspect"]:
+        if is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
             self.answers_during_cells = True
             self._on_cell_start()  # the cell that runs `install`
             self._kernel.set_parent = self._set_parent

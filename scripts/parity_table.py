@@ -6,17 +6,17 @@ prove it, and `examples.csv` which test each example has become.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 import tomllib
 from itertools import groupby
-from pathlib import Path
 from typing import Any
+
+from scripts.generated_page import ROOT, write_or_check
 
 __all__ = ["SOURCES", "main", "read_examples", "read_list", "read_names", "render"]
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
 SOURCES = DOCS / "parity"
 TARGET = DOCS / "parity.md"
 
@@ -99,16 +99,7 @@ def _theirs(name: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the table; return 1 if `--check` finds it out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table is out of date")
-    text = render()
-    if parser.parse_args(argv).check:
-        if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-            return 0
-        print("docs/parity.md is out of date; run `python scripts/parity_table.py`", file=sys.stderr)
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(TARGET, render, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ path of arrows already says so. `--check` writes nothing and fails if the page i
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections.abc import Mapping
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import grimp
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # grimp finds the package by import
+from scripts.generated_page import ROOT, write_or_check
 
 TARGET = ROOT / "docs" / "design" / "rooms.md"
 PACKAGES = ("axon_nb", *(f"axon_nb.{name}" for name in ("cluster", "engine", "plan", "widgets", "comm", "parallel")))
@@ -90,16 +88,7 @@ def render() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page; return 1 if `--check` finds it out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    text = render()
-    if parser.parse_args(argv).check:
-        if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-            return 0
-        print("docs/design/rooms.md is out of date; run `python scripts/rooms.py`", file=sys.stderr)
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(TARGET, render, __doc__, argv)
 
 
 if __name__ == "__main__":

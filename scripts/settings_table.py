@@ -6,18 +6,15 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from axon_nb.cluster.settings import Settings  # noqa: E402 - the package need not be installed
-from axon_nb.records import environment  # noqa: E402
+from axon_nb.cluster.settings import Settings
+from axon_nb.records import environment
+from scripts.generated_page import ROOT, write_or_check
 
 __all__ = ["docstrings", "main", "render"]
 
@@ -97,16 +94,7 @@ def render() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page; return 1 if `--check` finds it out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    text = render()
-    if parser.parse_args(argv).check:
-        if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-            return 0
-        print("docs/settings.md is out of date; run `python scripts/settings_table.py`", file=sys.stderr)
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(TARGET, render, __doc__, argv)
 
 
 if __name__ == "__main__":

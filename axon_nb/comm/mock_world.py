@@ -20,10 +20,10 @@ from axon_nb.comm.mock import (
     MockGroup,
     RankContext,
     TurnScheduler,
-    missing_hooks,
     set_thread_isolation,
 )
 from axon_nb.comm.types import Backend
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
 __all__ = ["MockWorld"]
@@ -65,7 +65,7 @@ class MockWorld:
             raise InvalidArgumentError(f"run() needs a function that takes the world; got {function!r}.")
         if _active:
             raise CommError("A mock world is already running; its ranks cannot start another one.")
-        if absent := missing_hooks():
+        if absent := missing_hooks("comm.mock_worlds"):
             raise CommError(f"Mock worlds need {', '.join(absent)}, which torch {torch.__version__} does not have.")
         run = _MockRun(self._size)
         _active.append(run)

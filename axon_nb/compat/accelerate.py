@@ -6,32 +6,24 @@ Its `PartialState` assumes that a process without a GPU is the only one, whateve
 gets ``cpu=True``. ``ACCELERATE_USE_CPU`` makes `Accelerator` pass that on. But a `PartialState()` created earlier,
 directly or by a logger, does not read it, and every later `Accelerator` shares its state.
 
-A private hook into Accelerate: where `missing_state_hooks()` names something, the variable alone is left, and a warning
-says so.
+A private hook into Accelerate, `accelerate.state` in the register: where something is missing, the variable alone is
+left, and a warning says so.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["call_on_ranks", "missing_launch_hooks", "missing_state_hooks", "synchronise_on_cpus"]
+from axon_nb.records.hooks import missing_hooks, tested_versions
+
+__all__ = ["call_on_ranks", "synchronise_on_cpus"]
 
 _NAMES = ("debug_launcher", "notebook_launcher")
-
-
-def missing_launch_hooks(launchers: ModuleType) -> list[str]:
-    """Names of the hooks that this Accelerate does not have.
-
-    Args:
-        launchers: The module ``accelerate.launchers``.
-    """
-    return [name for name in (*_NAMES, "patch_environment") if not hasattr(launchers, name)]
 
 
 def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
@@ -44,7 +36,7 @@ def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
         world_size: Number of ranks.
     """
     for name in _NAMES:
-        if not missing_launch_hooks(launchers):
+        if not missing_hooks("accelerate.launch", launchers=launchers):
             setattr(launchers, name, _caller(getattr(launchers, name), launchers.patch_environment, world_size))
 
 
@@ -69,25 +61,7 @@ def _caller(
     return launch
 
 
-_TESTED = "1.15"
 _PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
-
-
-def missing_state_hooks(state: ModuleType) -> list[str]:
-    """Names of the hooks that this Accelerate does not have.
-
-    Args:
-        state: The module ``accelerate.state``.
-    """
-    kind: Any = getattr(state, "PartialState", None)
-    absent = [
-        f"PartialState.{name}"
-        for name in ("__init__", "_reset_state", "_shared_state", "initialized")
-        if not hasattr(kind, name)
-    ]
-    if not absent and "cpu" not in inspect.signature(kind.__init__).parameters:
-        absent.append("PartialState(cpu=)")
-    return absent
 
 
 def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
@@ -97,10 +71,10 @@ def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:
         state: The module ``accelerate.state``, just imported.
         world_size: Number of ranks.
     """
-    if absent := missing_state_hooks(state):
+    if absent := missing_hooks("accelerate.state", state=state):
         warnings.warn(
-            f"axon_nb was tested with accelerate {_TESTED}; this version lacks {absent[0]}. Check "
-            "`accelerator.num_processes` before you train.",
+            f"axon_nb was tested with accelerate {tested_versions('accelerate')[-1]}; this version lacks {absent[0]}. "
+            "Check `accelerator.num_processes` before you train.",
             stacklevel=2,
         )
         return

@@ -7,7 +7,7 @@ Gradients of the micro-batches since the last step are lost; weights and optimiz
 
 What is changed in DeepSpeed when a cell imports it.
 
-Private hooks; `missing_setup_hooks()` names those that it does not have.
+The register lists the private hooks as `deepspeed.reset`, `deepspeed.zero`, `deepspeed.setup` and `deepspeed.groups`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,20 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "clear_cached_groups",
-    "missing_reset_hooks",
-    "missing_setup_hooks",
-    "reset_engines",
-    "skip_shm_all_reduce",
-    "wrap_step",
-]
+from axon_nb.records.hooks import missing_hooks
+
+__all__ = ["clear_cached_groups", "reset_engines", "reset_problems", "skip_shm_all_reduce", "wrap_step"]
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _GROUPS = "deepspeed.utils.groups"
-_ENGINE = ("gradient_accumulation_steps", "micro_steps", "module", "optimizer")
 _PARTITIONED = ("_release_ipg_buffers", "all_grad_tensors", "averaged_gradients", "ipg_buckets")
 _SHARDED = ("averaged_gradients", "ipg_buckets", "parameter_offload", "params_already_reduced")
 _COORDINATOR = ("_invalidate_trace", "is_invalid_trace", "release_backward_leftovers")
 
 
-def missing_reset_hooks(engine: Any) -> list[str]:
-    """Names of what this engine should have and has not, for a reset."""
-    absent = [name for name in _ENGINE if not hasattr(engine, name)]
+def reset_problems(engine: Any = None) -> list[str]:
+    """Names of what the optimizer of this engine should have for a reset and has not; none without an engine."""
+    absent: list[str] = []
     optimizer = getattr(engine, "optimizer", None)
     coordinator = _coordinator(optimizer)
     if coordinator is not None:
@@ -58,7 +52,7 @@ def reset_engines(engines: Iterable[Any]) -> int:
     engines = list(engines)
     for engine in engines:
         try:
-            if absent := missing_reset_hooks(engine):
+            if absent := missing_hooks("deepspeed.reset", engine=engine):
                 raise AttributeError(f"this DeepSpeed lacks {absent[0]}")
             _reset(engine)
         except Exception as error:  # another version, or a partially constructed engine
@@ -187,19 +181,6 @@ def _forget_forward(roots: list[Any]) -> None:
     if stack:
         known = {id(root) for root in roots}
         stack[:] = [module for module in dict.fromkeys(stack) if id(module) in known]
-
-
-def missing_setup_hooks(backend: ModuleType, engine: ModuleType) -> list[str]:
-    """Names of the hooks that this DeepSpeed does not have.
-
-    Args:
-        backend: The module ``deepspeed.comm.torch``.
-        engine: The module ``deepspeed.runtime.engine``.
-    """
-    absent = [] if hasattr(backend, "build_shm_op") else ["build_shm_op"]
-    kind = getattr(engine, "DeepSpeedEngine", None)
-    there = vars(kind) if kind is not None else {}
-    return absent + [f"DeepSpeedEngine.{name}" for name in ("__init__", "step") if name not in there]
 
 
 def skip_shm_all_reduce(backend: ModuleType) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
+from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["missing_dynamo_hooks", "set_environment", "skip_axon_nb_code"]
+__all__ = ["set_environment", "skip_axon_nb_code"]
 
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -50,21 +51,12 @@ def _find_ninja(environ: MutableMapping[str, str]) -> None:
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
 
 
-def missing_dynamo_hooks(trace_rules: ModuleType) -> list[str]:
-    """Names of the hooks that this torch does not have.
-
-    Args:
-        trace_rules: The module ``torch._dynamo.trace_rules``.
-    """
-    return [] if hasattr(trace_rules, "add") else ["trace_rules.add"]
-
-
 def skip_axon_nb_code(trace_rules: ModuleType) -> None:
     """Make Dynamo run our communication code as it is instead of compiling it.
 
     Args:
         trace_rules: The module ``torch._dynamo.trace_rules``, just imported.
     """
-    if not missing_dynamo_hooks(trace_rules):
+    if not missing_hooks("compat.dynamo", trace_rules=trace_rules):
         for package in _PACKAGES:
             trace_rules.add(package)

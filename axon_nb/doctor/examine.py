@@ -12,6 +12,7 @@ from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.doctor.children import Child
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
 from axon_nb.doctor.gpus import NVML, gpus
+from axon_nb.doctor.hooks import private_hooks
 from axon_nb.doctor.host import host
 from axon_nb.doctor.limits import limits
 from axon_nb.doctor.network import network
@@ -28,7 +29,8 @@ _NVML_TIMEOUT_S = 30.0
 def examine() -> Report:
     """Check this machine and installation, as seen by this process.
 
-    Takes as long as importing torch twice; on the first run with a torch build the self-test adds some seconds.
+    Takes as long as importing torch twice and FSDP once; on the first run with a torch build the self-test adds some
+    seconds.
     """
     with contextlib.ExitStack() as children:
 
@@ -56,10 +58,11 @@ def examine() -> Report:
             _try("environment", environment),
         ]
         running = _try("clusters", cluster_section)
-        cards, build = driver.answer(), built.answer()
+        cards, build, verdict = driver.answer(), built.answer(), tested.answer()
         sections = (
             _try("software", lambda: software(build)),
-            _try("self-test", lambda: self_test(tested.answer())),
+            _try("self-test", lambda: self_test(verdict)),
+            _try("private hooks", lambda: private_hooks(verdict)),
             _try("GPUs", lambda: gpus(cards, build, rank_names(found))),
             *own,
             running,

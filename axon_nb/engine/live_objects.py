@@ -20,20 +20,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["LiveTensors", "live_objects", "missing_search_hooks", "storages_of"]
+__all__ = ["LiveTensors", "live_objects", "storages_of"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
 _CONSTRUCTORS = ("__init__", "__setstate__")
 
 _tracked: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
-
-
-def missing_search_hooks() -> list[str]:
-    """Names of the hooks that this torch lacks; without them, every request scans all objects."""
-    import torch.distributed._composable_state  # noqa: F401  # otherwise imported only by `fully_shard`
-
-    return [] if _lookup(_STATES) is not None else [".".join(_STATES)]
 
 
 def _lookup(place: tuple[str, str]) -> Any:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from axon_nb import comm
 from axon_nb.comm.collectives import direct
+from axon_nb.records.hooks import missing_hooks
 
 CALLS = {
     "all_reduce": comm.all_reduce,
@@ -31,7 +32,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_torch_has_what_is_used() -> None:
-    assert direct.missing_direct_hooks() == []
+    assert missing_hooks("comm.direct") == []
+    assert not direct.HOOKS_MISSING
 
 
 @pytest.mark.parametrize("without_hooks", [False, True])

@@ -36,7 +36,6 @@ from axon_nb.comm import (
     ProcessGroup,
     TensorMismatchError,
     World,
-    mock,
 )
 from tests.comm.models import batch, blocks, loss_of, reference_step
 
@@ -58,10 +57,6 @@ def assert_same(weights: dict[str, torch.Tensor]) -> None:
     """Assert that the weights equal those of a single process, up to rounding."""
     for name, weight in weights.items():
         torch.testing.assert_close(weight, WEIGHTS[name], rtol=1e-10, atol=1e-12)
-
-
-def test_torch_has_the_hooks() -> None:
-    assert mock.missing_hooks() == []
 
 
 def test_ddp_trains_as_one_process() -> None:

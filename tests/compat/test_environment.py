@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from axon_nb.compat import accelerate, deepspeed
+from axon_nb.compat import accelerate
 from axon_nb.compat.environment import set_environment
+from axon_nb.records.hooks import missing_hooks
 
 
 def test_ranks_on_cpus_say_so() -> None:
@@ -45,13 +46,13 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_accelerate_without_our_hooks_is_told() -> None:
     other = ModuleType("accelerate.state")
-    with pytest.warns(UserWarning, match="this version lacks PartialState.*Check `accelerator.num_processes`"):
+    with pytest.warns(UserWarning, match="this version lacks state.PartialState.*Check `accelerator.num_processes`"):
         accelerate.synchronise_on_cpus(other, world_size=2)
 
 
 def test_a_deepspeed_without_our_hooks_is_seen() -> None:
-    assert deepspeed.missing_setup_hooks(ModuleType("a"), ModuleType("b")) == [
-        "build_shm_op",
-        "DeepSpeedEngine.__init__",
-        "DeepSpeedEngine.step",
+    assert missing_hooks("deepspeed.setup", backend=ModuleType("a"), engine=ModuleType("b")) == [
+        "backend.build_shm_op",
+        "engine.DeepSpeedEngine.__init__",
+        "engine.DeepSpeedEngine.step",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,45 +19,46 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
-from axon_nb.cluster.rpc import client
 from axon_nb.engine import frameworks
-from axon_nb.engine.groups import abort, install
-from axon_nb.engine.kernel import interrupts
+from axon_nb.engine.self_test import hooks as self_test_hooks
+from axon_nb.records import hooks
 from axon_nb.torch_api import torch_api
-from tests.cluster.lines import by_rank
-from tests.kernel.driver import Kernel
 
 ENGINE = Path(axon_nb.__file__).parent / "engine"
 
 
-def test_ipyparallels_client_has_our_hooks() -> None:
-    assert client.missing() == []
-
-
-def test_the_engines_kernel_has_our_hooks_before_any_of_them_is_set() -> None:
-    """In a process of its own: after `install` the names that we set ourselves would be there in any case."""
+@pytest.fixture(scope="module")
+def walked() -> dict[str, Any]:
+    """The register, checked in a process of its own: packages print messages, and change torch, when imported."""
     script = (
-        "from ipyparallel.engine.kernel import IPythonParallelKernel\nfrom axon_nb.engine.kernel import hooks\n"
-        "print(hooks.missing(IPythonParallelKernel()))"
+        "import json\nfrom axon_nb.engine.self_test.hooks import walk\n"
+        "found = walk(with_optional=True)\nprint()\nprint(json.dumps(found))"
     )
-    done = subprocess.run(
-        [sys.executable, "-Xfrozen_modules=off", "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def test_a_rank_has_our_hooks(own_kernel: Kernel) -> None:
-    reply = own_kernel.ok("%%distributed\nfrom axon_nb.engine.kernel import hooks\nhooks.missing(get_ipython().kernel)")
-    assert by_rank(reply.stdout) == {0: ["[]"], 1: ["[]"]}
+@pytest.mark.parametrize("group", hooks.groups())
+def test_installed_versions_have_the_hook(group: str, walked: dict[str, Any]) -> None:
+    if group in walked["unchecked"]:
+        pytest.skip(f"{hooks.hook(group).package} is not installed")
+    missing = {entry["group"]: entry["missing"] for entry in walked["missing"]}
+    assert missing.get(group, []) == [], hooks.hook(group).lost
+    assert group in walked["checked"] + walked["unused"]
 
 
-def test_a_step_is_found_on_the_stack_and_guarded_lines_are_known() -> None:
-    assert abort.missing_step_hooks() == []
-    assert interrupts.missing_interrupt_hooks() == []
-
-
-def test_torch_has_what_recoverable_groups_need() -> None:
-    assert install.missing_group_hooks() == []
+def test_what_is_missing_is_reported_with_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test_hooks, "groups", lambda: ["widgets.reopen", "groups.steps", "plan.device_guard"])
+    monkeypatch.setattr(self_test_hooks, "missing_hooks", lambda group: [f"{group} is gone"])
+    found = self_test_hooks.walk()
+    assert found["checked"] == ["widgets.reopen", "groups.steps"]
+    assert found["unused"] == ["plan.device_guard"]
+    reopen, steps = found["missing"]
+    assert reopen["lost"] == "`result.show()` shows nothing"
+    assert reopen["fix"] == 'Run `pip install "ipywidgets==8.1.*"`.'
+    assert (steps["missing"], steps["capability"]) == (["groups.steps is gone"], "whole_steps")
+    assert steps["lost"] == "an interrupt can tear an optimizer's step"
 
 
 def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:

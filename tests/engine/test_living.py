@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from axon_nb.engine import live_objects as searched
 from axon_nb.engine.groups import wrapper_reset as wrappers
+from axon_nb.records.hooks import missing_hooks
 
 kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}
 passes = []
@@ -52,10 +53,12 @@ first = ScheduleGPipe(stage, 1)
 assert found()["schedules"] == [first] and len(passes) == 2
 second = ScheduleGPipe(stage, 1)
 assert found()["schedules"] == [first, second] and len(passes) == 2
-assert searched.missing_search_hooks() == []
+assert missing_hooks("live_objects.states") == []
 
-searched._STATES = ("torch.distributed._composable_state", "gone")
-assert searched.missing_search_hooks() == ["torch.distributed._composable_state.gone"]
+states = torch.distributed._composable_state
+table = states._module_state_mapping
+del states._module_state_mapping
+assert missing_hooks("live_objects.states") == ["torch.distributed._composable_state._module_state_mapping"]
 assert found()["fsdp"] == [model] and len(passes) == 3, "without the table all objects are looked through"
 print("all held")
 """

@@ -19,6 +19,7 @@ from axon_nb.engine.groups import native, nccl, recovery
 from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, raise_if_aborted
 from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, connect_in_helper, wait_for_peers
+from axon_nb.records.hooks import missing_hooks
 from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
 from tests.kernel.processes import until
 
@@ -163,7 +164,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
 
 
 def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
-    assert native.missing_swap_hooks() == []
+    assert missing_hooks("groups.swap") == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
     for left in range(native.MAX_SWAPS, 0, -1):

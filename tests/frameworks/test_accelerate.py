@@ -64,8 +64,8 @@ ways = {{
     "state": made_after_a_state,
     "variable": made_without_the_variable,
 }}
-from axon_nb.compat import accelerate as accelerate_state
-assert accelerate_state.missing_state_hooks(sys.modules["accelerate.state"]) == []
+from axon_nb.records.hooks import missing_hooks
+assert missing_hooks("accelerate.state") == []
 for name, make in ways.items():
     fresh()
     accelerator = make()
@@ -159,8 +159,8 @@ def test_its_launchers_call_the_function_on_every_rank(two: Kernel) -> None:
         """%%distributed
 import sys
 from accelerate import debug_launcher, notebook_launcher
-from axon_nb.compat import accelerate as accelerate_launch
-assert accelerate_launch.missing_launch_hooks(sys.modules["accelerate.launchers"]) == []
+from axon_nb.records.hooks import missing_hooks
+assert missing_hooks("accelerate.launch") == []
 
 def train(word):
     fresh()

@@ -122,13 +122,13 @@ def test_its_hooks_are_there(prepared: Kernel) -> None:
     prepared.ok(
         """%%distributed
 import importlib
-from axon_nb.compat import deepspeed as deepspeed_reset; from axon_nb.compat import deepspeed as deepspeed_setup
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.engine.live_objects import live_objects
 backend = importlib.import_module("deepspeed.comm.torch")
-assert deepspeed_setup.missing_setup_hooks(backend, deepspeed.runtime.engine) == []
+assert missing_hooks("deepspeed.setup", backend=backend, engine=deepspeed.runtime.engine) == []
 engines = live_objects(("deepspeed.runtime.engine", "DeepSpeedEngine"))[0]
 engines = [*engines, engine_of(2)]
-stages = {engine.zero_optimization_stage(): deepspeed_reset.missing_reset_hooks(engine) for engine in engines}
+stages = {engine.zero_optimization_stage(): missing_hooks("deepspeed.reset", engine=engine) for engine in engines}
 assert not any(stages.values()) and 2 in stages, stages
 assert backend.build_shm_op() is None
 """
@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
         "reset_wrappers()\nodd(x[mine])"
     )
     assert (
-        "could not be reset after a cell was aborted (AttributeError: this DeepSpeed lacks micro_steps): create"
+        "could not be reset after a cell was aborted (AttributeError: this DeepSpeed lacks engine.micro_steps): create"
         in reply.evalue
     )
 

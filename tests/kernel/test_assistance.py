@@ -142,22 +142,14 @@ def test_names_of_ranks_behind_magics_that_take_them(typed: Kernel) -> None:
     expect_completed(typed, "%distributed diff t_wei", "%distributed diff t_weights")
 
 
-def test_the_private_hooks_are_there(typed: Kernel) -> None:
-    assert (
-        typed.value("__import__('axon_nb.magics.kernel_requests', fromlist=['x']).missing(get_ipython().kernel)") == []
-    )
-
-
 def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
     change = "from axon_nb.magics import kernel_requests as front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
-    typed.ok(change.format("front_end._NEEDED += ('no_such_hook',)"))
-    assert typed.value("front_end.missing(get_ipython().kernel), front_end._installed[0].answers_during_cells") == (
-        ["no_such_hook"],
-        False,
-    )
+    lacking = "front_end.missing_hooks = lambda group, **_: ['gone'] if group == 'front_end.requests' else []"
+    typed.ok(change.format(lacking))
+    assert typed.value("front_end._installed[0].answers_during_cells") is False
     expect_help(typed, "%%distributed\nt_net", "Sequential")
     expect_completed(typed, "%%distributed\nt_sca", "t_scale")
-    typed.ok(change.format("front_end._NEEDED = front_end._NEEDED[:-1]"))
+    typed.ok(change.format("from axon_nb.records.hooks import missing_hooks\nfront_end.missing_hooks = missing_hooks"))
     assert typed.value("front_end._installed[0].answers_during_cells") is True
 
 

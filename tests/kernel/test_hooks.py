@@ -1,20 +1,22 @@
-"""The private names of ipykernel, ipyparallel and torch that the project leans on are there in the pinned versions."""
+"""Live kernels have the hooks that the register lists for them, beside those of their classes (tests/engine)."""
 
 from __future__ import annotations
 
-from axon_nb.cluster.rpc import client
 from tests.kernel.driver import Kernel
 
 
-def test_ipyparallel_has_what_the_client_needs() -> None:
-    assert client.missing() == []
+def test_the_notebooks_kernel_has_the_hooks(kernel: Kernel) -> None:
+    kernel.ok("from axon_nb.records.hooks import missing_hooks")
+    for group in ("front_end.help", "front_end.requests", "session.shutdown", "stop_button.presses"):
+        assert kernel.value(f"missing_hooks({group!r}, kernel=get_ipython().kernel)") == [], group
+    assert kernel.value("missing_hooks('stop_button.shell', shell=get_ipython())") == []
 
 
 def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\n"
-        "from axon_nb.engine.kernel import hooks\nfrom axon_nb.engine.groups import install, recoverable\n"
-        "print(hooks.missing(get_ipython().kernel), install.missing_group_hooks())\n"
+        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine.groups import recoverable\n"
+        "print(missing_hooks('kernel.cells', kernel=get_ipython().kernel), missing_hooks('groups.install'))\n"
         "print(type(dist.group.WORLD).__name__, 'allreduce' in recoverable.operations(), dist.get_backend())"
     )
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]

@@ -211,11 +211,6 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
         assert words in refused.traceback
 
 
-def test_hooks_are_there(ready: Kernel) -> None:
-    code = "%%rank 0\nfrom axon_nb.engine.inspection import job as tqdm_bars\nprint(tqdm_bars.missing_tqdm_hooks())"
-    assert ready.ok(code).lines() == ["[rank 0] []"]
-
-
 def test_a_terminal_gets_text(ready: Kernel) -> None:
     ready.ok("t_real, open_job._notebook_shell = open_job._notebook_shell, lambda: None")
     try:

@@ -123,15 +123,6 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
     assert notes == ["Ranks 0-1,3: variable 'mine' does not exist."]
 
 
-def test_hooks_are_there(ready: Kernel) -> None:
-    code = (
-        "%%rank 0\nfrom axon_nb.engine.sharding.placement import missing_gathering_hooks\n"
-        "from axon_nb.engine.sharding.placement import missing_placement_hooks\n"
-        "print(missing_gathering_hooks(), missing_placement_hooks())"
-    )
-    assert ready.ok(code).lines() == ["[rank 0] [] []"]
-
-
 LAYERS = """%%distributed
 import functools
 from axon_nb.parallel import ColumnParallelLinear, FSDP, Parallel3D, RowParallelLinear, ShardingStrategy, make_mesh

@@ -49,9 +49,9 @@ other(range(4), 'GPipe', 4, 16)"""
 """Pipelines of other groups, and of the same one, whose spans are there already."""
 HOOKS = """%%distributed
 from torch.nn.modules import module as torch_modules
-from axon_nb.engine.inspection.spans import missing_span_hooks
+from axon_nb.records.hooks import missing_hooks
 is_wrapped = hasattr(torch.autograd.backward, '__wrapped__')
-print(len(torch_modules._global_forward_pre_hooks), is_wrapped, missing_span_hooks())"""
+print(len(torch_modules._global_forward_pre_hooks), is_wrapped, missing_hooks("inspection.backward_spans"))"""
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from axon_nb.parallel import (
     make_mesh,
     model_states,
 )
-from axon_nb.parallel.data.offload import missing_hooks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
+from axon_nb.records.hooks import missing_hooks
 
 S = ShardingStrategy
 OPTIMIZERS: dict[str, Any] = {
@@ -233,13 +233,14 @@ def test_checkpointing_keeps_names_and_refuses_misuse() -> None:
 
 def test_torch_has_the_hooks_for_offloading_parameters(two: Any) -> None:
     """If this fails, torch has changed: `axon_nb/parallel/data/offload.py` documents the internals that it uses."""
-    assert two.run(lambda world: missing_hooks(FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts)) == [
-        [],
-        [],
-    ]
-    assert missing_hooks([object()]) == [
-        f"FSDPParam.{name}"
-        for name in ("_sharded_param_data", "padded_sharded_param_size", "sharded_param", "sharded_size")
+
+    def work(world: World) -> Any:
+        parts = FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts
+        return [name for part in parts for name in missing_hooks("parallel.offload", part=part)]
+
+    assert two.run(work) == [[], []]
+    assert missing_hooks("parallel.offload", part=object()) == [
+        f"part.{name}" for name in ("_sharded_param_data", "padded_sharded_param_size", "sharded_param", "sharded_size")
     ]
 
 

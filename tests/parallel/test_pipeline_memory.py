@@ -20,10 +20,6 @@ from tests.parallel.pipelines import CASES, batches, whole
 LOOPED = ("Interleaved1F1B", "LoopedBFS")
 
 
-def test_torch_has_the_hooks() -> None:
-    assert torch_hooks.missing_hooks() == []
-
-
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_torch_reports_whether_shapes_are_negotiated(schedule: str) -> None:
     def work(world: World) -> Any:

@@ -16,7 +16,6 @@ from torch import nn
 from axon_nb import plan
 from axon_nb.parallel import CPUOffload, ShardingStrategy
 from axon_nb.parallel.models import GPT, Block, GPTConfig
-from axon_nb.plan.footprint.fake_world import missing_hooks
 from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
@@ -33,10 +32,6 @@ def _plans(**requests: MemoryRequest) -> dict[str, Any]:
 
 def _request(model: Any = SMALL, mesh: dict[str, int] | None = None, strategy: str = "full_shard", **more: Any) -> Any:
     return MemoryRequest(model, mesh or {"dp": 4}, strategy, **more)
-
-
-def test_this_torch_has_all_private_hooks() -> None:
-    assert missing_hooks() == []
 
 
 def test_a_plan_has_the_memory_of_each_rank() -> None:

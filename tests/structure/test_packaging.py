@@ -49,6 +49,7 @@ def test_wheel_holds_every_file_of_the_package(
     assert expected <= inside.keys()
     assert all(inside[name].file_size == (root / name).stat().st_size for name in expected)
     assert "axon_nb/py.typed" in inside
+    assert "axon_nb/records/hooks.toml" in inside
     assert {name.partition("/")[0] for name in inside} == {"axon_nb", f"axon_nb-{axon_nb.__version__}.dist-info"}
 
 

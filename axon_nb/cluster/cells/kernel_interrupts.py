@@ -20,13 +20,13 @@ from types import FrameType
 from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "InterruptQueue",
     "KernelInterruptHandler",
     "capture_interrupts",
     "install",
-    "missing",
     "uninstall",
 ]
 
@@ -91,7 +91,6 @@ def _on_sigint(number: int, frame: Any) -> None:
         interrupts.put()
 
 
-_NEEDED = ("_cancel_on_sigint", "get_parent", "post_handler_hook", "pre_handler_hook")
 _INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
 _INTERRUPT_FILE = "<kernel interrupt>"
 _INTERRUPT_CODE = compile(_INTERRUPT_LINE, _INTERRUPT_FILE, "exec")
@@ -100,11 +99,6 @@ _IN_FLIGHT_S = 10.0
 busy machine seconds pass between the two. The time is limited because the page's and the kernel's clocks may differ."""
 _FORCE_AFTER_S = 1.0
 """A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
-
-
-def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this kernel does not have."""
-    return [name for name in _NEEDED if not hasattr(kernel, name)]
 
 
 class KernelInterruptHandler:
@@ -233,7 +227,8 @@ def install() -> None:
     if _installed or app is None or not app.IPKernelApp.initialized():
         return
     kernel = app.IPKernelApp.instance().kernel
-    if threading.current_thread() is threading.main_thread() and not missing(kernel):
+    here = threading.current_thread() is threading.main_thread()
+    if here and not missing_hooks("stop_button.presses", kernel=kernel):
         _installed.append(KernelInterruptHandler(kernel))
         _installed[0].install()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.rpc import client
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.compatibility import Capability, Verdict, install_command
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "RESTART",
@@ -91,7 +91,7 @@ def at_start(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> list[
         for capability in lost.values()
         if capability.name != "backend_swap" or backend == "nccl"
     ]
-    if absent := client.missing():
+    if absent := missing_hooks("rpc.client"):
         notes.append(
             f"This ipyparallel lacks {', '.join(absent)}: starts and cells are slower.\n"
             f"To get it: {install_command('ipyparallel')}"

@@ -2,7 +2,7 @@
 
 Cells are plain `execute_request` messages on ipyparallel's own channels. Unlike in ipyparallel, replies and output of
 cells go straight to their handler, without its caches: these grow with every message, and join all output so far into
-one string at each chunk. `missing()` names the hooks that a newer ipyparallel no longer has; a test fails if it does.
+one string at each chunk. The register lists the hooks as `rpc.client` and `rpc.streams`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,9 @@ import ipyparallel as ipp
 
 from axon_nb.errors import StartError
 
-__all__ = ["CellHandler", "RankClient", "connect", "execute_content", "forget_engine", "missing"]
+__all__ = ["CellHandler", "RankClient", "connect", "execute_content", "forget_engine"]
 
-_NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send", "_update_engines")
 _QUERY_INTERVAL_S = 0.5
-
-
-def missing() -> list[str]:
-    """Names of the hooks that this ipyparallel does not have."""
-    absent = [name for name in _NEEDED if not hasattr(ipp.Client, name)]
-    if not hasattr(getattr(ipp.Client, "_dispatch_iopub", None), "__wrapped__"):
-        absent.append("_dispatch_iopub.__wrapped__")
-    return absent
 
 
 def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import has_torch_function
 
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
 __all__ = [
@@ -29,9 +30,9 @@ __all__ = [
     "all_gather_single",
     "all_reduce",
     "broadcast",
+    "call_problems",
     "can_call_directly",
     "is_torch_group",
-    "missing_direct_hooks",
     "num_dispatch_modes",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -54,20 +55,17 @@ num_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None) o
 """Number of active torch dispatch modes; one if torch does not say."""
 
 
-def missing_direct_hooks() -> list[str]:
-    """Return the names of the torch internals used here that this torch lacks."""
-    methods = (GATHER_METHOD, "allreduce", "broadcast", SCATTER_METHOD)
-    wanted = {f"ProcessGroup.{name}": hasattr(dist.ProcessGroup, name) for name in methods}
-    wanted["_world.pg_coalesce_state"] = getattr(getattr(c10d, "_world", None), "pg_coalesce_state", None) is not None
-    world = getattr(c10d, "_world", None)
+def call_problems() -> list[str]:
+    """Return what direct calls need and this torch lacks: methods of its groups, and state of the live world."""
+    wanted = {f"ProcessGroup.{name}": hasattr(dist.ProcessGroup, name) for name in (GATHER_METHOD, SCATTER_METHOD)}
+    world: Any = c10d._world
+    wanted["_world.pg_coalesce_state"] = getattr(world, "pg_coalesce_state", None) is not None
     if type(world) is TorchWorld:  # else inside a mock world
         wanted |= {f"_world.{name}": hasattr(world, name) for name in ("_default_pg", "_pg_coalesce_state")}
-    options = ("AllgatherOptions", "AllreduceOptions", "BroadcastOptions", "ReduceScatterOptions")
-    absent = [name for name, there in wanted.items() if not there]
-    return absent + [name for name in options if not hasattr(c10d, name)]
+    return [name for name, there in wanted.items() if not there]
 
 
-HOOKS_MISSING = bool(missing_direct_hooks())
+HOOKS_MISSING = bool(missing_hooks("comm.direct"))
 """Whether any of them is missing: then only torch's public functions are called."""
 
 

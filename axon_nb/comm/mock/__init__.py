@@ -6,7 +6,7 @@ from axon_nb.comm.mock.backend import MockBackend
 from axon_nb.comm.mock.group import NAME, MockGroup
 from axon_nb.comm.mock.hub import Hub
 from axon_nb.comm.mock.scheduler import TurnScheduler
-from axon_nb.comm.mock.torch_patches import RankContext, missing_hooks, set_thread_isolation
+from axon_nb.comm.mock.torch_patches import RankContext, set_thread_isolation
 
 __all__ = [
     "NAME",
@@ -15,6 +15,5 @@ __all__ = [
     "MockGroup",
     "RankContext",
     "TurnScheduler",
-    "missing_hooks",
     "set_thread_isolation",
 ]

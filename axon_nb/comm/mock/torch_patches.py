@@ -1,7 +1,7 @@
 """Give each mock rank its own torch.distributed state, through private hooks into torch.
 
 torch keeps its groups in a module-level object and in a C++ registry. The object is swapped whenever another rank runs;
-the registry has a mode in which each thread has its own. `missing_hooks()` names the hooks that a torch version lacks.
+the registry has a mode in which each thread has its own. The register lists the hooks as `comm.mock_worlds`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from torch._C import _distributed_c10d as c_api
 
 from axon_nb.torch_api import torch_api
 
-__all__ = ["RankContext", "missing_hooks", "set_thread_isolation"]
+__all__ = ["RankContext", "set_thread_isolation", "world_problems"]
 
 c10d = dist.distributed_c10d
 
 
-def missing_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    absent = [name for name in ("_world", "_register_process_group") if not hasattr(c10d, name)]
-    absent += [name for name in ("_set_thread_isolation_mode",) if not hasattr(c_api, name)]
+def world_problems() -> list[str]:
+    """Return the properties of torch's `_World` that ours lacks."""
     known = set(vars(_World()))
     needed = {name for name, value in vars(c10d._World).items() if isinstance(value, property)}
-    return absent + sorted(f"_World.{name}" for name in needed - known)
+    return sorted(f"torch.distributed.distributed_c10d._World.{name}" for name in needed - known)
 
 
 class _World:

@@ -21,12 +21,12 @@ __all__ = [
     "AbortedError",
     "BrokenGroupError",
     "disable_groups",
-    "missing_step_hooks",
     "raise_at_cut",
     "raise_if_aborted",
     "register_step_code",
     "run_in_helper",
     "step_depth",
+    "step_wrapper_problems",
     "stop_at",
     "stop_requested",
 ]
@@ -44,9 +44,9 @@ def _wrapper_code() -> CodeType | None:
     return getattr(hook(lambda self: None), "__code__", None) if hook is not None else None
 
 
-def missing_step_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    return [] if _wrapper_code() is not None else ["Optimizer.profile_hook_step"]
+def step_wrapper_problems() -> list[str]:
+    """Return what is missing if the wrapper of `step` has no code object; else nothing."""
+    return [] if _wrapper_code() is not None else ["torch.optim.Optimizer.profile_hook_step(step).__code__"]
 
 
 def register_step_code(code: CodeType) -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "groups_state",
     "init_default_group",
     "install_recoverable_groups",
-    "missing_group_hooks",
     "named_group",
 ]
 
@@ -50,12 +49,6 @@ class GroupsState:
 
 
 groups_state = GroupsState()
-
-
-def missing_group_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    names = ("_new_process_group_helper", "_process_group_name", "_world")
-    return [name for name in names if not hasattr(c10d, name)]
 
 
 def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> None:

@@ -31,7 +31,6 @@ __all__ = [
     "BackendKind",
     "NativeGroups",
     "connect_in_helper",
-    "missing_swap_hooks",
     "remaining_swaps",
     "swap_backend",
     "wait_for_peers",
@@ -43,12 +42,6 @@ MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
 
 _next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def missing_swap_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    names = ("_get_backend", "_register_backend", "_set_group_desc", "_set_group_name", "bound_device_id")
-    return [name for name in names if not hasattr(dist.ProcessGroup, name)]
 
 
 def remaining_swaps(group: dist.ProcessGroup) -> int:

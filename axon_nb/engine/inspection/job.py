@@ -22,23 +22,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import current
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import RankState, running_cell
 from axon_nb.records.training.job import RateMeter
 from axon_nb.records.training.metrics import Logged, metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["count_training_steps", "job_report", "missing_tqdm_hooks", "tqdm_bars", "training_steps"]
+__all__ = ["count_training_steps", "job_report", "tqdm_bars", "training_steps"]
 
 _MAX_CLOSED = 16
 _closed: deque[tuple[int, Bar]] = deque(maxlen=_MAX_CLOSED)
 _hooked: list[type] = []
-
-
-def missing_tqdm_hooks() -> list[str]:
-    """Names of the hooks that this tqdm lacks; empty if it is not loaded."""
-    tqdm_class = _tqdm_class()
-    return [name for name in ("_instances", "close") if tqdm_class is not None and not hasattr(tqdm_class, name)]
 
 
 def _tqdm_class() -> Any:
@@ -48,7 +43,7 @@ def _tqdm_class() -> Any:
 def tqdm_bars() -> list[Bar]:
     """The open tqdm bars, and those closed during this cell since the first call."""
     tqdm_class = _tqdm_class()
-    if tqdm_class is None or missing_tqdm_hooks():
+    if tqdm_class is None or missing_hooks("job.tqdm_bars"):
         return []
     if tqdm_class not in _hooked:
         _install_close_hook(tqdm_class)

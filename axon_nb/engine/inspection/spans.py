@@ -4,7 +4,7 @@ All hooks in torch are installed here and removed when nobody watches any more. 
 torch's public ones. The global module hook exists only until the outermost module is reached, whose own hook brings it
 back. So the modules inside run without hooks, and what torch has compiled of them stays valid. torch reports no
 backwards: `torch.autograd.backward`, which `Tensor.backward` and torch's pipelines look up at each call, is wrapped
-meanwhile. If a torch lacks it, `missing_span_hooks()` says so and the other spans are still recorded.
+meanwhile. Without it (hook `inspection.backward_spans`), the other spans are still recorded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession, current
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
-__all__ = ["SpanReader", "StepSpans", "missing_span_hooks", "span_reader"]
+__all__ = ["SpanReader", "StepSpans", "backward_problems", "span_reader"]
 
 _POLL_S = 0.5
 
 
-def missing_span_hooks() -> list[str]:
-    """Names of the hooks that this torch lacks."""
-    if not callable(getattr(torch.autograd, "backward", None)):
-        return ["torch.autograd.backward"]
+def backward_problems() -> list[str]:
+    """Return what is missing if `Tensor.backward` no longer looks up `torch.autograd.backward`; else nothing."""
     try:
         looks_it_up = "torch.autograd.backward(" in inspect.getsource(torch.Tensor.backward)
     except (OSError, TypeError):  # the source is not available
@@ -112,7 +111,7 @@ class StepSpans:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._removers = [self._remove_module_hooks, *(handle.remove for handle in steps)]
-        if not missing_span_hooks():
+        if not missing_hooks("inspection.backward_spans"):
             self._removers.append(self._wrap_backward())
 
     def _begin_cell(self) -> None:

@@ -1,7 +1,7 @@
 """All private hooks into ipykernel 7, as engines use it.
 
-Each is guarded by `missing()`, which names the hooks that a newer ipykernel lacks; a test fails if that list is not
-empty for the tested versions. A missing hook is skipped: cells still run, with the limitation that its comment names.
+The register lists them as `kernel.cells`, and a test fails if the installed ipykernel lacks one. A missing hook is
+skipped: cells still run, with the limitation that its comment names.
 """
 
 from __future__ import annotations
@@ -13,40 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import zmq
-from ipykernel.iostream import IOPubThread
 
 __all__ = [
     "ControlHandler",
     "add_control_handlers",
     "install",
-    "missing",
     "tap_output",
     "wrap_do_execute",
 ]
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
 """Takes a request's content and returns the reply's content; runs on the kernel's control thread."""
-
-_NEEDED = (
-    "_cancel_on_sigint",
-    "_publish_execute_input",
-    "_publish_status",
-    "_supports_kernel_subshells",
-    "control_handlers",
-    "do_execute",
-    "post_handler_hook",
-    "pre_handler_hook",
-    "process_control",
-    "shell_channel_thread",
-)
-
-
-def missing(kernel: Any) -> list[str]:
-    """Names of the hooks that this ipykernel lacks."""
-    absent = [name for name in _NEEDED if not hasattr(kernel, name)]
-    if not hasattr(IOPubThread, "send_multipart"):
-        absent.append("IOPubThread.send_multipart")
-    return absent
 
 
 def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:

@@ -21,14 +21,9 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["InterruptHandler", "clear_forced_interrupt", "force_interrupt", "missing_interrupt_hooks"]
+__all__ = ["InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
 
 _parse_exception_table: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
-
-
-def missing_interrupt_hooks() -> list[str]:
-    """Names of the hooks that this Python lacks."""
-    return [] if _parse_exception_table is not None else ["dis._parse_exception_table"]
 
 
 def force_interrupt(frame: FrameType | None, outermost: FrameType) -> None:

@@ -24,13 +24,13 @@ from typing import Any
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "bound_traceback",
     "find_location",
     "install_bounded_traceback",
     "install_short_traceback",
-    "missing_traceback_hooks",
     "shorten_traceback",
     "take_abort_location",
 ]
@@ -78,20 +78,11 @@ _FIRST_CALLS, _LAST_CALLS = 60, 30
 """Calls of all functions shown from each end."""
 
 
-def missing_traceback_hooks(shell: Any) -> list[str]:
-    """Names of the hooks that this IPython lacks."""
-    absent = [name for name in ("_showtraceback", "_last_traceback") if not hasattr(shell, name)]
-    if not hasattr(getattr(shell, "InteractiveTB", None), "structured_traceback"):
-        absent.append("InteractiveTB.structured_traceback")
-    return absent
-
-
 def install_bounded_traceback(shell: Any) -> None:
     """Have `shell` render only the ends of long tracebacks, and only for the reply."""
-    absent = missing_traceback_hooks(shell)
-    if "_showtraceback" not in absent:
+    if not missing_hooks("kernel.failures", shell=shell):
         shell._showtraceback = _save_without_publishing(shell)
-    if "InteractiveTB.structured_traceback" not in absent:
+    if not missing_hooks("kernel.tracebacks", shell=shell):
         shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
 
 

@@ -1,10 +1,11 @@
-"""`python -m axon_nb.engine.self_test [--json] [--fresh]`: run the self-test and show its verdict."""
+"""`python -m axon_nb.engine.self_test [--json] [--fresh] [--hooks]`: run the self-test and show its verdict."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from typing import Any
 
 from axon_nb.engine.self_test.verdict import current_verdict, run_and_save
 
@@ -14,17 +15,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m axon_nb.engine.self_test", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--fresh", action="store_true", help="run the test even if a verdict is cached")
+    parser.add_argument("--hooks", action="store_true", help="check every private hook, too")
     options = parser.parse_args()
     verdict = run_and_save() if options.fresh else current_verdict(in_process=True)
+    hooks = _hooks() if options.hooks else {}  # after the test, which forks this process
     if options.json:
-        print(json.dumps(verdict.to_json()))
+        print(json.dumps(verdict.to_json() | hooks))
     else:
         print(f"torch {verdict.torch}, Python {verdict.python}: {verdict.seconds:.1f} s")
         for capability in verdict.capabilities:
             print(f"{'works' if capability.works else 'FAILS':6} {capability.name:16} {capability.label}")
             if not capability.works:
                 print(f"       {capability.reason}\n       Lost: {capability.lost}\n       Fix: {capability.fix}")
+        for entry in hooks.get("hooks", {}).get("missing", ()):
+            print(f"lacks {', '.join(entry['missing'])}\n       Lost: {entry['lost']}\n       Fix: {entry['fix']}")
     return int(bool(verdict.lost))
+
+
+def _hooks() -> dict[str, Any]:
+    try:
+        from axon_nb.engine.self_test.hooks import walk
+
+        return {"hooks": walk()}
+    except Exception as error:  # the verdict is there, and is not to be lost
+        return {"hooks": {"failure": f"{type(error).__name__}: {error}"}}
 
 
 if __name__ == "__main__":

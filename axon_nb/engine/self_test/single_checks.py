@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from axon_nb.engine.self_test.process import CheckProcess
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "interrupts",
@@ -29,8 +30,8 @@ __all__ = [
 ]
 
 
-def _raise_if_missing(names: list[str]) -> None:
-    if names:
+def _raise_if_missing(*groups: str, **objects: Any) -> None:
+    if names := [name for group in groups for name in missing_hooks(group, **objects)]:
         raise AttributeError(f"missing: {', '.join(names)}")
 
 
@@ -56,7 +57,7 @@ def interrupts(_: CheckProcess) -> None:
     """Leave a loop that catches everything, at a line that no `try` guards."""
     from axon_nb.engine.kernel import interrupts
 
-    _raise_if_missing(interrupts.missing_interrupt_hooks())
+    _raise_if_missing("interrupts.guarded_lines")
 
     def stubborn() -> None:
         while True:
@@ -87,9 +88,7 @@ def kernel_hooks(_: CheckProcess) -> None:
     """Find everything in an engine's kernel that axon_nb replaces."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    from axon_nb.engine.kernel.hooks import missing
-
-    _raise_if_missing(missing(IPythonParallelKernel()))
+    _raise_if_missing("kernel.cells", kernel=IPythonParallelKernel())
 
 
 def short_tracebacks(_: CheckProcess) -> None:
@@ -100,7 +99,7 @@ def short_tracebacks(_: CheckProcess) -> None:
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
-    _raise_if_missing(tracebacks.missing_traceback_hooks(shell))
+    _raise_if_missing("kernel.failures", "kernel.tracebacks", shell=shell)
     tracebacks.install_bounded_traceback(shell)
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
@@ -110,23 +109,12 @@ def short_tracebacks(_: CheckProcess) -> None:
 
 def sharding_views(_: CheckProcess) -> None:
     """Find what the views read from DTensor and FSDP2."""
-    from axon_nb.engine import live_objects
-    from axon_nb.engine.sharding import placement
-
-    _raise_if_missing(
-        [
-            *placement.missing_placement_hooks(),
-            *placement.missing_gathering_hooks(),
-            *live_objects.missing_search_hooks(),
-        ]
-    )
+    _raise_if_missing("sharding.placement", "sharding.gathering", "live_objects.states")
 
 
 def pipeline_spans(_: CheckProcess) -> None:
     """Find what axon_nb wraps in pipelines to record their actions."""
-    from axon_nb.parallel.pipeline import torch_hooks
-
-    _raise_if_missing(torch_hooks.missing_hooks())
+    _raise_if_missing("parallel.pipeline_spans")
 
 
 def mock_worlds(_: CheckProcess) -> None:

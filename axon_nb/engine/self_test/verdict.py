@@ -27,6 +27,7 @@ from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
+from axon_nb.records.hooks import REGISTER
 
 __all__ = ["cache_folder", "cached_verdict", "current_verdict", "run_and_save", "start_in_child", "startup_verdict"]
 
@@ -45,10 +46,9 @@ def _key() -> str:
     """Identify what the verdict depends on: builds of torch, Python, ipykernel, IPython, ipyparallel; our hooks."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((package / folder).glob("*.py")):
-            stat = path.stat()  # every rank does this when it starts: reading the files would take 7 ms
-            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for path in [*(path for folder in _SOURCES for path in sorted((package / folder).glob("*.py"))), REGISTER]:
+        stat = path.stat()  # every rank does this when it starts: reading the files would take 7 ms
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     parts = (torch.version.git_version, platform.python_version(), sys.platform, __version__, *_versions().values())
     digest.update("\0".join(map(str, parts)).encode())
     return f"torch-{torch.__version__}-py{platform.python_version()}-{digest.hexdigest()[:16]}"

@@ -30,8 +30,6 @@ __all__ = [
     "ShardPlacement",
     "layer_shardings",
     "local_tensor",
-    "missing_gathering_hooks",
-    "missing_placement_hooks",
     "placement_of",
     "unsharded_parameters",
 ]
@@ -73,11 +71,6 @@ def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
 
 _utils: Any = importlib.import_module("torch.distributed.tensor._utils")
 _offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
-
-
-def missing_placement_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    return [] if _offsets is not None else ["compute_local_shape_and_global_offset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +180,6 @@ def _padding(tensor: Any, placements: Any) -> int:
         shape[dim] = math.ceil(shape[dim] / tensor.device_mesh.size(axis))
         padding = math.prod(shape) * local.element_size() - used
     return padding if padding > 0 and local.untyped_storage().nbytes() == used + padding else 0
-
-
-def missing_gathering_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    needed = {"FSDPParam": getattr(_fsdp_param, "FSDPParam", None), "ShardedState": _state_type()}
-    names = [name for name, found in needed.items() if found is None]
-    return names or [name for name in ("unsharded_param",) if not hasattr(needed["FSDPParam"], name)]
 
 
 def _state_type() -> Any:

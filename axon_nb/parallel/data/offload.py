@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.optimizer_kind import local_optimizer, optimizer_states
+from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["ParameterOffloader", "missing_hooks", "offload_states"]
+__all__ = ["ParameterOffloader", "offload_states"]
 
 _HOST = torch.device("cpu")
-_HOOKS = ("_sharded_param_data", "padded_sharded_param_size", "sharded_param", "sharded_size")
 
 
 class ParameterOffloader:
@@ -40,7 +40,7 @@ class ParameterOffloader:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._parts = _fsdp_parameters(model)
-        if absent := missing_hooks(self._parts):
+        if absent := sorted({name for part in self._parts for name in missing_hooks("parallel.offload", part=part)}):
             raise UsageError(
                 f"CPUOffload.PARAMS needs {', '.join(absent)}, which torch {torch.__version__} lacks; use "
                 "CPUOffload.FULL, which also offloads gradients and optimizer states."
@@ -91,12 +91,6 @@ def offload_states(optimizer: Optimizer, device: torch.device) -> None:
     own = local_optimizer(optimizer)
     own.register_step_pre_hook(fetch)
     own.register_step_post_hook(store)
-
-
-def missing_hooks(parts: list[Any]) -> list[str]:
-    """Return the names of the private hooks that this torch lacks."""
-    absent = {f"FSDPParam.{name}" for part in parts for name in _HOOKS if not hasattr(part, name)}
-    return sorted(absent | ({"DTensor._local_tensor"} if not hasattr(DTensor, "_local_tensor") else set()))
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.spans import now
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, missing_hooks, quiet, schedule_class
+from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, quiet, schedule_class
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = ["Runner"]
 
@@ -55,7 +56,7 @@ class Runner:
         self._has_run = False
         self.watches: dict[int, StageWatch] = {}
         """By stage; empty if nothing is recorded."""
-        if spans and not missing_hooks():
+        if spans and not missing_hooks("parallel.pipeline_spans"):
             rank, name = group.ranks[group.rank()], torch_group.group_name
             self.watches = {stage.stage_index: StageWatch(stage, rank=rank, group=name) for stage in stages}
         # The loss is divided instead of the gradients, which may include those of earlier steps.

@@ -1,7 +1,7 @@
 """Private hooks into torch's pipelines: recording their actions and reading their order.
 
-Written for torch 2.11.0, 2.12.0 and 2.13.0. `missing_hooks()` names the hooks that a torch version lacks;
-pipelines then still train, but record no spans.
+Written for torch 2.11.0, 2.12.0 and 2.13.0. The register lists them as `parallel.pipeline_spans`; if a torch version
+lacks one, pipelines still train, but record no spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.records.spans import Span, emit, suppress_spans
 
-__all__ = ["StageWatch", "actions", "is_prepared", "missing_hooks", "quiet", "schedule_class"]
+__all__ = ["StageWatch", "actions", "is_prepared", "quiet", "schedule_class"]
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _MESSAGES = {
@@ -34,14 +34,6 @@ def _schedules() -> ModuleType:
     from torch.distributed.pipelining import schedules
 
     return schedules
-
-
-def missing_hooks() -> list[str]:
-    """Return the names of the hooks that this torch lacks."""
-    from torch.distributed.pipelining import PipelineStage
-
-    names = [f"schedules.{name}" for name in _FUNCTIONS if not hasattr(_schedules(), name)]
-    return names + [f"PipelineStage.{name}" for name in (*_METHODS, *_MESSAGES) if not hasattr(PipelineStage, name)]
 
 
 def schedule_class(schedule: PipelineSchedule) -> Any:

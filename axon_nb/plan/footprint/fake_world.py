@@ -1,14 +1,13 @@
 """The simulator's private torch hooks: a fake process group, fake tensors, and who allocates a buffer.
 
-Written against torch 2.13.0, and torch.distributed 2.11.0 and 2.12.0. `missing_hooks()` names what a torch version
-lacks; then nothing is simulated, and closed-form plans still work.
+Written against torch 2.13.0, and torch.distributed 2.11.0 and 2.12.0. The register lists the hooks as
+`plan.simulation`; if a torch lacks one, nothing is simulated, and closed-form plans still work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.tracing.fake_tensors import lazy_chunks, patched_apply, skip_init
+from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
     "GLOO_COPIES",
@@ -34,7 +34,6 @@ __all__ = [
     "fake_tensors",
     "fake_world",
     "mesh_of",
-    "missing_hooks",
 ]
 
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
@@ -88,15 +87,6 @@ _TRACING = "_are_we_tracing"
 _FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 
 
-def missing_hooks() -> list[str]:
-    """Return the names of the private hooks that this torch lacks."""
-    missing = [f"distributed/fsdp/_fully_shard/{name}.py" for name in ("_fsdp_collectives", "_fsdp_param")]
-    missing = [name for name in missing if not (_DISTRIBUTED.parent / name).exists()]
-    missing += [] if importlib.util.find_spec(_FAKE_GROUP) else [_FAKE_GROUP]
-    missing += [] if len(NO_VALUES) == 3 else ["torch._subclasses.fake_tensor exceptions"]
-    return missing + ([] if hasattr(torch.UntypedStorage, "_cdata") else ["UntypedStorage._cdata"])
-
-
 @contextlib.contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
     """Inside, this process is one rank of a world without other ranks: collectives do nothing.
@@ -104,7 +94,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     Raises:
         PlanError: this torch lacks a hook.
     """
-    if missing := missing_hooks():
+    if missing := missing_hooks("plan.simulation"):
         raise PlanError(
             f"The simulator needs {', '.join(missing)}, which torch {torch.__version__} lacks: use "
             "method='closed_form'."

@@ -1,0 +1,239 @@
+"""The register of private hooks: what axon_nb uses of other packages without a promise that it stays.
+
+`hooks.toml` beside this file lists them; `missing_hooks` says which of them the installed versions lack. Every fallback
+asks it, and so do the self-test, `axon-nb doctor` and one test that walks them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from axon_nb.records.compatibility import TESTED, install_command
+
+__all__ = ["REGISTER", "Hook", "groups", "hook", "missing_hooks", "tested_versions"]
+
+REGISTER = Path(__file__).with_name("hooks.toml")
+"""The data file; its first lines explain the fields."""
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One private hook, or several with the same fallback."""
+
+    group: str
+    """Its name, such as ``groups.gloo``."""
+    package: str
+    """The distribution that it belongs to, such as ``torch``; ``Python`` for the interpreter."""
+    files: tuple[str, ...]
+    """Our files that use it, relative to the root of the repository."""
+    replaces: str
+    """What it is used for, or what it replaces."""
+    needs: tuple[str, ...] = ()
+    """What must be there: ``module:attribute.path``, or ``name.attribute.path`` of an object that the caller passes. A
+    trailing ``(option=)`` is a parameter that the function must have; ``module:`` alone is a module that must exist."""
+    uses: tuple[str, ...] = ()
+    """Private names used besides, which are not visible on an installed class."""
+    objects: Mapping[str, str] = field(default_factory=dict)
+    """What stands in for an object that the caller does not pass, as ``module:Class`` or ``module:``, by its name."""
+    check: str = ""
+    """``module:function`` that returns the names that are missing, for what names alone do not show."""
+    lost: str = ""
+    """What users lose without it, as a clause; empty if `capability` says so."""
+    capability: str = ""
+    """The self-test's check that tries it for real; what is lost without it stands there."""
+    upstream: str = ""
+    """The issue or pull request that changed it, or that would make it unnecessary; empty if none is known."""
+    since: str = ""
+    """The first version of the package that it is used with; empty: any."""
+    before: str = ""
+    """The first version that it is not used with any more; empty: none."""
+    only_if: str = ""
+    """``module:attribute`` without which the hook is not used, such as a class that only some builds have."""
+    if_loaded: bool = False
+    """Whether it is only used once the package has been imported; never imported for a check."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether axon_nb uses it with the installed versions."""
+        if self.only_if and _resolve(self.only_if) is _ABSENT:
+            return False
+        if not (self.since or self.before):
+            return True
+        version = _numbers(_installed(self.package))
+        return _numbers(self.since) <= version and (not self.before or version < _numbers(self.before))
+
+    @property
+    def fix(self) -> str:
+        """How to get it back, as an imperative."""
+        if self.package in TESTED:
+            return f"Run `{install_command(self.package)}`."
+        newest = tested_versions(self.package)[-1]
+        if self.package == "Python":
+            return f"Use Python {newest}."
+        return f'Run `pip install "{self.package}=={newest}.*"`.'
+
+
+@functools.cache
+def _tables() -> dict[str, str]:
+    """The text of each table by group; parsing one at a time, when it is asked for, saves 20 ms per process."""
+    text = REGISTER.read_text(encoding="utf-8")
+    head, *tables = re.split(r"^\[\[hook\]\]\n", text, flags=re.MULTILINE)
+    found = {"": head}
+    for table in tables:
+        match = re.match(r'group = "([^"]+)"\n', table)
+        if match is None or match[1] in found:
+            raise ValueError(f"hooks.toml: a hook must begin with a unique group; got {table.partition(chr(10))[0]!r}")
+        found[match[1]] = table
+    return found
+
+
+def groups() -> list[str]:
+    """Names of all hooks, in the order of the register."""
+    return [group for group in _tables() if group]
+
+
+@functools.cache
+def hook(group: str) -> Hook:
+    """Look up a hook.
+
+    Raises:
+        KeyError: the register has no hook of this name.
+        TypeError: its table has an unknown field, or lacks one.
+    """
+    table = tomllib.loads(f"[[hook]]\n{_tables()[group]}")["hook"][0]
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return Hook(**values)
+
+
+@functools.cache
+def tested_versions(package: str) -> tuple[str, ...]:
+    """Versions of a package that were checked to have its hooks, such as ``("2.11", "2.12")``, oldest first.
+
+    Raises:
+        KeyError: the register has no hook into this package.
+    """
+    return tuple(tomllib.loads(_tables()[""])["tested"][package])
+
+
+def missing_hooks(group: str, **objects: Any) -> list[str]:
+    """Names of what the installed versions lack of a hook, such as ``torch.optim.Optimizer.profile_hook_step``.
+
+    Imports the modules that the hook is in, except of packages that may stay unloaded (`Hook.if_loaded`).
+
+    Args:
+        group: Name of the hook in the register.
+        **objects: Live objects that the register names, such as ``kernel``; for others, their classes are checked.
+    """
+    entry = hook(group)
+    if not entry.is_used:
+        return []
+    missing = [need.replace(":", ".").rstrip(".") for need in entry.needs if not _is_there(need, entry, objects)]
+    if entry.check and not missing and (objects or _may_load(entry, entry.package)):
+        missing = list(_resolve(entry.check)(**objects))
+    return missing
+
+
+def _may_load(entry: Hook, module: str) -> bool:
+    return not entry.if_loaded or module in sys.modules
+
+
+@functools.cache
+def _installed(package: str) -> str:
+    if (module := sys.modules.get(package)) is not None and isinstance(version := vars(module).get("__version__"), str):
+        return version
+    from importlib import metadata  # takes 10 ms, and few hooks depend on the version
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return tested_versions(package)[-1]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number; nothing for an empty text, which is before all versions."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _is_there(need: str, entry: Hook, objects: Mapping[str, Any]) -> bool:
+    path, _, option = need.removesuffix("=)").partition("(")
+    module, colon, names = path.partition(":")
+    if not colon:
+        name, _, names = path.partition(".")
+        if name in objects:
+            return _reaches(objects[name], names.split("."), option)
+        known = max((prefix for prefix in entry.objects if path.startswith(f"{prefix}.")), key=len)
+        names = path.removeprefix(f"{known}.")
+        module, _, kind = entry.objects[known].partition(":")
+        names = f"{kind}.{names}" if kind else names
+    if not _may_load(entry, module):
+        return True  # not imported yet
+    if not names:
+        return _exists(module)
+    return _reaches(_module(module), names.split("."), option)
+
+
+def _reaches(owner: Any, names: list[str], option: str) -> bool:
+    for position, name in enumerate(names):
+        if hasattr(owner, name):
+            owner = getattr(owner, name)
+        else:
+            is_last = position == len(names) - 1
+            return is_last and not option and isinstance(owner, type) and name in _names_in_methods(owner)
+    if not option:
+        return True
+    try:
+        return option in inspect.signature(owner).parameters
+    except (TypeError, ValueError):  # C code does not say
+        return True
+
+
+@functools.cache
+def _names_in_methods(kind: type) -> frozenset[str]:
+    """The names that methods of a Python class read or set, among them attributes that only its objects have."""
+    codes: list[CodeType] = []
+    for base in kind.__mro__[:-1]:
+        for value in vars(base).values():
+            for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
+                plain = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+                codes += [plain.__code__] if isinstance(plain, FunctionType) else []
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names)
+
+
+def _resolve(place: str) -> Any:
+    module, _, names = place.partition(":")
+    found = _module(module)
+    for name in names.split("."):
+        found = getattr(found, name, _ABSENT)
+    return found
+
+
+def _module(name: str) -> Any:
+    try:
+        return sys.modules.get(name) or importlib.import_module(name)
+    except Exception:  # a new version may fail in any way
+        return _ABSENT
+
+
+def _exists(module: str) -> bool:
+    with contextlib.suppress(ImportError, ValueError):
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    return False

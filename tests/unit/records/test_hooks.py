@@ -1,0 +1,126 @@
+"""How a hook of the register is checked: names, parameters, live objects, versions."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from axon_nb.records import hooks
+from axon_nb.records.hooks import Hook, missing_hooks
+
+
+class Thing:
+    """A class with one attribute of its objects, seen in its methods alone."""
+
+    kind = "thing"
+
+    def __init__(self) -> None:
+        self._hidden = 1
+
+    @classmethod
+    def make(cls, size: int) -> Any:
+        return getattr(cls, "_by_name", size)
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Checks a hook with these fields into the module `stand_in`, which has `Thing`."""
+    module = ModuleType("stand_in")
+    module.Thing = Thing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "stand_in", module)
+
+    def check(*needs: str, given: dict[str, Any] | None = None, **fields: Any) -> list[str]:
+        entry = Hook("a.hook", "stand_in", (), "nothing", needs=needs, **fields)
+        monkeypatch.setattr(hooks, "hook", {"a.hook": entry}.__getitem__)
+        hooks._installed.cache_clear()
+        return missing_hooks("a.hook", **(given or {}))
+
+    return check
+
+
+def test_names_are_found_on_classes_and_in_their_methods(missing: Any) -> None:
+    there = ("stand_in:Thing", "stand_in:Thing.kind", "stand_in:Thing._hidden", "stand_in:Thing._by_name", "stand_in:")
+    assert missing(*there) == []
+    assert missing(
+        "stand_in:Other", "stand_in:Thing.gone", "stand_in:Thing._hidden.more", "no_module:x", "no_module:"
+    ) == [
+        "stand_in.Other",
+        "stand_in.Thing.gone",
+        "stand_in.Thing._hidden.more",
+        "no_module.x",
+        "no_module",
+    ]
+
+
+def test_classes_in_c_have_what_they_show(missing: Any) -> None:
+    assert missing("builtins:dict.items", "builtins:dict._hidden") == ["builtins.dict._hidden"]
+
+
+def test_parameters_are_looked_for(missing: Any) -> None:
+    assert missing("stand_in:Thing.make(size=)", "stand_in:Thing.make(length=)", "stand_in:Thing.gone(size=)") == [
+        "stand_in.Thing.make(length=)",
+        "stand_in.Thing.gone(size=)",
+    ]
+    assert missing("math:hypot(x=)") == [], "C code need not say"
+
+
+def test_a_live_object_stands_for_itself_and_its_class_otherwise(missing: Any) -> None:
+    objects = {"thing": "stand_in:Thing", "thing.part": "stand_in:Thing", "module": "stand_in:"}
+    needs = ("thing._hidden", "thing.part.kind", "module.Thing")
+    assert missing(*needs, objects=objects) == []
+    bare = SimpleNamespace(part=None)
+    assert missing(*needs, objects=objects, given={"thing": bare}) == ["thing._hidden", "thing.part.kind"]
+
+
+def test_a_check_is_asked_when_all_names_are_there(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = sys.modules["stand_in"]
+    module.problems = lambda thing=None: ["something else"] if thing is None else []
+    assert missing("stand_in:Thing", check="stand_in:problems") == ["something else"]
+    assert missing("stand_in:gone", check="stand_in:problems") == ["stand_in.gone"]
+    assert missing(check="stand_in:problems", given={"thing": 1}) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "is_used"),
+    [
+        ("2.14.1+cu130", {"since": "2.14"}, True),
+        ("2.14.1+cu130", {"since": "2.15"}, False),
+        ("2.9", {"since": "2.14"}, False),
+        ("2.14.1", {"before": "2.14"}, False),
+        ("2.13.9", {"before": "2.14"}, True),
+        ("2.13", {"since": "2.12", "before": "2.14"}, True),
+        ("2.13", {"only_if": "stand_in:Thing.kind"}, True),
+        ("2.13", {"only_if": "stand_in:Nothing"}, False),
+    ],
+)
+def test_a_hook_is_for_some_versions(missing: Any, version: str, fields: dict[str, str], is_used: bool) -> None:
+    module: Any = sys.modules["stand_in"]
+    module.__version__ = version
+    assert missing("stand_in:gone", **fields) == (["stand_in.gone"] if is_used else [])
+
+
+def test_a_package_that_may_stay_unloaded_is_not_imported(missing: Any) -> None:
+    sys.modules.pop("colorsys", None)
+    assert missing("colorsys:gone", if_loaded=True) == []
+    assert "colorsys" not in sys.modules
+    assert missing("stand_in:gone", if_loaded=True) == ["stand_in.gone"]
+
+
+def test_an_unknown_group_is_an_error() -> None:
+    with pytest.raises(KeyError, match="no_such"):
+        missing_hooks("no_such")
+
+
+@pytest.mark.parametrize(
+    ("package", "fix"),
+    [
+        ("torch", 'Run `pip install "torch>=2.11,<2.16"`.'),
+        ("accelerate", 'Run `pip install "accelerate==1.15.*"`.'),
+        ("Python", "Use Python 3.13."),
+    ],
+)
+def test_a_fix_names_a_tested_version(package: str, fix: str) -> None:
+    assert Hook("a.hook", package, (), "nothing").fix == fix
