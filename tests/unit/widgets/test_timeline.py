@@ -257,7 +257,7 @@ def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, m
 def test_the_saved_page_has_the_spans_and_the_script() -> None:
     store = filled(span(0, 0, 3, "forward", name="</script>"), late(0, 3, 9, 1), late(1, 5, 9, 1))
     html = timeline_file(store.table(), [0, 1])
-    assert "const make = widget(initialize, " in html
+    assert "const make = widget(" in html
     assert "import {" not in html
     assert html.count("</script>") == 3
     assert "export default" not in html
