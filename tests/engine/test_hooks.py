@@ -57,7 +57,7 @@ def test_what_is_missing_is_reported_with_what_is_lost(monkeypatch: pytest.Monke
     reopen, steps = found["missing"]
     assert reopen["lost"] == "`result.show()` shows nothing"
     assert reopen["fix"] == 'Run `pip install "ipywidgets==8.1.*"`.'
-    assert (steps["missing"], steps["capability"]) == (["groups.steps is gone"], "whole_steps")
+    assert (steps["missing"], steps["capability"]) == (["groups.steps is gone"], "optimizer_steps")
     assert steps["lost"] == "an interrupt can tear an optimizer's step"
 
 
