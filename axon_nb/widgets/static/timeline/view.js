@@ -248,7 +248,7 @@ function initialize({ model }) {
   return { shared: { store, views, now, isDisconnected }, close };
 }
 
-export default widget(
-  initialize,
-  (context, /** @type {Shared<Store>} */ shared) => new TimelineView(context, shared).close,
-);
+/** @type {(context: Context, shared: Shared<Store>) => () => void} */
+const render = (context, shared) => new TimelineView(context, shared).close;
+
+export default widget(initialize, render);
