@@ -92,7 +92,9 @@ def _is_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features > module.in_features
 
 
-@pytest.mark.parametrize("wrap", [None, Block, (nn.Linear,), _is_up, 100, 10**9], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [None, Block, (nn.Linear,), _is_up, 100, 10**9], ids=["none", "class", "classes", "function", "100", "all"]
+)
 def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None:
     def work(world: World) -> Any:
         model = FSDP(blocks(), world, wrap=wrap)
