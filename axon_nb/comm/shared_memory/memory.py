@@ -26,7 +26,9 @@ SLOTS = 4
 """Pieces of a rank's data that can be in the memory at a time; see docs/design/shared_memory.md."""
 RING = 4
 """Pieces of messages from one rank to another that can be in the memory at a time."""
-_SLOT_BYTES = 256 << 10
+_MAX_SLOT_BYTES, _MIN_SLOT_BYTES = 4 << 20, 256 << 10
+_SLOTS_BYTES = 64 << 20
+"""For all slots together, where that leaves slots of a sensible size."""
 _MAX_PIECE_BYTES, _MIN_PIECE_BYTES = 256 << 10, 16 << 10
 _MESSAGES_BYTES = 16 << 20
 """For all pairs together, where that leaves pieces of a sensible size."""
@@ -65,7 +67,7 @@ class Layout:
             size: Number of ranks.
             limit: How many bytes the memory may have at most; 0: as is best.
         """
-        slot = _SLOT_BYTES
+        slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))
         layout = cls(size, slot, piece)
         while limit and layout.total > limit and slot > _PAGE:
