@@ -61,9 +61,7 @@ def test_whole_numbers_with_every_operation(shm_world: Any, dtype: torch.dtype) 
             tensor = (torch.arange(1001) * 7 + 3 * world.rank()).to(dtype)
             ours, theirs = tensor.clone(), tensor.clone()
             dist.all_reduce(ours, getattr(op, name))
-            if not (dtype is torch.bool and name in ("BAND", "BOR", "BXOR")) and not (
-                dtype in (torch.bool, torch.int16)
-            ):
+            if not (dtype is torch.bool and name in ("BAND", "BOR", "BXOR")) and dtype not in (torch.bool, torch.int16):
                 dist.all_reduce(theirs, getattr(op, name), group=gloo())
                 assert torch.equal(ours, theirs), name
             found[name] = ours.tolist()

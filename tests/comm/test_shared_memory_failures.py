@@ -54,7 +54,9 @@ CALLS: dict[str, Any] = {
     ),
     "other sizes": lambda rank, group: dist.all_reduce(torch.ones(8 if rank == 2 else 4), group=group),
     "large and small": lambda rank, group: dist.all_reduce(torch.ones(5_000_000 if rank == 2 else 4), group=group),
-    "other dtypes": lambda rank, group: dist.all_reduce(torch.ones(4, dtype=(torch.int32, torch.int64)[rank == 1]), group=group),
+    "other dtypes": lambda rank, group: dist.all_reduce(
+        torch.ones(4, dtype=(torch.int32, torch.int64)[rank == 1]), group=group
+    ),
     "other roots": lambda rank, group: dist.broadcast(torch.ones(4), 3 if rank == 3 else 0, group=group),
     "other reduce operations": lambda rank, group: dist.all_reduce(
         torch.ones(4), dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM, group=group

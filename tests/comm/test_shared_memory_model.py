@@ -1,7 +1,7 @@
 """No order of steps, deaths and aborts makes ranks wait for ever or read what is not theirs: every order is tried.
 
-What each of three ranks does is recorded from the real code, with a group that never waits. A rank's slots hold what its
-place in that list says, for it alone writes them; so a state is the ranks' places, and whether they are gone.
+What each of three ranks does is recorded from the real code, with a group that never waits. A rank's slots hold what
+its place in that list says, for it alone writes them; so a state is the ranks' places, and whether they are gone.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class RecordedRounds(rounds.Rounds):
 
 def all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
     recorder.name = "all_reduce"
-    reduction.all_reduce(r, 0, None, pieces * SLOT // 4, 4, recorder)  # type: ignore[arg-type]
+    reduction.all_reduce(r, 0, target=None, count=pieces * SLOT // 4, item=4, sums=recorder)  # type: ignore[arg-type]
     recorder.name = ""
 
 
 def small_all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.all_reduce_small(r, 0, SLOT, SLOT // 4, recorder, (None, 0))  # type: ignore[arg-type]
+    reduction.all_reduce_small(r, 0, size=SLOT, count=SLOT // 4, sums=recorder, scratch=(None, 0))  # type: ignore[arg-type]
 
 
 def all_gather(r: Any, recorder: Recorder, pieces: int) -> None:
@@ -130,11 +130,11 @@ def gather(r: Any, recorder: Recorder, pieces: int) -> None:
 
 
 def reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.reduce(r, 0, None, pieces * SLOT // 4, 4, recorder, 1)  # type: ignore[arg-type]
+    reduction.reduce(r, 0, buffer=None, count=pieces * SLOT // 4, item=4, sums=recorder, root=1)  # type: ignore[arg-type]
 
 
 def reduce_scatter(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.reduce_scatter(r, [0] * N, None, pieces * PART // 4, 4, recorder)  # type: ignore[arg-type]
+    reduction.reduce_scatter(r, [0] * N, buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
 
 
 Call = tuple[Callable[[Any, Recorder, int], None], int]
@@ -241,7 +241,9 @@ class Model:
             yield dataclasses.replace(state, kinds=_put(state.kinds, rank, DONE))
             return
         step = steps[place]
-        onward = dataclasses.replace(state, places=_put(state.places, rank, place + 1), amid=_put(state.amid, rank, False))
+        onward = dataclasses.replace(
+            state, places=_put(state.places, rank, place + 1), amid=_put(state.amid, rank, False)
+        )
         leaves = dataclasses.replace(state, kinds=_put(state.kinds, rank, LEFT))
         if step[0] in ("write", "read"):
             if state.amid[rank]:

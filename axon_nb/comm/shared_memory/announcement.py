@@ -1,7 +1,7 @@
 """What a rank is about to do, in one word of shared memory, and the sentence for ranks that do not do the same.
 
-From the highest bit: operation (5 bits), reduce operation + 1 (4), dtype (6), root + 1 (10), number of elements or bytes
-(38). Two ranks fit together when their words are equal.
+From the highest bit: operation (5 bits), reduce operation + 1 (4), dtype (6), root + 1 (10), number of elements or
+bytes (38). Two ranks fit together when their words are equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import torch
 
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["MAX_RANKS", "OPERATIONS", "REDUCE_OPERATIONS", "dtype_code", "fact_of", "in_words", "mismatch", "reduce_number"]
+__all__ = [
+    "MAX_RANKS",
+    "OPERATIONS",
+    "REDUCE_OPERATIONS",
+    "dtype_code",
+    "fact_of",
+    "in_words",
+    "mismatch",
+    "reduce_number",
+]
 
 OPERATIONS = (
     "all_reduce",
@@ -38,9 +47,7 @@ _DTYPE = _ROOT + _ROOT_BITS
 _REDUCE = _DTYPE + _DTYPE_BITS
 _OPERATION = _REDUCE + _REDUCE_BITS
 _DTYPES: tuple[torch.dtype, ...] = tuple(
-    dict.fromkeys(
-        sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=lambda item: str(item))
-    )
+    dict.fromkeys(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 )[: (1 << _DTYPE_BITS) - 2]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 
@@ -87,7 +94,9 @@ def in_words(fact: int, members: Sequence[int]) -> str:
         words += f"({REDUCE_OPERATIONS[reduce - 1]})"
     count = _field(fact, 0, _COUNT_BITS)
     if words not in ("all_to_all", "barrier"):
-        unit = "bytes" if not dtype else str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
+        unit = (
+            "bytes" if not dtype else str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
+        )
         words += f" of {count:,} {unit}"
     if 0 < root <= len(members):
         words += f" {'to' if words.startswith(('gather', 'reduce')) else 'from'} rank {members[root - 1]}"

@@ -103,7 +103,8 @@ class Arithmetic:
 
     def _with_torch(self, target: tuple[Any, int], sources: Sequence[tuple[Any, int]], count: int) -> None:
         parts = [
-            torch.frombuffer(buffer, dtype=self._dtype, count=count, offset=offset).float() for buffer, offset in sources
+            torch.frombuffer(buffer, dtype=self._dtype, count=count, offset=offset).float()
+            for buffer, offset in sources
         ]
         if self._factor is not None:
             parts = [part * self._factor for part in parts]

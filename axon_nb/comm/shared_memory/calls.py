@@ -31,7 +31,7 @@ _BLOCKING = frozenset(
 def is_waited_for() -> bool:
     """Whether the caller is `dist.send` or `dist.recv`, which wait for the message themselves."""
     frame = sys._getframe(2)
-    for _ in range(4):
+    for _ in range(6):
         if frame is None:
             return False
         if frame.f_code in _BLOCKING:
@@ -53,7 +53,7 @@ def split_bytes(tensor: Tensor, splits: Sequence[int], ranks: int) -> list[int]:
         return [tensor.nbytes // ranks] * ranks
     if len(splits) != ranks or sum(splits) != rows:
         raise TensorMismatchError(
-            f"all_to_all: split sizes must be {ranks} numbers that add up to the tensor's {rows} rows; got {list(splits)}."
+            f"all_to_all: split sizes must be {ranks} numbers with the sum {rows} (rows); got {list(splits)}."
         )
     row = tensor.nbytes // rows if rows else 0
     return [count * row for count in splits]
@@ -76,9 +76,10 @@ class Calls:
         count, size = staged.count, staged.size
         rounds.begin(fact_of("all_reduce", count, dtype=tensor.dtype, reduce=number), line)
         if size <= reduction.DIRECT_BYTES and size <= rounds.layout.slot_bytes:
-            reduction.all_reduce_small(rounds, staged.address, size, count, sums, self._scratch)
+            reduction.all_reduce_small(rounds, staged.address, size=size, count=count, sums=sums, scratch=self._scratch)
         else:
-            reduction.all_reduce(rounds, staged.address, flat_buffer(staged), count, tensor.element_size(), sums)
+            target, item = flat_buffer(staged), tensor.element_size()
+            reduction.all_reduce(rounds, staged.address, target=target, count=count, item=item, sums=sums)
         staged.store()
 
     def broadcast(self, tensor: Tensor, root: int, line: int) -> None:
@@ -94,7 +95,8 @@ class Calls:
         staged, rounds = stage(tensor), self._rounds
         rounds.begin(fact_of("reduce", staged.count, dtype=tensor.dtype, root=root, reduce=number), line)
         buffer = flat_buffer(staged) if rounds.rank == root else None
-        reduction.reduce(rounds, staged.address, buffer, staged.count, tensor.element_size(), sums, root)
+        item = tensor.element_size()
+        reduction.reduce(rounds, staged.address, buffer=buffer, count=staged.count, item=item, sums=sums, root=root)
         if rounds.rank == root:
             staged.store()
 
@@ -111,7 +113,9 @@ class Calls:
         staged, target = stage(tensor), stage(output, reads=False)
         size = staged.size
         self._rounds.begin(fact_of("all_gather", size), line)
-        places = range(target.address, target.address + size * self._rounds.size, size) if size else [0] * self._rounds.size
+        places = (
+            range(target.address, target.address + size * self._rounds.size, size) if size else [0] * self._rounds.size
+        )
         movement.all_gather(self._rounds, staged.address, size, places)
         target.store()
 
@@ -137,17 +141,17 @@ class Calls:
         target, sources, rounds = stage(output, reads=False), stage_all(list(parts)), self._rounds
         rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
         places = [source.address for source in sources]
-        reduction.reduce_scatter(rounds, places, flat_buffer(target), target.count, output.element_size(), sums)
+        buffer, item = flat_buffer(target), output.element_size()
+        reduction.reduce_scatter(rounds, places, buffer=buffer, count=target.count, item=item, sums=sums)
         target.store()
 
-    def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int
-    ) -> None:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
         """Reduce what is for this rank in one tensor."""
         target, source, rounds = stage(output, reads=False), stage(tensor), self._rounds
         rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
         places = [source.address + rank * target.size for rank in range(rounds.size)]
-        reduction.reduce_scatter(rounds, places, flat_buffer(target), target.count, output.element_size(), sums)
+        buffer, item = flat_buffer(target), output.element_size()
+        reduction.reduce_scatter(rounds, places, buffer=buffer, count=target.count, item=item, sums=sums)
         target.store()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], line: int) -> None:

@@ -79,6 +79,6 @@ def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[]
         return SharedMemory.open(address.decode() if isinstance(address, bytes) else address)
     except OSError as error:
         raise ForeignHostError(
-            f"This rank cannot open the shared memory of rank {first} ({error.strerror or error}): all ranks must run on "
-            "one host, in one container and as one user. Use the backend gloo instead."
+            f"This rank cannot open the shared memory of rank {first} ({error.strerror or error}): all ranks must run "
+            "on one host, in one container and as one user. Use the backend gloo instead."
         ) from None

@@ -112,7 +112,7 @@ def wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
     if not _has_waitv[0] or len(words) > _MAX_WORDS:
         time.sleep(min(seconds, _POLL_S))
         return
-    waiters = (_Waiter * len(words))(*((value & _LOW, address, _SIZE_U32, 0) for address, value in words))
+    waiters = (_Waiter * len(words))(*(_Waiter(value & _LOW, address, _SIZE_U32, 0) for address, value in words))
     end = _relative(time.monotonic() + seconds)
     if _waitv_call(_FUTEX_WAITV, waiters, len(words), 0, ctypes.byref(end), _CLOCK_MONOTONIC) < 0:
         # Interrupted, over, or one has changed already: the caller looks again. Anything else: it is not allowed here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,6 +49,8 @@ class SharedMemoryGroup(PythonProcessGroup):
         key: Where in the store they meet.
         give_up: Called every 50 ms of a wait; raises when the wait is to end.
         line: Gives the line of the user's code that calls; 0: not known.
+        runs_in_wait: Whether a call that its caller waits for is made in `wait` of its handle, where a wrapper of the
+            group looks on, rather than before there is one.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class SharedMemoryGroup(PythonProcessGroup):
         key: str = "memory",
         give_up: Callable[[], None] | None = None,
         line: Callable[[], int] = lambda: 0,
+        runs_in_wait: bool = False,
     ) -> None:
         super().__init__(rank, size, name, backend=BACKEND)
         seconds = timeout.total_seconds()
@@ -74,6 +78,7 @@ class SharedMemoryGroup(PythonProcessGroup):
             give_up=give_up,
         )
         self._line = line
+        self._runs_in_wait = runs_in_wait
         self._rounds = Rounds(self._progress, seconds)
         self._calls = Calls(self._rounds)
         self._order = Order(f"axon_nb-{name}", self._leave, lambda: bool(self._progress.left))
@@ -88,8 +93,13 @@ class SharedMemoryGroup(PythonProcessGroup):
         """Run an operation: here when its caller waits for it and nothing is before it, else in the helper thread."""
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         # A mode that looks on, such as one that counts calls, is not to see how an operation is made.
-        if waits and self._batch is None and not _num_modes() and self._order.run_now(job):
-            return done_work()
+        if waits and self._batch is None and not _num_modes():
+            if self._runs_in_wait:
+                work = SharedWork(outputs)
+                work.run_in_wait(functools.partial(self._order.run_or_put, job, work))
+                return work
+            if self._order.run_now(job):
+                return done_work()
         work = SharedWork(outputs)
         self._order.put(job, work)
         return self._noted(work)
@@ -254,7 +264,7 @@ class SharedMemoryGroup(PythonProcessGroup):
         (tensor,) = _listed(tensors)
         staged = stage(tensor)
         work = self._message([tensor, staged])
-        self._messages.send(work, staged.address, staged.size, peer, tag, self._line())
+        self._messages.send(work, staged.address, staged.size, peer=peer, tag=tag, line=self._line())
         return self._left_to_helper(work)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SharedWork:
@@ -263,7 +273,7 @@ class SharedMemoryGroup(PythonProcessGroup):
         staged = stage(tensor, reads=False)
         work = self._message([tensor, staged])
         store = None if staged.address == tensor.data_ptr() else staged.store
-        self._messages.receive(work, staged.address, staged.size, source, tag, store)
+        self._messages.receive(work, staged.address, staged.size, source=source, tag=tag, finish=store)
         return self._left_to_helper(work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedWork:
@@ -273,7 +283,7 @@ class SharedMemoryGroup(PythonProcessGroup):
     def _message(self, keep: list[Any]) -> SharedWork:
         self._progress.raise_if_left()
         work = SharedWork(keep[:1])
-        work._drive = lambda limit: self._messages.drive(work, limit)
+        work.run_in_wait(functools.partial(self._messages.drive, work))
         work.keep = keep
         return self._noted(work)
 
@@ -341,7 +351,9 @@ def _check_sizes(name: str, parts: Sequence[Tensor], size: int, ranks: int) -> N
         raise TensorMismatchError(f"{name} needs {ranks} tensors, one per rank; got {len(parts)}.")
     for rank, part in enumerate(parts):
         if part.nbytes != size:
-            raise TensorMismatchError(f"{name}: the tensor for rank {rank} has {part.nbytes:,} bytes; must be {size:,}.")
+            raise TensorMismatchError(
+                f"{name}: the tensor for rank {rank} has {part.nbytes:,} bytes; must be {size:,}."
+            )
 
 
 def _check_whole(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:

@@ -85,9 +85,7 @@ class Messages:
         leave: Called with an error after which the group cannot go on.
     """
 
-    def __init__(
-        self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]) -> None:
         self._progress, self._name, self._limit_s, self._leave = progress, name, limit_s, leave
         memory, rank = progress.memory, progress.rank
         self._peers = range(progress.size)
@@ -104,7 +102,7 @@ class Messages:
         self._idle = False
         self._closed = False
 
-    def send(self, work: SharedWork, address: int, size: int, peer: int, tag: int, line: int) -> None:
+    def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
         """Begin a send; it is over when the message is in the ring."""
         with self._lock:
             self._sent[peer] += 1
@@ -112,7 +110,7 @@ class Messages:
             self._push(peer)
 
     def receive(
-        self, work: SharedWork, address: int, size: int, source: int, tag: int, finish: Callable[[], None] | None
+        self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
     ) -> None:
         """Begin a receive from a rank, or from `ANY`."""
         item = _Receive(work, address, size, source, tag, finish)
@@ -157,7 +155,9 @@ class Messages:
         queue, ring = self._sends[peer], self._out[peer]
         while queue and ring.room():
             item = queue[0]
-            item.done += ring.put(Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done)
+            item.done += ring.put(
+                Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
+            )
             number, expected = ring.refused()
             if number == item.number:  # the rest follows all the same: the receiver counts on it
                 item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
@@ -246,7 +246,9 @@ class Messages:
         with self._lock:
             open_works = [item.work for queue in self._sends for item in queue]
             open_works += [item.work for item in self._receives]
-            open_works += [item.receive.work for item in self._arriving if item is not None and item.receive is not None]
+            open_works += [
+                item.receive.work for item in self._arriving if item is not None and item.receive is not None
+            ]
             for queue in self._sends:
                 queue.clear()
             self._receives.clear()

@@ -59,6 +59,18 @@ class Order:
                 self._begun -= 1
         return True
 
+    def run_or_put(self, job: Job, work: SharedWork, limit: float) -> None:
+        """As `run_now`, or else as `put`; in the thread that waits for `work`."""
+        try:
+            if not self.run_now(job):
+                work.run_in_wait(lambda _: None)
+                self.put(job, work)
+                return
+        except BaseException as error:
+            work.finish(error)
+            raise
+        work.finish()
+
     def put(self, job: Job, work: SharedWork) -> None:
         """Have the helper thread run `job` after all that were begun before, and finish `work`."""
         with self._lock:

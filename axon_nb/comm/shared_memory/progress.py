@@ -132,9 +132,7 @@ class Progress:
         if futex.NEEDS_FENCE:
             futex.fence()
 
-    def _sleep(
-        self, peer: int, place: int, target: int, limit: float, check: Callable[[], None] | None = None
-    ) -> None:
+    def _sleep(self, peer: int, place: int, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
         words = self.words
         for _ in range(_LOOKS):
             if words[place] >= target:
@@ -249,5 +247,3 @@ class Progress:
             text += f", waits for rank {self.members[awaited - 1]}" if awaited else ""
             lines.append(text)
         return lines
-
-

@@ -19,7 +19,7 @@ DIRECT_BYTES = 64 << 10
 """Up to here each rank adds up everything itself, which is one wait; beyond, each adds up a part, which is two."""
 
 
-def all_reduce_small(rounds: Rounds, address: int, size: int, count: int, sums: Arithmetic, scratch: Any) -> None:
+def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sums: Arithmetic, scratch: Any) -> None:
     """Reduce `count` elements, `size` bytes, at `address` in place; they fit into a slot.
 
     Args:
@@ -41,7 +41,7 @@ def all_reduce_small(rounds: Rounds, address: int, size: int, count: int, sums: 
     rounds.end(1)
 
 
-def all_reduce(rounds: Rounds, address: int, target: Any, count: int, item: int, sums: Arithmetic) -> None:
+def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: int, sums: Arithmetic) -> None:
     """Reduce elements in place.
 
     Each rank reduces its part of a piece from all slots, puts it into its own slot, where nobody else reads or writes
@@ -90,9 +90,7 @@ def all_reduce(rounds: Rounds, address: int, target: Any, count: int, item: int,
     rounds.end(pieces)
 
 
-def reduce(
-    rounds: Rounds, address: int, buffer: Any, count: int, item: int, sums: Arithmetic, root: int
-) -> None:
+def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, sums: Arithmetic, root: int) -> None:
     """Reduce `count` elements of `item` bytes of all ranks into the root's.
 
     Args:
@@ -124,7 +122,7 @@ def reduce(
 
 
 def reduce_scatter(
-    rounds: Rounds, sources: Sequence[int], buffer: Any, count: int, item: int, sums: Arithmetic
+    rounds: Rounds, sources: Sequence[int], *, buffer: Any, count: int, item: int, sums: Arithmetic
 ) -> None:
     """Reduce the elements that all ranks have for this one.
 

@@ -19,7 +19,6 @@ __all__ = ["caller_line", "register"]
 _OURS = tuple(
     os.path.join(os.path.dirname(file), "")
     for file in (torch.__file__, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    if file
 )
 _foreign: dict[CodeType, bool] = {}
 _registered: list[str] = []

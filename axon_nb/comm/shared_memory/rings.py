@@ -1,4 +1,4 @@
-"""The ring of messages from one rank to another: pieces with a head each, put in by one side and taken out by the other.
+"""The ring of messages from one rank to another: one side puts in pieces with a head each, the other takes them out.
 
 Two counters, each written by one side: pieces put in, and pieces taken out. Nothing here waits.
 """

@@ -1,9 +1,8 @@
 """One collective, step by step: announce, meet, then move pieces through the slots.
 
 A step is: write a piece into an own slot, post the step, wait until the others have posted the step before, read what
-they wrote there. So a rank that has posted step `i + 1` has written piece `i` and has read piece `i - 2`; with four slots
-nobody writes to a slot that somebody may still read, within a collective and from one to the next. Nothing has to be
-handed back.
+they wrote there. So a rank that has posted step `i + 1` has written piece `i` and has read piece `i - 2`. With four
+slots nobody writes to a slot that somebody may still read, within a collective and from one to the next.
 """
 
 from __future__ import annotations

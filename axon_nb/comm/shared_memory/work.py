@@ -21,14 +21,12 @@ class SharedWork(Work):
 
     Args:
         outputs: The tensors that it writes.
-        drive: Takes the operation forward in the thread that waits for it, until it is over or `limit` (on
-            `time.monotonic`) has come; None: another thread does that.
     """
 
-    def __init__(self, outputs: list[torch.Tensor], drive: Callable[[float], None] | None = None) -> None:
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self._outputs = outputs
-        self._drive = drive
+        self._drive: Callable[[float], None] | None = None
         self._error: BaseException | None = None
         self._over = False
         self._lock = threading.Lock()
@@ -39,6 +37,14 @@ class SharedWork(Work):
         """Whom a receive from any rank was from."""
         self.keep: Any = None
         """What must live as long as the operation."""
+
+    def run_in_wait(self, drive: Callable[[float], None]) -> None:
+        """Have the thread that waits take the operation forward.
+
+        Args:
+            drive: Does so until the operation is over or a limit on `time.monotonic` has come.
+        """
+        self._drive = drive
 
     def finish(self, error: BaseException | None = None) -> None:
         """The operation is over; from any thread, once."""
@@ -83,13 +89,13 @@ class SharedWork(Work):
             self._sleepers.append(sleeper)
         while not sleeper.acquire(timeout=_SLICE_S):
             if time.monotonic() > limit:
-                raise RuntimeError("timed out while waiting for an operation of the group")
+                raise RuntimeError("Operation timed out: it has not ended within the limit of its wait")
 
     def get_future(self) -> Any:
         """A future of the outputs.
 
-        An exception that `Future.set_exception` sets makes C++ code that waits, such as DDP's, crash; one that is raised
-        in a `then` callback becomes an error there.
+        An exception that `Future.set_exception` sets makes C++ code that waits, such as DDP's, crash; one that is
+        raised in a `then` callback becomes an error there.
         """
         with self._lock:
             if self._future is None:
@@ -171,7 +177,9 @@ class JoinedWork(SharedWork):
         Raises:
             RuntimeError: one failed, or `timeout` is over.
         """
-        return all([work.wait(timeout) for work in self._works])
+        for work in self._works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         """Whether all are over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.comm.shared_memory.group import SharedMemoryGroup
+from axon_nb.comm.shared_memory.register import caller_line
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups import activity as membership
@@ -25,6 +27,7 @@ from axon_nb.engine.groups.gloo import PartOfSum, connect, in_sight, leak, poiso
 from axon_nb.engine.groups.size_check import Table, open_table
 from axon_nb.engine.groups.store import wait_for_all
 from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.records.environment import TRANSPORT
 from axon_nb.records.spans import emit, span_of
 
 __all__ = ["RecoverableGroup", "operations"]
@@ -73,10 +76,20 @@ class RecoverableGroup(PythonProcessGroup):
         timeout: Limit of the group's operations.
         name: torch's name of the group, the same on all its ranks.
         global_rank: This process's rank in the default group.
+        members: Global ranks of the group, for messages; by default those from 0 on.
     """
 
     def __init__(
-        self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
+        self,
+        root: Store,
+        *,
+        epoch: int,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_rank: int,
+        members: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
@@ -84,6 +97,7 @@ class RecoverableGroup(PythonProcessGroup):
         self._root = root
         self._timeout = timeout
         self._global_rank = global_rank
+        self._global_ranks = members
         self._inner: Any = None
         self._table: Table | None = None
         self.sequence = 0
@@ -101,9 +115,39 @@ class RecoverableGroup(PythonProcessGroup):
         """
         if self._table is not None:
             self._table.close()
+        store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
+        inner = self._share_memory(store) if TRANSPORT.get() == "shm" else self._connect(store, epoch)
+        if self._inner is not None:
+            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
+            self._drop_inner()
+        self.sequence = 0
+        self._inner = inner
+
+    def _drop_inner(self) -> None:
+        self.poison()
+        if isinstance(self._inner, SharedMemoryGroup):
+            self._inner.shutdown()
+        else:
+            leak(self._inner)
+
+    def _share_memory(self, store: Store) -> SharedMemoryGroup:
+        """The inner group over memory that its ranks share; each epoch has memory of its own."""
+        return SharedMemoryGroup(
+            store,
+            rank=self._own_rank,
+            size=self._size,
+            timeout=self._timeout,
+            name=self._name,
+            members=self._global_ranks,
+            give_up=raise_if_aborted,
+            line=caller_line,
+            runs_in_wait=True,
+        )
+
+    def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
+        """The inner group over Gloo."""
         # Before connecting: when the ranks are connected, each has cleared its part.
         self._table = open_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
-        store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._own_rank, self._size, timeout=self._timeout, give_up=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
@@ -111,17 +155,11 @@ class RecoverableGroup(PythonProcessGroup):
         inner._set_default_backend(_GLOO)
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
-        if self._inner is not None:
-            # A rank that had ended its cell was not told to abort: its connections to others like it are still open.
-            self.poison()
-            leak(self._inner)
-        self.sequence = 0
-        self._inner = inner
+        return inner
 
     def give_up(self) -> None:
         """Not all of the group's ranks have it: it is not formed anew, and says so when it is used."""
-        self.poison()
-        leak(self._inner)
+        self._drop_inner()
 
         def refuse(name: str, *_: Any) -> Any:
             raise GroupBroken(
@@ -137,6 +175,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def poisoner(self) -> Callable[[], None]:
         """What poisons the group as it is now: called late, it leaves alone what was formed anew meanwhile."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            return self._inner.abort
         return functools.partial(poison, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,13 +199,16 @@ class RecoverableGroup(PythonProcessGroup):
         if refusal:
             call.refusal = refusal
         try:
-            work = operation(self._inner, *args, **kwargs)
+            if isinstance(self._inner, SharedMemoryGroup):
+                work, sliced = getattr(self._inner, name)(*args, **kwargs), True
+            else:
+                work = operation(self._inner, *args, **kwargs)
+                sliced = name in _SLICED or type(work) is PartOfSum
         except RuntimeError as error:
             activity.end(call)
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise Aborted(f"peer lost in {name}: {str(error)[-120:]}") from None
             raise
-        sliced = name in _SLICED or type(work) is PartOfSum
         return RecoverableWork(work, call, sliced=sliced, keep=args, on_end=self._ended, limit=self._timeout)
 
     def _ended(self, call: activity.Call) -> None:
@@ -182,11 +225,18 @@ class RecoverableGroup(PythonProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            return self._inner.monitored_barrier(*args, **kwargs)
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
     def abort(self) -> None:
         """End all waits in this group on this rank."""
         self.poison()
+
+    def shutdown(self) -> None:
+        """End the threads that a group over shared memory has."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            self._inner.shutdown()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
