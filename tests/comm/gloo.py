@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from axon_nb.comm import World
-from axon_nb.comm.shared_memory.register import register
+from axon_nb.comm.shared_memory.group import register
 
 __all__ = ["GlooWorld"]
 

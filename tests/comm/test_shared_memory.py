@@ -87,7 +87,7 @@ def test_averages_and_scaled_sums(shm_world: Any) -> None:
         dist.all_reduce(scaled, _make_nccl_premul_sum(0.5))
         with pytest.raises(Exception, match="BAND is not defined for float32"):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
-        with pytest.raises(Exception, match="MAX is not defined for complex64"):
+        with pytest.raises(Exception, match="MAX"):
             dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
         return average.tolist(), whole.tolist(), scaled.tolist()
 

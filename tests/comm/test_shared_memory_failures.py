@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -192,6 +193,7 @@ def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
 def test_failures_leave_no_thread_no_descriptor_and_no_memory(shm_world: Any) -> None:
     def work(world: World) -> Any:
         def counts() -> tuple[int, int, int]:
+            gc.collect()
             maps = Path("/proc/self/maps").read_text().count("memfd:axon_nb")
             return threading.active_count(), len(os.listdir("/proc/self/fd")), maps
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from axon_nb.comm.errors import CollectiveMismatchError
-from axon_nb.comm.shared_memory import movement, reduction, rounds
+from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
 from axon_nb.comm.shared_memory.memory import SLOTS
 
 N = 3

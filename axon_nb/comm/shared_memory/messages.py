@@ -86,7 +86,7 @@ class Messages:
     """
 
     def __init__(self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]) -> None:
-        self._progress, self._name, self._limit_s, self._leave = progress, name, limit_s, leave
+        self._progress, self._name, self._limit_s, self.leave = progress, name, limit_s, leave
         memory, rank = progress.memory, progress.rank
         self._peers = range(progress.size)
         self._out = [OutRing(memory, rank, peer) for peer in self._peers]
@@ -242,7 +242,7 @@ class Messages:
 
     def fail(self, error: BaseException) -> None:
         """The group cannot go on: all open messages end with `error`."""
-        self._leave(error)
+        self.leave(error)
         with self._lock:
             open_works = [item.work for queue in self._sends for item in queue]
             open_works += [item.work for item in self._receives]

@@ -34,7 +34,7 @@ class Order:
 
     def __init__(self, name: str, leave: Callable[[BaseException], None], has_left: Callable[[], bool]) -> None:
         self._name = name
-        self._leave = leave
+        self.leave = leave
         self._has_left = has_left
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -96,7 +96,7 @@ class Order:
         except HARMLESS:
             raise
         except BaseException as error:
-            self._leave(error)
+            self.leave(error)
             raise
 
     def _serve(self) -> None:

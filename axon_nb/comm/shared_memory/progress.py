@@ -178,6 +178,10 @@ class Progress:
 
     _looked_at = 0.0
 
+    def has_left(self) -> bool:
+        """Whether this rank has left the group."""
+        return bool(self.left)
+
     def raise_if_left(self) -> None:
         """Raise when a rank has left the group for a failure.
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from axon_nb.comm.errors import TensorError
+from axon_nb.comm.errors import TensorError, TensorMismatchError
 
-__all__ = ["Staged", "flat_buffer", "scratch_buffer", "stage", "stage_all"]
+__all__ = [
+    "Staged",
+    "check_sizes",
+    "check_whole",
+    "flat_buffer",
+    "scratch_buffer",
+    "split_bytes",
+    "stage",
+    "stage_all",
+]
 
 
 class Staged:
@@ -77,3 +87,42 @@ def scratch_buffer(size: int) -> tuple[Any, int]:
     """Memory of this process: a buffer and its address."""
     memory = (ctypes.c_char * size)()
     return memory, ctypes.addressof(memory)
+
+
+def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
+    """Bytes for each rank in a tensor whose rows are split; no splits: equal parts.
+
+    Raises:
+        TensorMismatchError: the splits are not those of the tensor's rows.
+    """
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not splits:
+        if rows % ranks:
+            raise TensorMismatchError(f"all_to_all: the number of rows ({rows}) must be divisible by {ranks} ranks.")
+        return [tensor.nbytes // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != rows:
+        raise TensorMismatchError(
+            f"all_to_all: split sizes must be {ranks} numbers with the sum {rows} (rows); got {list(splits)}."
+        )
+    row = tensor.nbytes // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int) -> None:
+    """Raise when a list of tensors does not have one of `size` bytes for each rank."""
+    if len(parts) != ranks:
+        raise TensorMismatchError(f"{name} needs {ranks} tensors, one per rank; got {len(parts)}.")
+    for rank, part in enumerate(parts):
+        if part.nbytes != size:
+            raise TensorMismatchError(
+                f"{name}: the tensor for rank {rank} has {part.nbytes:,} bytes; must be {size:,}."
+            )
+
+
+def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
+    """Raise when a tensor does not have `ranks` times the elements of another."""
+    if whole.dtype is not part.dtype:
+        raise TensorError(f"{name}: the tensors must have one dtype; got {whole.dtype} and {part.dtype}.")
+    if whole.numel() != part.numel() * ranks:
+        expected = f"{part.numel() * ranks:,}"
+        raise TensorMismatchError(f"{name}: the large tensor must have {expected} elements; got {whole.numel():,}.")

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.comm.shared_memory.group import SharedMemoryGroup
-from axon_nb.comm.shared_memory.register import caller_line
+from axon_nb.comm.shared_memory.group import SharedMemoryGroup, caller_line
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
-from axon_nb.engine.groups import activity as membership
 from axon_nb.engine.groups.abort import Aborted, GroupBroken, is_to_stop, raise_at_cut, raise_if_aborted
 from axon_nb.engine.groups.gloo import PartOfSum, connect, in_sight, leak, poison
 from axon_nb.engine.groups.size_check import Table, open_table
@@ -131,7 +129,7 @@ class RecoverableGroup(PythonProcessGroup):
             leak(self._inner)
 
     def _share_memory(self, store: Store) -> SharedMemoryGroup:
-        """The inner group over memory that its ranks share; each epoch has memory of its own."""
+        """The inner group over shared memory; each epoch has its own."""
         return SharedMemoryGroup(
             store,
             rank=self._own_rank,
@@ -184,7 +182,7 @@ class RecoverableGroup(PythonProcessGroup):
         raise_if_aborted(name)
         paired = name in _POINT_TO_POINT
         peer = _peer(name, args) if paired else -1
-        refusal = membership.refusal(self, name, peer) if membership.is_alone() else ""
+        refusal = activity.refusal(self, name, peer) if activity.is_alone() else ""
         if paired:
             sequence = 0
             if self._table is not None:
@@ -234,7 +232,7 @@ class RecoverableGroup(PythonProcessGroup):
         self.poison()
 
     def shutdown(self) -> None:
-        """End the threads that a group over shared memory has."""
+        """End the threads of a group over shared memory."""
         if isinstance(self._inner, SharedMemoryGroup):
             self._inner.shutdown()
 

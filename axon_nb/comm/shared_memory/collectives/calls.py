@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.errors import TensorMismatchError
-from axon_nb.comm.shared_memory import movement, reduction
 from axon_nb.comm.shared_memory.announcement import fact_of
-from axon_nb.comm.shared_memory.arithmetic import Arithmetic
+from axon_nb.comm.shared_memory.collectives import movement, reduction
+from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.progress import SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.rounds import Rounds
 from axon_nb.comm.shared_memory.staging import flat_buffer, scratch_buffer, stage, stage_all
 
-__all__ = ["Calls", "is_waited_for", "split_bytes"]
+__all__ = ["Calls", "is_waited_for"]
 
 Tensor = torch.Tensor
 
@@ -38,25 +37,6 @@ def is_waited_for() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def split_bytes(tensor: Tensor, splits: Sequence[int], ranks: int) -> list[int]:
-    """Bytes for each rank in a tensor whose rows are split; no splits: equal parts.
-
-    Raises:
-        TensorMismatchError: the splits are not those of the tensor's rows.
-    """
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not splits:
-        if rows % ranks:
-            raise TensorMismatchError(f"all_to_all: the number of rows ({rows}) must be divisible by {ranks} ranks.")
-        return [tensor.nbytes // ranks] * ranks
-    if len(splits) != ranks or sum(splits) != rows:
-        raise TensorMismatchError(
-            f"all_to_all: split sizes must be {ranks} numbers with the sum {rows} (rows); got {list(splits)}."
-        )
-    row = tensor.nbytes // rows if rows else 0
-    return [count * row for count in splits]
 
 
 class Calls:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from axon_nb.comm.shared_memory.arithmetic import Arithmetic
+from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.futex import copy
-from axon_nb.comm.shared_memory.rounds import Rounds
 
 __all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
 
