@@ -174,6 +174,21 @@ def test_uneven_splits_strided_tensors_and_wrong_splits(shm_world: Any) -> None:
         assert "rank 3 sends 4 bytes to rank 2, which expects 8" in sentence
 
 
+def test_sparse_tensors_are_added_up(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+
+        rank = world.rank()
+        tensor = torch.sparse_coo_tensor([list(range(rank + 1))], torch.full((rank + 1, 2), 1.0 + rank), (6, 2))
+        dist.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match="must be dense"):
+            dist.broadcast(torch.zeros(3, 2).to_sparse_csr(), 0)
+        dist.barrier()
+        return tensor.to_dense()[:, 0].tolist()
+
+    assert shm_world.run(work) == [[10.0, 9.0, 7.0, 4.0, 0.0, 0.0]] * N
+
+
 def test_messages_with_tags_from_anybody_and_large(shm_world: Any) -> None:
     def work(world: World) -> None:
         import torch.distributed as dist

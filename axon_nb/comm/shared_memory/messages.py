@@ -159,7 +159,7 @@ class Messages:
                 Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
             )
             number, expected = ring.refused()
-            if number == item.number:  # the rest follows all the same: the receiver counts on it
+            if number == item.number:  # the rest follows: the receiver counts on it
                 item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
             if item.done >= item.size:
                 queue.popleft()

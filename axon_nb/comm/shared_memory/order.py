@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
+from axon_nb.comm.errors import CollectiveMismatchError, TensorError
 from axon_nb.comm.shared_memory.work import SharedWork
 
 __all__ = ["Order"]
@@ -19,8 +19,8 @@ __all__ = ["Order"]
 _SLICE_S = 0.05
 
 Job = Callable[[], None]
-HARMLESS = (CollectiveMismatchError, TensorMismatchError)
-"""All ranks raise these before data move, so that the group can go on."""
+HARMLESS = (CollectiveMismatchError, TensorError)
+"""These are raised before data move, so that the group can go on."""
 
 
 class Order:

@@ -218,7 +218,7 @@ class Progress:
 
         Args:
             reason: Why; the peers read it.
-            closed: Nothing has failed, this rank needs the group no more: only who waits for this rank is told.
+            closed: Nothing has failed, this rank needs the group no more: only waits for this rank end.
         """
         if self.left:
             return

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.shared_memory.announcement import fact_of
+from axon_nb.comm.errors import TensorError
+from axon_nb.comm.shared_memory.announcement import REDUCE_OPERATIONS, fact_of
 from axon_nb.comm.shared_memory.collectives import movement, reduction
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
@@ -52,6 +53,9 @@ class Calls:
 
     def all_reduce(self, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
         """Reduce in place."""
+        if tensor.is_sparse:
+            self._sum_sparse(tensor, number, line)
+            return
         rounds, staged = self._rounds, stage(tensor)
         count, size = staged.count, staged.size
         rounds.begin(fact_of("all_reduce", count, dtype=tensor.dtype, reduce=number), line)
@@ -61,6 +65,34 @@ class Calls:
             target, item = flat_buffer(staged), tensor.element_size()
             reduction.all_reduce(rounds, staged.address, target=target, count=count, item=item, sums=sums)
         staged.store()
+
+    def _sum_sparse(self, tensor: Tensor, number: int, line: int) -> None:
+        """Add up sparse tensors: each rank gathers the indices and values of all, and adds them in rank order."""
+        if REDUCE_OPERATIONS[number] != "SUM":
+            raise TensorError(f"Sparse tensors can only be added up; got {REDUCE_OPERATIONS[number]}.")
+        ranks = range(self._rounds.size)
+        own = tensor.detach().coalesce()
+        indices, values = own.indices(), own.values()
+        counts = torch.empty(len(ranks), dtype=torch.int64)
+        self.all_gather_single(counts, torch.tensor([values.shape[0]]), line)
+        longest = int(counts.max())
+        gathered = []
+        for part in (indices.t(), values):
+            padded = part.new_zeros((longest, *part.shape[1:]))
+            padded[: part.shape[0]] = part
+            whole = part.new_empty((len(ranks), *padded.shape))
+            self.all_gather_single(whole, padded, line)
+            gathered.append(whole)
+        with torch.no_grad():
+            total = None
+            for rank in ranks:
+                count = int(counts[rank])
+                item = torch.sparse_coo_tensor(
+                    gathered[0][rank, :count].t(), gathered[1][rank, :count], tensor.shape, check_invariants=False
+                )
+                total = item if total is None else total + item
+            assert total is not None
+            tensor.copy_(total.coalesce())
 
     def broadcast(self, tensor: Tensor, root: int, line: int) -> None:
         """Copy the root's."""
