@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from axon_nb.comm.shared_memory.group import BACKEND, register
 from benchmarks.pairs import PairedRow
@@ -32,6 +33,9 @@ def call_of(name: str, size: int, group: dist.ProcessGroup) -> Call:
     tensor, whole = torch.ones(size // 4), torch.ones(max(n, size // 4 // n * n))
     part, gathered = torch.ones(whole.numel() // n), torch.ones(n * tensor.numel())
 
+    gathering, scattering = AllgatherOptions(), ReduceScatterOptions()
+    gathering.asyncOp = scattering.asyncOp = False
+
     def to_and_fro() -> None:
         if rank == 0:
             dist.send(tensor, 1, group=group)
@@ -42,8 +46,8 @@ def call_of(name: str, size: int, group: dist.ProcessGroup) -> Call:
 
     return {
         "all_reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group),
-        "all_gather": lambda: group._allgather_base(gathered, tensor).wait(),
-        "reduce_scatter": lambda: group._reduce_scatter_base(part, whole).wait(),
+        "all_gather": lambda: group._allgather_base(gathered, tensor, gathering).wait(),
+        "reduce_scatter": lambda: group._reduce_scatter_base(part, whole, scattering).wait(),
         "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
         "send and recv": to_and_fro,
     }[name]

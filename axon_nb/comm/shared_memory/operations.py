@@ -42,7 +42,8 @@ class CollectiveOperations(PythonProcessGroup):
         """Run an operation: here when its caller waits for it and nothing is before it, else in the helper thread."""
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         # A mode that looks on, such as one that counts calls, is not to see how an operation is made.
-        if waits and self._batch is None and not _num_modes() and not _num_function_modes():
+        unseen = not _num_modes() and not _num_function_modes()
+        if waits and self._batch is None and unseen:
             if self._runs_in_wait:
                 work = SharedWork(outputs)
                 work.run_in_wait(functools.partial(self._order.run_or_put, job, work))
@@ -50,7 +51,7 @@ class CollectiveOperations(PythonProcessGroup):
             if self._order.run_now(job):
                 return done_work()
         work = SharedWork(outputs)
-        self._order.put(job, work)
+        self._order.put(job, work, in_wait=unseen)
         return self._noted(work)
 
     def _noted(self, work: SharedWork) -> SharedWork:

@@ -6,6 +6,7 @@ helper thread, which runs them one after the other, so that they proceed while t
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -71,8 +72,16 @@ class Order:
             raise
         work.finish()
 
-    def put(self, job: Job, work: SharedWork) -> None:
-        """Have the helper thread run `job` after all that were begun before, and finish `work`."""
+    def put(self, job: Job, work: SharedWork, *, in_wait: bool = False) -> None:
+        """Have the helper thread run `job` after all that were begun before, and finish `work`.
+
+        Args:
+            job: The operation.
+            work: Its handle.
+            in_wait: Whether a thread that waits for `work` may run it, when its turn has come and the helper has not.
+        """
+        if in_wait:
+            work.run_in_wait(functools.partial(self._take_over, work))
         with self._lock:
             self._begun += 1
             self._jobs.append((job, work))
@@ -80,6 +89,24 @@ class Order:
                 self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._helper.start()
         self._more.release()
+
+    def _take_over(self, work: SharedWork, limit: float) -> None:
+        """Run the job of `work` in this thread, if it is the next."""
+        with self._lock:
+            if not self._jobs or self._jobs[0][1] is not work or not self._turn.acquire(blocking=False):
+                return
+            job, _ = self._jobs.popleft()
+        failure: BaseException | None = None
+        try:
+            self._run(job)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._turn.release()
+            with self._lock:
+                self._begun -= 1
+            work.finish(failure)
 
     def close(self) -> None:
         """End the helper thread when it has run what is there."""
