@@ -74,9 +74,8 @@ def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[]
         if time.monotonic() > limit:
             raise SharedMemoryTimeoutError(f"rank {first} did not make the group's memory in time")
         time.sleep(_PIECE_S)
-    address = store.get(key)
     try:
-        return SharedMemory.open(address.decode() if isinstance(address, bytes) else address)
+        return SharedMemory.open(bytes(store.get(key)).decode())
     except OSError as error:
         raise ForeignHostError(
             f"This rank cannot open the shared memory of rank {first} ({error.strerror or error}): all ranks must run "

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def _ignore(error: BaseException) -> None:
 
 def caller_line() -> int:
     """The line of the code that called torch or axon_nb; 0: there is none."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         foreign = _foreign.get(code)
@@ -184,7 +184,7 @@ def caller_line() -> int:
             foreign = _foreign[code] = not code.co_filename.startswith(_OURS)
         if foreign:
             return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return 0
 
 

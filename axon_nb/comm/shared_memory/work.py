@@ -79,16 +79,17 @@ class SharedWork(Work):
     def _sleep(self, limit: float) -> None:
         if (drive := self._drive) is not None:
             drive(limit)
-        if self._over:
-            return
         sleeper = threading.Lock()
         sleeper.acquire()
         with self._lock:
-            if self._over:
+            if self.is_completed():
                 return
             self._sleepers.append(sleeper)
-        while not sleeper.acquire(timeout=_SLICE_S):
-            if time.monotonic() > limit:
+        while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, limit - time.monotonic()))):
+            if time.monotonic() >= limit:
+                with self._lock:
+                    if sleeper in self._sleepers:
+                        self._sleepers.remove(sleeper)
                 raise RuntimeError("Operation timed out: it has not ended within the limit of its wait")
 
     def get_future(self) -> Any:

@@ -70,7 +70,7 @@ class Arithmetic:
         self._dtype, self._size = dtype, size
         self._numpy = _NUMPY.get(dtype)
         self._kernel = _KERNELS[operation]
-        self._torch_kernel = _TORCH_KERNELS.get(operation)
+        self._torch_kernel: Any = _TORCH_KERNELS.get(operation)
         self._average = operation == _AVG
         self._factor = factor
         self.reduce: Callable[[Any, Sequence[tuple[Any, int]], int], None] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,13 @@ _BLOCKING = frozenset(
 
 def is_waited_for() -> bool:
     """Whether the caller is `dist.send` or `dist.recv`, which wait for the message themselves."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return False
         if frame.f_code in _BLOCKING:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
