@@ -129,7 +129,6 @@ class RecoverableGroup(PythonProcessGroup):
             leak(self._inner)
 
     def _share_memory(self, store: Store) -> SharedMemoryGroup:
-        """The inner group over shared memory; each epoch has its own."""
         return SharedMemoryGroup(
             store,
             rank=self._own_rank,
