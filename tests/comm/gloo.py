@@ -1,4 +1,4 @@
-"""Real processes that form a Gloo world and run functions as ranks, repeatedly."""
+"""Real processes that form a Gloo world, or one over shared memory, and run functions as ranks, repeatedly."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from axon_nb.comm import World
+from axon_nb.comm.shared_memory.group import register
 
 __all__ = ["GlooWorld"]
 
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
 _KEY = "AXON_NB_TEST_KEY"
+_BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
+"""`shm`: whatever runs on such worlds runs over shared memory."""
 
 
 class GlooWorld:
     """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank."""
 
-    def __init__(self, n: int, *, limit_s: float = _LIMIT_S) -> None:
-        self.size, self._limit_s = n, limit_s
+    def __init__(self, n: int, *, limit_s: float = _LIMIT_S, backend: str = _BACKEND) -> None:
+        self.size, self._limit_s, self.backend = n, limit_s, backend
         self._folder = tempfile.TemporaryDirectory()
         key = secrets.token_bytes(16)
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
             self._processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name],
+                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name, backend],
                     cwd=Path(__file__).resolve().parents[2],
                     env={**os.environ, _KEY: key.hex()},
                 )
@@ -81,12 +84,13 @@ class GlooWorld:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, folder: str) -> None:
+def _serve(rank: int, size: int, folder: str, backend: str) -> None:
     pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
     pipe.send(rank)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    register()
+    dist.init_process_group(backend, store=FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     while True:
         try:
             function, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
@@ -101,4 +105,4 @@ def _serve(rank: int, size: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _serve(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

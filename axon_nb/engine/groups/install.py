@@ -67,6 +67,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> Non
             timeout=options.timeout or timedelta(minutes=30),
             name=options.group_id,
             global_rank=rank,
+            members=list(options.global_ranks_in_group),
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.comm.shared_memory.group import SharedMemoryGroup, caller_line
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
@@ -30,6 +31,7 @@ from axon_nb.engine.groups.gloo import (
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.records.environment import TRANSPORT
 from axon_nb.records.spans import emit, span_of
 
 __all__ = ["RecoverableGroup", "operations"]
@@ -78,10 +80,20 @@ class RecoverableGroup(PythonProcessGroup):
         timeout: Timeout of the group's operations.
         name: torch's name of the group, the same on all its ranks.
         global_rank: This process's rank in the default group.
+        members: Global ranks of the group, for messages; by default those from 0 on.
     """
 
     def __init__(
-        self, root: Store, *, epoch: int, rank: int, size: int, timeout: timedelta, name: str, global_rank: int
+        self,
+        root: Store,
+        *,
+        epoch: int,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        global_rank: int,
+        members: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
@@ -89,6 +101,7 @@ class RecoverableGroup(PythonProcessGroup):
         self._root = root
         self._timeout = timeout
         self._global_rank = global_rank
+        self._global_ranks = members
         self._inner: Any = None
         self._table: SizeTable | None = None
         self.sequence = 0
@@ -106,9 +119,37 @@ class RecoverableGroup(PythonProcessGroup):
         """
         if self._table is not None:
             self._table.close()
+        store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
+        inner = self._share_memory(store) if TRANSPORT.get() == "shm" else self._connect(store, epoch)
+        if self._inner is not None:
+            # A rank that had finished its cell got no abort: its connections to others like it are still open.
+            self._drop_inner()
+        self.sequence = 0
+        self._inner = inner
+
+    def _drop_inner(self) -> None:
+        self.close_connections()
+        if isinstance(self._inner, SharedMemoryGroup):
+            self._inner.shutdown()
+        else:
+            abandon(self._inner)
+
+    def _share_memory(self, store: Store) -> SharedMemoryGroup:
+        return SharedMemoryGroup(
+            store,
+            rank=self._own_rank,
+            size=self._size,
+            timeout=self._timeout,
+            name=self._name,
+            members=self._global_ranks,
+            give_up=raise_if_aborted,
+            line=caller_line,
+            runs_in_wait=True,
+        )
+
+    def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
         # Before connecting: once the ranks are connected, each has cleared its entries.
         self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
-        store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         backend = connect(store, self._own_rank, self._size, timeout=self._timeout, raise_if_cancelled=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
@@ -116,17 +157,11 @@ class RecoverableGroup(PythonProcessGroup):
         inner._set_default_backend(_GLOO)
         inner._set_group_name(self._name)
         inner._set_group_desc(self._desc)
-        if self._inner is not None:
-            # A rank that had finished its cell got no abort: its connections to others like it are still open.
-            self.close_connections()
-            abandon(self._inner)
-        self.sequence = 0
-        self._inner = inner
+        return inner
 
     def disable(self) -> None:
         """Refuse all operations, instead of a rebuild: some ranks of the group do not have it."""
-        self.close_connections()
-        abandon(self._inner)
+        self._drop_inner()
 
         def refuse(name: str, *_: Any) -> Any:
             raise BrokenGroupError(
@@ -142,6 +177,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            return self._inner.abort
         return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,13 +201,16 @@ class RecoverableGroup(PythonProcessGroup):
         if refusal:
             call.refusal = refusal
         try:
-            work = operation(self._inner, *args, **kwargs)
+            if isinstance(self._inner, SharedMemoryGroup):
+                work, sliced = getattr(self._inner, name)(*args, **kwargs), True
+            else:
+                work = operation(self._inner, *args, **kwargs)
+                sliced = name in _SLICED or type(work) is ReduceScatterWork
         except RuntimeError as error:
             activity.finish_call(call)
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
-        sliced = name in _SLICED or type(work) is ReduceScatterWork
         return RecoverableWork(
             work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self._timeout
         )
@@ -189,11 +229,18 @@ class RecoverableGroup(PythonProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Behave like torch's."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            return self._inner.monitored_barrier(*args, **kwargs)
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
     def abort(self) -> None:
         """End all waits in this group on this rank."""
         self.close_connections()
+
+    def shutdown(self) -> None:
+        """End the threads of a group over shared memory."""
+        if isinstance(self._inner, SharedMemoryGroup):
+            self._inner.shutdown()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)

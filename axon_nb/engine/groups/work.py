@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from axon_nb.comm.errors import CommError
+from axon_nb.comm.shared_memory.progress import GroupLeftError
 from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.activity import Call
 from axon_nb.errors import UsageError
@@ -82,6 +84,11 @@ class RecoverableWork(Work):
                 raise
             if ABORT.is_set():
                 raise AbortedError(f"aborted while waiting in {self._call.name}") from None
+            if isinstance(error, GroupLeftError):
+                raise AbortedError(f"lost a peer while waiting in {self._call.name}: {error}") from None
+            if isinstance(error, CommError):  # all ranks raise it, and the group goes on
+                self._done = True
+                self._on_finish(self._call)
             if "gloo" in str(error) and "timed out" not in str(error).lower():
                 raise AbortedError(f"lost a peer while waiting in {self._call.name}: {str(error)[-120:]}") from None
             raise

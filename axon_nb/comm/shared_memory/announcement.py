@@ -1,0 +1,134 @@
+"""What a rank is about to do, in one word of shared memory, and the sentence for ranks that do not do the same.
+
+From the highest bit: operation (5 bits), reduce operation + 1 (4), dtype (6), root + 1 (10), number of elements or
+bytes (38). Two ranks fit together when their words are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from axon_nb.records.ranks import format_ranks
+
+__all__ = [
+    "MAX_RANKS",
+    "OPERATIONS",
+    "REDUCE_OPERATIONS",
+    "dtype_code",
+    "fact_of",
+    "in_words",
+    "mismatch",
+    "reduce_number",
+]
+
+OPERATIONS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)
+"""By number - 1: what users call the operations."""
+REDUCE_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+"""By number, as in torch's `ReduceOp.RedOpType`."""
+MAX_RANKS = 1000
+
+_NUMBERS = {name: number for number, name in enumerate(OPERATIONS, 1)}
+_COUNT_BITS, _ROOT_BITS, _DTYPE_BITS, _REDUCE_BITS = 38, 10, 6, 4
+_ROOT = _COUNT_BITS
+_DTYPE = _ROOT + _ROOT_BITS
+_REDUCE = _DTYPE + _DTYPE_BITS
+_OPERATION = _REDUCE + _REDUCE_BITS
+_DTYPES: tuple[torch.dtype, ...] = tuple(
+    dict.fromkeys(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
+)[: (1 << _DTYPE_BITS) - 2]
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
+
+
+def dtype_code(dtype: torch.dtype | None) -> int:
+    """A number for a dtype, the same in all processes with one build of torch; 0: bytes."""
+    return 0 if dtype is None else _DTYPE_CODES.get(dtype, (1 << _DTYPE_BITS) - 1)
+
+
+def fact_of(operation: str, count: int, *, dtype: torch.dtype | None = None, root: int = -1, reduce: int = -1) -> int:
+    """The word for one call.
+
+    Args:
+        operation: One of `OPERATIONS`.
+        count: Elements of `dtype`, or bytes when there is none.
+        dtype: What is added up.
+        root: Group rank of the root.
+        reduce: Number of the reduce operation.
+    """
+    return (
+        _NUMBERS[operation] << _OPERATION
+        | (reduce + 1) << _REDUCE
+        | (0 if dtype is None else dtype_code(dtype)) << _DTYPE
+        | (root + 1) << _ROOT
+        | min(count, (1 << _COUNT_BITS) - 1)
+    )
+
+
+def _field(fact: int, place: int, bits: int) -> int:
+    return fact >> place & ((1 << bits) - 1)
+
+
+def in_words(fact: int, members: Sequence[int]) -> str:
+    """What a word says, such as ``all_reduce(SUM) of 4 float32``.
+
+    Args:
+        fact: The word.
+        members: Global ranks of the group.
+    """
+    number, reduce = _field(fact, _OPERATION, 5), _field(fact, _REDUCE, _REDUCE_BITS)
+    dtype, root = _field(fact, _DTYPE, _DTYPE_BITS), _field(fact, _ROOT, _ROOT_BITS)
+    words = OPERATIONS[number - 1] if 0 < number <= len(OPERATIONS) else "communication"
+    if reduce:
+        words += f"({REDUCE_OPERATIONS[reduce - 1]})"
+    count = _field(fact, 0, _COUNT_BITS)
+    if words not in ("all_to_all", "barrier"):
+        unit = (
+            "bytes" if not dtype else str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
+        )
+        words += f" of {count:,} {unit}"
+    if 0 < root <= len(members):
+        words += f" {'to' if words.startswith(('gather', 'reduce')) else 'from'} rank {members[root - 1]}"
+    return words
+
+
+def mismatch(calls: Sequence[tuple[int, int]], members: Sequence[int]) -> str:
+    """The sentence for ranks whose calls do not fit together.
+
+    Args:
+        calls: By group rank, the call's word and its line; a word of 0: not there yet.
+        members: Global ranks of the group.
+    """
+    same: dict[tuple[int, int], list[int]] = {}
+    for rank, (fact, line) in enumerate(calls):
+        if fact:
+            same.setdefault((fact, line), []).append(members[rank])
+    parts = []
+    for (fact, line), ranks in same.items():
+        place = f" at line {line}" if line else ""
+        calling = f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+        parts.append(f"{calling}: {in_words(fact, members)}{place}")
+    return (
+        f"The ranks of the group made different calls: {'; '.join(parts)}. All ranks of a group must make the same "
+        "call with the same size, dtype, root and reduce operation."
+    )
+
+
+def reduce_number(operation: Any) -> tuple[int, Any]:
+    """Number and factor of torch's `ReduceOp`; the factor is that of PREMUL_SUM, else None."""
+    kind = getattr(operation, "op", operation)
+    number = int(getattr(kind, "value", kind))
+    if REDUCE_OPERATIONS[number] != "PREMUL_SUM":
+        return number, None
+    return number, operation.factor if hasattr(operation, "factor") else operation.__getstate__()[1]

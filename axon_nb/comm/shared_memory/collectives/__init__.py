@@ -1,0 +1,1 @@
+"""The collectives of a group over shared memory: announced, then moved piece by piece."""

@@ -1,0 +1,162 @@
+"""Collectives that move bytes: all_gather, broadcast, gather, scatter, all_to_all.
+
+Tensors come as addresses of contiguous memory that the caller keeps alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from axon_nb.comm.errors import TensorMismatchError
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.futex import copy
+
+__all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
+
+_ALIGN = 64
+
+
+def _pieces(size: int, piece: int) -> int:
+    return max(1, -(-size // piece))
+
+
+def barrier(rounds: Rounds) -> None:
+    """Wait until all ranks have come."""
+    rounds.run(1, None, None)
+
+
+def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -> None:
+    """Copy `size` bytes at `source` of each rank to the address in `targets` that is its rank's."""
+    piece, own = rounds.layout.slot_bytes, rounds.rank
+    others = [(rank, target) for rank, target in enumerate(targets) if rank != own]
+    base = rounds.address
+
+    def write(i: int) -> None:
+        copy(base + rounds.slot(own, i), source + i * piece, min(piece, size - i * piece))
+
+    def read(i: int) -> None:
+        count = min(piece, size - i * piece)
+        for rank, target in others:
+            copy(target + i * piece, base + rounds.slot(rank, i), count)
+
+    rounds.run(_pieces(size, piece), write, read)
+    if targets[own] != source:
+        copy(targets[own], source, size)
+
+
+def broadcast(rounds: Rounds, address: int, size: int, root: int) -> None:
+    """Copy `size` bytes at `address` of the root to that of each rank."""
+    piece, base = rounds.layout.slot_bytes, rounds.address
+
+    def write(i: int) -> None:
+        copy(base + rounds.slot(root, i), address + i * piece, min(piece, size - i * piece))
+
+    def read(i: int) -> None:
+        copy(address + i * piece, base + rounds.slot(root, i), min(piece, size - i * piece))
+
+    if rounds.rank == root:
+        rounds.run(_pieces(size, piece), write, None)
+    else:
+        rounds.run(_pieces(size, piece), None, read, root)
+
+
+def gather(rounds: Rounds, source: int, size: int, targets: Sequence[int] | None, root: int) -> None:
+    """Copy `size` bytes at `source` of each rank to the root's `targets`, by rank."""
+    piece, base = rounds.layout.slot_bytes, rounds.address
+
+    def write(i: int) -> None:
+        copy(base + rounds.slot(rounds.rank, i), source + i * piece, min(piece, size - i * piece))
+
+    def read(i: int) -> None:
+        assert targets is not None
+        count = min(piece, size - i * piece)
+        for rank, target in enumerate(targets):
+            if rank != root:
+                copy(target + i * piece, base + rounds.slot(rank, i), count)
+
+    if rounds.rank != root:
+        rounds.run(_pieces(size, piece), write, None, root)
+        return
+    rounds.run(_pieces(size, piece), None, read)
+    if targets is not None and targets[root] != source:
+        copy(targets[root], source, size)
+
+
+def scatter(rounds: Rounds, sources: Sequence[int] | None, size: int, target: int, root: int) -> None:
+    """Copy `size` bytes at each of the root's `sources` to `target` of the rank that it is for."""
+    piece = rounds.layout.slot_bytes // rounds.size // _ALIGN * _ALIGN
+    base = rounds.address
+
+    def write(i: int) -> None:
+        assert sources is not None
+        place, count = base + rounds.slot(root, i), min(piece, size - i * piece)
+        for rank, source in enumerate(sources):
+            if rank != root:
+                copy(place + rank * piece, source + i * piece, count)
+
+    def read(i: int) -> None:
+        start = base + rounds.slot(root, i) + rounds.rank * piece
+        copy(target + i * piece, start, min(piece, size - i * piece))
+
+    if rounds.rank != root:
+        rounds.run(_pieces(size, piece), None, read, root)
+        return
+    rounds.run(_pieces(size, piece), write, None)
+    if sources is not None and sources[root] != target:
+        copy(target, sources[root], size)
+
+
+def all_to_all(
+    rounds: Rounds, sources: Sequence[int], sent: Sequence[int], targets: Sequence[int], taken: Sequence[int]
+) -> None:
+    """Copy `sent[p]` bytes at `sources[p]` to rank p, and `taken[p]` bytes from rank p to `targets[p]`.
+
+    Raises:
+        TensorMismatchError: two ranks disagree about what one sends to the other; raised on all ranks.
+    """
+    n, own, base = rounds.size, rounds.rank, rounds.address
+    table = -(-2 * n * 8 // _ALIGN) * _ALIGN
+    piece = (rounds.layout.slot_bytes - table) // n // _ALIGN * _ALIGN
+
+    def write(i: int) -> None:
+        place = base + rounds.slot(own, i) + table
+        for rank in range(n):
+            if rank != own and (count := min(piece, sent[rank] - i * piece)) > 0:
+                copy(place + rank * piece, sources[rank] + i * piece, count)
+
+    def read(i: int) -> None:
+        for rank in range(n):
+            if rank != own and (count := min(piece, taken[rank] - i * piece)) > 0:
+                copy(targets[rank] + i * piece, base + rounds.slot(rank, i) + table + own * piece, count)
+
+    mine = np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(own, 0))
+    mine[:n], mine[n:] = sent, taken
+    write(0)
+    rounds.post(1)
+    rounds.meet()
+    tables = np.stack([np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(rank, 0)) for rank in range(n)])
+    pieces = _pieces(int(tables.max()), piece)
+    wrong = np.argwhere(tables[:, :n] != tables[:, n:].T)
+    if len(wrong):
+        # All have read the tables when all have come to step 2: the next collective may then use the slots.
+        rounds.post(2)
+        rounds.wait(-1, 2)
+        source, target = (int(rank) for rank in wrong[0])
+        members = rounds.progress.members
+        raise TensorMismatchError(
+            f"all_to_all: rank {members[source]} sends {tables[source, target]:,} bytes to rank {members[target]}, "
+            f"which expects {tables[target, n + source]:,}; split sizes must fit together."
+        )
+    for i in range(1, pieces):
+        write(i)
+        rounds.post(i + 1)
+        rounds.wait(-1, i)
+        read(i - 1)
+    if pieces > 1:
+        rounds.wait(-1, pieces)
+    read(pieces - 1)
+    rounds.end(pieces)
+    if sent[own] and targets[own] != sources[own]:
+        copy(targets[own], sources[own], sent[own])

@@ -1,0 +1,153 @@
+"""Collectives that reduce: all_reduce, reduce, reduce_scatter; always in rank order.
+
+Tensors come as addresses of contiguous memory, and as buffers where they are the target of arithmetic; the caller keeps
+them alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.futex import copy
+
+__all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
+
+DIRECT_BYTES = 64 << 10
+"""Up to here each rank adds up everything itself, which is one wait; beyond, each adds up a part, which is two."""
+
+
+def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sums: Arithmetic, scratch: Any) -> None:
+    """Reduce `count` elements, `size` bytes, at `address` in place; they fit into a slot.
+
+    Args:
+        rounds: The group.
+        address: Where the elements are.
+        size: Their bytes.
+        count: How many.
+        sums: The arithmetic.
+        scratch: A buffer of this process and its address.
+    """
+    base = rounds.address
+    copy(base + rounds.slot(rounds.rank, 0), address, size)
+    rounds.post(1)
+    rounds.meet()
+    if count:
+        buffer = rounds.buffer
+        sums.reduce((scratch[0], 0), [(buffer, rounds.slot(rank, 0)) for rank in range(rounds.size)], count)
+        copy(address, scratch[1], size)
+    rounds.end(1)
+
+
+def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: int, sums: Arithmetic) -> None:
+    """Reduce elements in place.
+
+    Each rank reduces its part of a piece from all slots, puts it into its own slot, where nobody else reads or writes
+    that part, and collects the parts of the others. Step `i` writes piece `i`, reduces piece `i - 1` and collects piece
+    `i - 2`.
+
+    Args:
+        rounds: The group.
+        address: Where the elements are.
+        target: The same memory as a buffer.
+        count: How many elements.
+        item: Bytes of one.
+        sums: The arithmetic.
+    """
+    n, own, base, buffer = rounds.size, rounds.rank, rounds.address, rounds.buffer
+    piece = rounds.layout.slot_bytes // item
+    pieces = -(-count // piece)
+
+    def bounds(i: int) -> tuple[int, list[int]]:
+        length = min(piece, count - i * piece)
+        return length, [rank * length // n for rank in range(n + 1)]
+
+    for i in range(pieces + 2):
+        if i < pieces:
+            copy(base + rounds.slot(own, i), address + i * piece * item, bounds(i)[0] * item)
+        if i > 1:
+            rounds.wait(-1, i)
+        if 0 < i <= pieces:
+            _, edges = bounds(i - 1)
+            start, length = edges[own] * item, edges[own + 1] - edges[own]
+            if length:
+                sources = [(buffer, rounds.slot(rank, i - 1) + start) for rank in range(n)]
+                done = (i - 1) * piece * item + start
+                sums.reduce((target, done), sources, length)
+                copy(base + rounds.slot(own, i - 1) + start, address + done, length * item)
+        if i > 1:
+            _, edges = bounds(i - 2)
+            place = address + (i - 2) * piece * item
+            for rank in range(n):
+                if rank != own:
+                    start = edges[rank] * item
+                    copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] * item - start)
+        rounds.post(i + 1)
+        if i == 0:
+            rounds.meet()
+    rounds.end(pieces)
+
+
+def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, sums: Arithmetic, root: int) -> None:
+    """Reduce `count` elements of `item` bytes of all ranks into the root's.
+
+    Args:
+        rounds: The group.
+        address: Where this rank's elements are.
+        buffer: The same memory as a buffer, on the root.
+        count: How many elements.
+        item: Bytes of one.
+        sums: The arithmetic.
+        root: Group rank of the root.
+    """
+    own, base = rounds.rank, rounds.address
+    piece = rounds.layout.slot_bytes // item
+    pieces = max(1, -(-count // piece))
+
+    def write(i: int) -> None:
+        copy(base + rounds.slot(own, i), address + i * piece * item, min(piece, count - i * piece) * item)
+
+    def read(i: int) -> None:
+        length = min(piece, count - i * piece)
+        if length > 0:
+            sources = [(rounds.buffer, rounds.slot(rank, i)) for rank in range(rounds.size)]
+            sums.reduce((buffer, i * piece * item), sources, length)
+
+    if own == root:
+        rounds.run(pieces, write, read)
+    else:
+        rounds.run(pieces, write, None, root)
+
+
+def reduce_scatter(
+    rounds: Rounds, sources: Sequence[int], *, buffer: Any, count: int, item: int, sums: Arithmetic
+) -> None:
+    """Reduce the elements that all ranks have for this one.
+
+    Args:
+        rounds: The group.
+        sources: By rank, the address of this rank's `count` elements for it.
+        buffer: Where the result goes.
+        count: Elements for one rank.
+        item: Bytes of one.
+        sums: The arithmetic.
+    """
+    n, own, base = rounds.size, rounds.rank, rounds.address
+    piece = rounds.layout.slot_bytes // n // 64 * 64 // item
+    pieces = max(1, -(-count // piece))
+    stride = piece * item
+
+    def write(i: int) -> None:
+        place, length = base + rounds.slot(own, i), min(piece, count - i * piece) * item
+        for rank in range(n):
+            copy(place + rank * stride, sources[rank] + i * stride, length)
+
+    def read(i: int) -> None:
+        length = min(piece, count - i * piece)
+        if length > 0:
+            parts = [(rounds.buffer, rounds.slot(rank, i) + own * stride) for rank in range(n)]
+            sums.reduce((buffer, i * stride), parts, length)
+
+    rounds.run(pieces, write, read)

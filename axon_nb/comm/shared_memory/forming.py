@@ -1,0 +1,83 @@
+"""How the ranks of a group come to share memory: the first makes it, the others find it through the store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from axon_nb.comm.errors import CommError
+from axon_nb.comm.shared_memory import futex
+from axon_nb.comm.shared_memory.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.progress import Progress, SharedMemoryTimeoutError
+
+__all__ = ["ForeignHostError", "form"]
+
+_PIECE_S = 0.005
+
+
+class ForeignHostError(CommError):
+    """The ranks cannot share memory: they differ in host, container or user, or the system lacks what is needed."""
+
+
+def form(
+    store: Store,
+    *,
+    rank: int,
+    members: list[int],
+    key: str,
+    limit_s: float,
+    give_up: Callable[[], None] | None = None,
+    max_bytes: int = 0,
+) -> Progress:
+    """Map the memory of a group; collective over its ranks.
+
+    Args:
+        store: Where the ranks meet.
+        rank: This process's rank in the group.
+        members: Global ranks of the group.
+        key: Where the memory's address is in the store; another one each time.
+        limit_s: Seconds to wait for the others.
+        give_up: Called again and again; raises when the wait is to end.
+        max_bytes: How large the memory may be; 0: as is best.
+
+    Raises:
+        ForeignHostError: the ranks cannot share memory.
+        GroupLeftError: a rank died meanwhile.
+        SharedMemoryTimeoutError: a rank did not come.
+    """
+    if not futex.is_supported():
+        raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
+    limit = time.monotonic() + limit_s
+    layout = Layout.of(len(members), max_bytes)
+    descriptor = -1
+    try:
+        if rank == 0:
+            descriptor = SharedMemory.create(layout)
+            store.set(key, SharedMemory.address_of(descriptor))
+        else:
+            descriptor = _open(store, key, members[0], limit, give_up)
+        progress = Progress(SharedMemory(descriptor, layout), rank, members, give_up)
+        progress.wait_until_ready(limit)
+        return progress
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[], None] | None) -> int:
+    while not store.check([key]):
+        if give_up is not None:
+            give_up()
+        if time.monotonic() > limit:
+            raise SharedMemoryTimeoutError(f"rank {first} did not make the group's memory in time")
+        time.sleep(_PIECE_S)
+    try:
+        return SharedMemory.open(bytes(store.get(key)).decode())
+    except OSError as error:
+        raise ForeignHostError(
+            f"This rank cannot open the shared memory of rank {first} ({error.strerror or error}): all ranks must run "
+            "on one host, in one container and as one user. Use the backend gloo instead."
+        ) from None

@@ -1,0 +1,141 @@
+"""Sleeping on words of shared memory: Linux's futex, and copies between addresses, through ctypes.
+
+A word is 64 bits wide; the kernel compares its low half. Wherever a wait can end early, the caller looks again, so the
+return values do not matter.
+
+Order of memory accesses: each rank writes data first and its progress word afterwards, and reads them the other way
+round. x86-64 keeps stores in order and loads in order (total store order), also those of `memmove`: glibc ends
+non-temporal copies with a fence. Other processors need barriers. `fence` is one: it releases and acquires a lock, and a
+store-release followed by a load-acquire is ordered on aarch64 with everything before and after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+__all__ = ["NEEDS_FENCE", "copy", "fence", "is_supported", "wait", "wait_any", "wake"]
+
+NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64")
+"""Whether this processor may reorder plain stores or plain loads."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_FUTEX_WAITV = 449
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 0x7FFFFFFF
+_LOW = 0xFFFFFFFF
+_SIZE_U32 = 2
+_MAX_WORDS = 128
+_POLL_S = 0.0005
+_SMALL_BYTES = 1 << 14
+"""Up to here a copy keeps the interpreter lock: it is over sooner than the lock would be back."""
+_CLOCK_MONOTONIC = 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Waiter(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_quick = ctypes.PyDLL(None)  # keeps the interpreter lock
+
+_long, _pointer = ctypes.c_long, ctypes.c_void_p
+_wait_call = _libc["syscall"]
+_wait_call.argtypes = (_long, _pointer, _long, ctypes.c_uint32, _pointer)
+_wait_call.restype = _long
+_waitv_call = _libc["syscall"]
+_waitv_call.argtypes = (_long, _pointer, ctypes.c_uint, ctypes.c_uint, _pointer, ctypes.c_int)
+_waitv_call.restype = _long
+_wake_call = _quick["syscall"]
+_wake_call.argtypes = (_long, _pointer, _long, _long)
+_wake_call.restype = _long
+_move = _libc["memmove"]
+_move.argtypes = (_pointer, _pointer, ctypes.c_size_t)
+_move.restype = _pointer
+_quick_move = _quick["memmove"]
+_quick_move.argtypes = (_pointer, _pointer, ctypes.c_size_t)
+_quick_move.restype = _pointer
+
+_has_waitv = [True]
+_barrier = threading.local()
+
+
+def is_supported() -> bool:
+    """Whether this system has futexes and anonymous memory files that we can use."""
+    return sys.platform == "linux" and _FUTEX != 0 and sys.byteorder == "little"
+
+
+def _relative(seconds: float) -> _Timespec:
+    whole = int(seconds)
+    return _Timespec(whole, int((seconds - whole) * 1e9))
+
+
+_slices: dict[float, _Timespec] = {}
+
+
+def wait(address: int, value: int, seconds: float) -> None:
+    """Sleep until the word at `address` differs from `value`, somebody wakes it, a signal comes, or time is over.
+
+    Args:
+        address: Address of a 64-bit word in shared memory.
+        value: What the word held when the caller looked.
+        seconds: Longest sleep.
+    """
+    limit = _slices.get(seconds)
+    if limit is None:
+        limit = _relative(seconds)
+        if len(_slices) < 16:
+            _slices[seconds] = limit
+    _wait_call(_FUTEX, address, _WAIT, value & _LOW, ctypes.byref(limit))
+
+
+def wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at `address`, in any process."""
+    _wake_call(_FUTEX, address, _WAKE, _EVERYBODY)
+
+
+def wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
+    """As `wait`, on several words: (address, value) of each. Kernels before 5.16 are polled instead."""
+    if not _has_waitv[0] or len(words) > _MAX_WORDS:
+        time.sleep(min(seconds, _POLL_S))
+        return
+    waiters = (_Waiter * len(words))(*(_Waiter(value & _LOW, address, _SIZE_U32, 0) for address, value in words))
+    end = _relative(time.monotonic() + seconds)
+    if _waitv_call(_FUTEX_WAITV, waiters, len(words), 0, ctypes.byref(end), _CLOCK_MONOTONIC) < 0:
+        # Interrupted, over, or one has changed already: the caller looks again. Anything else: it is not allowed here.
+        _has_waitv[0] = ctypes.get_errno() in _EXPECTED
+
+
+_EXPECTED = frozenset({4, 11, 110})
+"""EINTR, EAGAIN, ETIMEDOUT."""
+
+
+def fence() -> None:
+    """A full memory barrier of the calling thread; see the module."""
+    lock = getattr(_barrier, "lock", None)
+    if lock is None:
+        lock = _barrier.lock = threading.Lock()
+        lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """Copy `size` bytes between two addresses."""
+    if size > _SMALL_BYTES:
+        _move(target, source, size)
+    elif size:
+        _quick_move(target, source, size)

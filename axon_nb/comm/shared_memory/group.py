@@ -1,0 +1,213 @@
+"""The process group that torch sees: every operation of c10d on CPU tensors, over memory that the ranks share."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from axon_nb.comm.shared_memory.collectives import calls
+from axon_nb.comm.shared_memory.collectives.calls import Calls
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.forming import form
+from axon_nb.comm.shared_memory.messages import ANY, Messages
+from axon_nb.comm.shared_memory.operations import CollectiveOperations, listed
+from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory.progress import GroupLeftError
+from axon_nb.comm.shared_memory.staging import stage
+from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
+from axon_nb.torch_api import torch_api
+
+__all__ = ["BACKEND", "SharedMemoryGroup", "caller_line", "register"]
+
+BACKEND = "shm"
+"""What `dist.init_process_group` and `dist.new_group` call it."""
+
+Tensor = torch.Tensor
+Job = Callable[[], None]
+
+
+_OURS = tuple(
+    os.path.join(os.path.dirname(file), "")
+    for file in (torch.__file__, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+)
+_foreign: dict[CodeType, bool] = {}
+_registered: list[str] = []
+
+
+class SharedMemoryGroup(CollectiveOperations):
+    """See the module.
+
+    Args:
+        store: Where the ranks of the group meet.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        timeout: Limit of each operation.
+        name: torch's name of the group.
+        members: Global ranks of the group, for messages; by default those of the group.
+        key: Where in the store they meet.
+        give_up: Called every 50 ms of a wait; raises when the wait is to end.
+        line: Gives the line of the user's code that calls; 0: not known.
+        runs_in_wait: Whether a call that its caller waits for is made in `wait` of its handle, where a wrapper of the
+            group looks on, rather than before there is one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        members: Sequence[int] = (),
+        key: str = "memory",
+        give_up: Callable[[], None] | None = None,
+        line: Callable[[], int] = lambda: 0,
+        runs_in_wait: bool = False,
+    ) -> None:
+        super().__init__(rank, size, name, backend=BACKEND)
+        seconds = timeout.total_seconds()
+        self._progress = form(
+            store,
+            rank=rank,
+            members=list(members) or list(range(size)),
+            key=key,
+            limit_s=seconds,
+            give_up=give_up,
+        )
+        self._line = line
+        self._runs_in_wait = runs_in_wait
+        self._rounds = Rounds(self._progress, seconds)
+        self._calls = Calls(self._rounds)
+        self._order = Order(f"axon_nb-{name}", self._leave, self._progress.has_left)
+        self._messages = Messages(self._progress, f"axon_nb-{name}-messages", seconds, self._leave)
+        self._batch: list[SharedWork] | None = None
+
+    def _leave(self, error: BaseException) -> None:
+        if not isinstance(error, GroupLeftError) or not self._progress.left:
+            self._progress.leave(str(error) or type(error).__name__)
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedWork:
+        """Send a tensor."""
+        (tensor,) = listed(tensors)
+        staged = stage(tensor)
+        work = self._message([tensor, staged])
+        self._messages.send(work, staged.address, staged.size, peer=peer, tag=tag, line=self._line())
+        return self._left_to_helper(work)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> SharedWork:
+        """Receive a tensor from a rank."""
+        (tensor,) = listed(tensors)
+        staged = stage(tensor, reads=False)
+        work = self._message([tensor, staged])
+        store = None if staged.address == tensor.data_ptr() else staged.store
+        self._messages.receive(work, staged.address, staged.size, source=source, tag=tag, finish=store)
+        return self._left_to_helper(work)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedWork:
+        """Receive a tensor from any rank; the handle's `source_rank` says which."""
+        return self.recv(tensors, ANY, tag)
+
+    def _message(self, keep: list[Any]) -> SharedWork:
+        self._progress.raise_if_left()
+        work = SharedWork(keep[:1])
+        work.run_in_wait(functools.partial(self._messages.drive, work))
+        work.keep = keep
+        return self._noted(work)
+
+    def _left_to_helper(self, work: SharedWork) -> SharedWork:
+        if not work.is_completed() and not calls.is_waited_for():
+            self._messages.attend()
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> SharedWork:
+        works, self._batch = self._batch or [], None
+        return JoinedWork(works)
+
+    def abort(self) -> None:
+        """From any thread: end all waits in this group, on all its ranks."""
+        self._progress.leave("it was aborted")
+        self._messages.fail(GroupLeftError("the group was aborted"))
+
+    def shutdown(self) -> None:
+        """This rank is done with the group: end its threads. Peers that wait for it learn that it is gone."""
+        self._progress.leave("", closed=True)
+        self._order.close()
+        self._messages.close()
+        # They know this group: without the circle its memory is free at once.
+        self._order.leave = self._messages.leave = _ignore
+
+    def describe(self) -> list[str]:
+        """What each rank of the group is in, a line for each."""
+        return self._progress.describe()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of operations begun from now on."""
+        self._rounds.limit_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+    supports_coalescing = supports_splitting = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._rounds.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the memory has it."""
+
+
+def _ignore(error: BaseException) -> None:
+    """The group is gone."""
+
+
+def caller_line() -> int:
+    """The line of the code that called torch or axon_nb; 0: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        foreign = _foreign.get(code)
+        if foreign is None:
+            foreign = _foreign[code] = not code.co_filename.startswith(_OURS)
+        if foreign:
+            return frame.f_lineno
+        frame = frame.f_back
+    return 0
+
+
+def register(name: str = BACKEND) -> None:
+    """Let `dist.init_process_group` and `dist.new_group` make groups over shared memory.
+
+    Args:
+        name: Of the backend.
+    """
+    if name in _registered:
+        return
+    _registered.append(name)
+
+    def create(options: Any, _: Any) -> SharedMemoryGroup:
+        return SharedMemoryGroup(
+            options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout or timedelta(minutes=30),
+            name=options.group_id,
+            members=list(options.global_ranks_in_group),
+            line=caller_line,
+        )
+
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    torch_api().register_group_class(name)

@@ -1,0 +1,299 @@
+"""Sends and receives: which message is for whom, and who takes it forward.
+
+Messages from one rank to another arrive in the order in which they were sent. One that nobody has asked for yet is kept
+in this process, so that it does not stand before one with another tag. Whoever waits takes all open messages of this
+rank forward; a helper thread does so for those that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from axon_nb.comm.errors import TensorMismatchError
+from axon_nb.comm.shared_memory import futex
+from axon_nb.comm.shared_memory.progress import SLICE_S, Progress
+from axon_nb.comm.shared_memory.rings import Head, InRing, OutRing
+from axon_nb.comm.shared_memory.work import SharedWork
+
+__all__ = ["ANY", "Messages"]
+
+ANY = -1
+_HEAD_START_S = 0.002
+"""How long the helper leaves new messages to the thread that began them: it may come to wait for them."""
+_IDLE_S = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    work: SharedWork
+    address: int
+    size: int
+    tag: int
+    line: int
+    number: int
+    done: int = 0
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Receive:
+    work: SharedWork
+    address: int
+    size: int
+    source: int
+    tag: int
+    finish: Callable[[], None] | None
+    """Copies what has come to where it belongs; None: it is there."""
+
+    def fits(self, tag: int, source: int) -> bool:
+        return self.tag == tag and self.source in (ANY, source)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A message that comes in, or has come and was not asked for."""
+
+    source: int
+    head: Head
+    """Of its first piece."""
+    receive: _Receive | None
+    kept: Any = None
+    """Memory of this process, for a message that came before it was asked for."""
+    done: int = 0
+
+    def target(self) -> int:
+        """Where the next piece goes; 0: nowhere, it is longer than expected."""
+        if self.kept is not None:
+            return ctypes.addressof(self.kept) + self.done
+        assert self.receive is not None
+        return self.receive.address + self.done if self.head.total <= self.receive.size else 0
+
+
+class Messages:
+    """The messages of a group on this rank.
+
+    Args:
+        progress: The group's control pages.
+        name: Of the helper thread.
+        limit_s: Seconds that a wait for a message may take.
+        leave: Called with an error after which the group cannot go on.
+    """
+
+    def __init__(self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]) -> None:
+        self._progress, self._name, self._limit_s, self.leave = progress, name, limit_s, leave
+        memory, rank = progress.memory, progress.rank
+        self._peers = range(progress.size)
+        self._out = [OutRing(memory, rank, peer) for peer in self._peers]
+        self._in = [InRing(memory, peer, rank) for peer in self._peers]
+        self._lock = threading.RLock()
+        self._sends: list[deque[_Send]] = [deque() for _ in self._peers]
+        self._sent = [0 for _ in self._peers]
+        self._receives: list[_Receive] = []
+        self._arriving: list[_Arrival | None] = [None for _ in self._peers]
+        self._kept: list[_Arrival] = []
+        self._helper: threading.Thread | None = None
+        self._kick = ctypes.c_uint64(0)
+        self._idle = False
+        self._closed = False
+
+    def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
+        """Begin a send; it is over when the message is in the ring."""
+        with self._lock:
+            self._sent[peer] += 1
+            self._sends[peer].append(_Send(work, address, size, tag, line, self._sent[peer]))
+            self._push(peer)
+
+    def receive(
+        self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
+    ) -> None:
+        """Begin a receive from a rank, or from `ANY`."""
+        item = _Receive(work, address, size, source, tag, finish)
+        with self._lock:
+            for arrival in self._kept:
+                if arrival.receive is None and item.fits(arrival.head.tag, arrival.source):
+                    arrival.receive = item
+                    if arrival.done >= arrival.head.total:
+                        self._deliver(arrival)
+                    return
+            self._receives.append(item)
+            for peer in self._peers if source == ANY else (source,):
+                self._pull(peer)
+
+    def _deliver(self, arrival: _Arrival) -> None:
+        """A message is here, and somebody has asked for it."""
+        item, head, source = arrival.receive, arrival.head, arrival.source
+        assert item is not None
+        if arrival.kept is not None:
+            self._kept.remove(arrival)
+        item.work.source = source
+        if head.total > item.size:
+            self._in[source].refuse(head.number, item.size)
+            item.work.finish(self._too_long(source, self._progress.rank, head.total, item.size, head.line))
+            return
+        if arrival.kept is not None:
+            futex.copy(item.address, ctypes.addressof(arrival.kept), head.total)
+        if item.finish is not None:
+            item.finish()
+        item.work.finish()
+
+    def _too_long(self, source: int, target: int, sent: int, taken: int, line: int) -> TensorMismatchError:
+        members = self._progress.members
+        place = f" at line {line}" if line else ""
+        return TensorMismatchError(
+            f"send and recv: rank {members[source]} sends {sent:,} bytes{place}, and rank {members[target]} receives "
+            f"into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
+        )
+
+    def _push(self, peer: int) -> None:
+        """Put what fits into the ring to `peer`; under the lock."""
+        queue, ring = self._sends[peer], self._out[peer]
+        while queue and ring.room():
+            item = queue[0]
+            item.done += ring.put(
+                Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
+            )
+            number, expected = ring.refused()
+            if number == item.number:  # the rest follows: the receiver counts on it
+                item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
+            if item.done >= item.size:
+                queue.popleft()
+                item.work.finish(item.error)
+
+    def _pull(self, peer: int) -> None:
+        """Take out what is in the ring from `peer`; under the lock."""
+        ring = self._in[peer]
+        while (head := ring.head()) is not None:
+            arrival = self._arriving[peer]
+            if arrival is None:
+                arrival = self._arriving[peer] = self._begin(head, peer)
+            arrival.done += ring.take(head, arrival.target())
+            if arrival.done >= head.total:
+                self._arriving[peer] = None
+                if arrival.receive is not None:
+                    self._deliver(arrival)
+
+    def _begin(self, head: Head, peer: int) -> _Arrival:
+        for item in self._receives:
+            if item.fits(head.tag, peer):
+                self._receives.remove(item)
+                if head.total > item.size:
+                    self._in[peer].refuse(head.number, item.size)
+                return _Arrival(peer, head, item)
+        arrival = _Arrival(peer, head, None, kept=(ctypes.c_char * max(1, head.total))())
+        self._kept.append(arrival)
+        return arrival
+
+    def _advance(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """Take everything forward; what to sleep on, and who is waited for: empty when nothing is open."""
+        words, awaited = [], []
+        with self._lock:
+            for peer in self._peers:
+                seen = self._in[peer].sent()
+                if self._is_wanted(peer):
+                    self._pull(peer)
+                    if self._is_wanted(peer):
+                        words.append((self._in[peer].bell, seen))
+                        awaited.append(peer)
+                seen = self._out[peer].taken()
+                if self._sends[peer]:
+                    self._push(peer)
+                    if self._sends[peer]:
+                        words.append((self._out[peer].bell, seen))
+                        awaited.append(peer)
+        return words, awaited
+
+    def _is_wanted(self, peer: int) -> bool:
+        arrival = self._arriving[peer]
+        if arrival is not None and arrival.receive is not None:
+            return True
+        return any(item.source in (ANY, peer) for item in self._receives)
+
+    def drive(self, work: SharedWork, limit: float) -> None:
+        """Take messages forward until `work` is over.
+
+        Raises:
+            GroupLeftError: a rank has left, or is dead.
+            SharedMemoryTimeoutError: the group's limit is over.
+        """
+        try:
+            self._drive(work, limit, time.monotonic() + self._limit_s)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _drive(self, work: SharedWork, limit: float, end: float) -> None:
+        while True:
+            words, awaited = self._advance()
+            if work.is_completed():
+                return
+            self._progress.look_around(awaited, end)
+            if time.monotonic() > limit:
+                return
+            if len(words) == 1:
+                futex.wait(*words[0], SLICE_S)
+            else:
+                futex.wait_any(words, SLICE_S)
+
+    def fail(self, error: BaseException) -> None:
+        """The group cannot go on: all open messages end with `error`."""
+        self.leave(error)
+        with self._lock:
+            open_works = [item.work for queue in self._sends for item in queue]
+            open_works += [item.work for item in self._receives]
+            open_works += [
+                item.receive.work for item in self._arriving if item is not None and item.receive is not None
+            ]
+            for queue in self._sends:
+                queue.clear()
+            self._receives.clear()
+            self._arriving = [None for _ in self._peers]
+        for work in open_works:
+            work.finish(error)
+
+    def attend(self) -> None:
+        """Have the helper thread take forward what is open, after a head start for whoever waits."""
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._helper.start()
+        elif self._idle:
+            self._ring()
+
+    def _ring(self) -> None:
+        self._kick.value += 1
+        futex.wake(ctypes.addressof(self._kick))
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._closed = True
+        self._ring()
+        if self._helper is not None and self._helper is not threading.current_thread():
+            self._helper.join(5)
+
+    def _serve(self) -> None:
+        kick = ctypes.addressof(self._kick)
+        while not self._closed:
+            rung = self._kick.value
+            self._idle = False
+            time.sleep(_HEAD_START_S)
+            try:
+                self._idle = True  # what is begun from here on rings
+                words, awaited = self._advance()
+                if words:
+                    self._progress.look_around(awaited, time.monotonic() + self._limit_s)
+            except BaseException as error:
+                self.fail(error)
+                words = []
+            self._sleep([(kick, rung), *words], SLICE_S if words else _IDLE_S)
+
+    @staticmethod
+    def _sleep(words: Sequence[tuple[int, int]], seconds: float) -> None:
+        if len(words) == 1:
+            futex.wait(*words[0], seconds)
+        else:
+            futex.wait_any(words, seconds)

@@ -1,0 +1,226 @@
+"""The collectives of c10d on tensors: in the calling thread where that waits anyway, else in the helper thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm.errors import TensorMismatchError
+from axon_nb.comm.shared_memory.announcement import reduce_number
+from axon_nb.comm.shared_memory.collectives.arithmetic import arithmetic
+from axon_nb.comm.shared_memory.collectives.calls import Calls
+from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory.staging import check_sizes, check_whole, split_bytes
+from axon_nb.comm.shared_memory.work import SharedWork, done_work
+from axon_nb.comm.torch_group import PythonProcessGroup
+
+__all__ = ["CollectiveOperations", "listed"]
+
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
+Tensor = torch.Tensor
+Job = Callable[[], None]
+
+
+class CollectiveOperations(PythonProcessGroup):
+    """The part of a group that is collectives; the subclass sets the attributes."""
+
+    _rounds: Rounds
+    _calls: Calls
+    _order: Order
+    _line: Callable[[], int]
+    _runs_in_wait: bool
+    _batch: list[SharedWork] | None
+
+    def _begin(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
+        """Run an operation: here when its caller waits for it and nothing is before it, else in the helper thread."""
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        # A mode that looks on, such as one that counts calls, is not to see how an operation is made.
+        unseen = not _num_modes() and not _num_function_modes()
+        if waits and self._batch is None and unseen:
+            if self._runs_in_wait:
+                work = SharedWork(outputs)
+                work.run_in_wait(functools.partial(self._order.run_or_put, job, work))
+                return work
+            if self._order.run_now(job):
+                return done_work()
+        work = SharedWork(outputs)
+        self._order.put(job, work, in_wait=unseen)
+        return self._noted(work)
+
+    def _noted(self, work: SharedWork) -> SharedWork:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    def _sums(self, tensor: Tensor, opts: Any) -> tuple[int, Any]:
+        number, factor = reduce_number(dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
+        return number, arithmetic(tensor.dtype, number, factor, self._size)
+
+    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
+        """Reduce tensors in place."""
+        tensors = listed(tensors)
+        line, call = self._line(), self._calls.all_reduce
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            number, sums = self._sums(tensor, opts)
+            return self._begin(lambda: call(tensor, number, sums, line), tensors, opts)
+        number_of = [(tensor, *self._sums(tensor, opts)) for tensor in tensors]
+
+        def job() -> None:
+            for tensor, number, sums in number_of:
+                call(tensor, number, sums, line)
+
+        return self._begin(job, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
+        """Copy the root's tensors to all."""
+        tensors, line, root = listed(tensors), self._line(), _root(opts)
+
+        def job() -> None:
+            for tensor in tensors:
+                self._calls.broadcast(tensor, root, line)
+
+        return self._begin(job, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
+        """Reduce tensors into the root's."""
+        (tensor,), line, root = listed(tensors), self._line(), _root(opts)
+        number, sums = self._sums(tensor, opts)
+        return self._begin(lambda: self._calls.reduce(tensor, number, sums, root, line), [tensor], opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
+        """Copy each rank's tensor to all; `outputs[0][rank]` takes that of a rank."""
+        (tensor,), parts, line = inputs, outputs[0], self._line()
+        check_sizes("all_gather", parts, tensor.nbytes, self._size)
+        return self._begin(lambda: self._calls.all_gather(parts, tensor, line), parts, opts)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
+        """The same for several tensors; `outputs[rank][number]`."""
+        line = self._line()
+
+        def job() -> None:
+            for number, tensor in enumerate(inputs):
+                self._calls.all_gather([row[number] for row in outputs], tensor, line)
+
+        return self._begin(job, [tensor for row in outputs for tensor in row], opts)
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
+        """Copy each rank's tensor to all, into one tensor."""
+        line = self._line()
+        check_whole("all_gather", output, tensor, self._size)
+        return self._begin(lambda: self._calls.all_gather_single(output, tensor, line), [output], opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """The same for several tensors."""
+        line = self._line()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_whole("all_gather", output, tensor, self._size)
+
+        def job() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._calls.all_gather_single(output, tensor, line)
+
+        return self._begin(job, outputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
+        """Copy each rank's tensor to the root."""
+        (tensor,), line, root = inputs, self._line(), _root(opts)
+        parts = outputs[0] if outputs and root == self._own_rank else []
+        if root == self._own_rank:
+            check_sizes("gather", parts, tensor.nbytes, self._size)
+        return self._begin(lambda: self._calls.gather(parts, tensor, root, line), parts, opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
+        """Copy the root's tensors to a rank each."""
+        (output,), line, root = outputs, self._line(), _root(opts)
+        parts = inputs[0] if inputs and root == self._own_rank else []
+        if root == self._own_rank:
+            check_sizes("scatter", parts, output.nbytes, self._size)
+        return self._begin(lambda: self._calls.scatter(output, parts, root, line), outputs, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
+        """Reduce tensors, one for each rank."""
+        (output,), parts, line = outputs, inputs[0], self._line()
+        check_sizes("reduce_scatter", parts, output.nbytes, self._size)
+        number, sums = self._sums(output, opts)
+        return self._begin(lambda: self._calls.reduce_scatter(output, parts, number, sums, line), outputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
+        """Reduce a tensor, and scatter it in equal parts."""
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """The same for several tensors."""
+        line = self._line()
+        items = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_whole("reduce_scatter", tensor, output, self._size)
+            items.append((output, tensor, *self._sums(output, opts)))
+
+        def job() -> None:
+            for output, tensor, number, sums in items:
+                self._calls.reduce_scatter_single(output, tensor, number, sums, line)
+
+        return self._begin(job, outputs, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SharedWork:
+        """Exchange tensors, one with each rank."""
+        line = self._line()
+        for tensors in (outputs, inputs):
+            if len(tensors) != self._size:
+                raise TensorMismatchError(f"all_to_all needs {self._size} tensors, one per rank; got {len(tensors)}.")
+        return self._begin(lambda: self._calls.all_to_all(outputs, inputs, line), outputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> SharedWork:
+        """Exchange the rows of one tensor."""
+        line = self._line()
+        taken = split_bytes(output, output_splits, self._size)
+        sent = split_bytes(tensor, input_splits, self._size)
+        return self._begin(lambda: self._calls.all_to_all_single(output, tensor, taken, sent, line), [output], opts)
+
+    def barrier(self, opts: Any = None) -> SharedWork:
+        """Wait until all ranks have come."""
+        line = self._line()
+        return self._begin(lambda: self._calls.barrier(line), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have come, and name those that do not.
+
+        Raises:
+            SharedMemoryTimeoutError: ranks did not come within `timeout`.
+        """
+        line, work = self._line(), SharedWork([])
+        seconds = timeout.total_seconds() if timeout is not None else self._rounds.limit_s
+        self._order.put(lambda: self._calls.monitored_barrier(seconds, line), work)
+        work.wait()
+
+    # Since 2.13 torch has these names for them.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """One tensor, or several, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", 0))

@@ -1,0 +1,253 @@
+"""How far each rank has come, and all waits for it.
+
+A rank's control page says how far it has come: 2^20 times the number of its collective, plus the step in it. The word
+only grows, and only its rank writes it; the others sleep on it. A wait looks every 50 ms at whether it is still worth
+while: it ends when this rank or a peer has left the group, when a peer is dead, when the limit is over, or when the
+callback of the group raises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from axon_nb.comm.shared_memory import futex
+from axon_nb.comm.shared_memory.announcement import in_words
+from axon_nb.comm.shared_memory.memory import WORD, SharedMemory, start_time
+
+__all__ = ["STEPS", "GroupLeftError", "PeerLostError", "Progress", "SharedMemoryTimeoutError"]
+
+STEPS = 1 << 20
+"""Progress of one collective."""
+_LOOKS = 40
+"""Looks at a word before this rank sleeps on it: some 2 us."""
+SLICE_S = 0.05
+"""Longest sleep before a wait looks around."""
+
+_POSTED, _LEFT, _PID, _START, _READY, _AWAITED, _SINCE, _REASON = 0, 8, 9, 10, 11, 12, 13, 14
+_FAILED, _CLOSED = 1, 2
+_CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
+_TEXT, _TEXT_BYTES = 2048, 1024
+
+
+class GroupLeftError(RuntimeError):
+    """This rank or a peer has left the group: it was aborted, interrupted, or gave up waiting."""
+
+
+class PeerLostError(GroupLeftError):
+    """A rank that is waited for is dead."""
+
+
+class SharedMemoryTimeoutError(RuntimeError):
+    """A wait reached its limit."""
+
+
+class Progress:
+    """The control pages of a group.
+
+    Args:
+        memory: The group's memory.
+        rank: This process's rank in the group.
+        members: Global ranks of the group.
+        give_up: Called every 50 ms of a wait; raises when the wait is to end.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, rank: int, members: Sequence[int], give_up: Callable[[], None] | None
+    ) -> None:
+        self.memory = memory
+        self.rank, self.size = rank, memory.layout.size
+        self.members = members
+        self.words = memory.words
+        self.places = [memory.layout.control(peer) // WORD for peer in range(self.size)]
+        """Where each rank's progress stands; also the begin of its control page."""
+        self.own = self.places[rank]
+        self.own_address = memory.address + self.own * WORD
+        self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
+        self._give_up = give_up
+        self.left = ""
+        """Why this rank has left the group."""
+        self.words[self.own + _PID] = os.getpid()
+        self.words[self.own + _START] = start_time(os.getpid())
+        self._raise_word(_READY, 1)
+        futex.wake(self.own_address)
+
+    def _raise_word(self, word: int, value: int) -> None:
+        """Write a word of the own page after all that was written before."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self.words[self.own + word] = value
+
+    def announce(self, sequence: int, fact: int, line: int) -> None:
+        """Say what this rank does in collective number `sequence`."""
+        words, place = self.words, self.own + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        words[place] = 0
+        words[place + 1] = fact
+        words[place + 2] = line
+        words[place] = sequence
+
+    def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
+        """What `rank` does in collective number `sequence`: word and line; zeros when it has not said so."""
+        place = self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        fact, line = self.words[place + 1], self.words[place + 2]
+        return (fact, line) if self.words[place] == sequence else (0, 0)
+
+    def same_call(self, sequence: int, fact: int) -> bool:
+        """Whether all ranks, which have announced it, do the same in collective number `sequence`."""
+        words, offset = self.words, _CALLS + 1 + sequence % _NUM_CALLS * _CALL_WORDS
+        return all(words[place + offset] == fact for place in self.places)
+
+    def post(self, value: int) -> None:
+        """This rank has come so far: what it wrote before is there for the others."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self.words[self.own] = value
+        futex.wake(self.own_address)
+
+    def wait_for_all(self, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
+        """Wait until every other rank has come to `target`.
+
+        Args:
+            target: The progress.
+            limit: Until when, on `time.monotonic`.
+            check: Called whenever the wait looks around; raises when it is to end.
+
+        Raises:
+            GroupLeftError: a rank has left.
+            SharedMemoryTimeoutError: the limit is over.
+        """
+        words = self.words
+        for peer, place in self.others:
+            if words[place] < target:
+                self._sleep(peer, place, target, limit, check)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+
+    def wait_for(self, peer: int, target: int, limit: float) -> None:
+        """Wait until one rank has come to `target`; as `wait_for_all`."""
+        place = self.places[peer]
+        if self.words[place] < target:
+            self._sleep(peer, place, target, limit)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+
+    def _sleep(self, peer: int, place: int, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
+        words = self.words
+        for _ in range(_LOOKS):
+            if words[place] >= target:
+                return
+        address = self.memory.address + place * WORD
+        words[self.own + _SINCE] = time.monotonic_ns()
+        words[self.own + _AWAITED] = peer + 1
+        try:
+            while (seen := words[place]) < target:
+                self.look_around((peer,), limit)
+                if check is not None:
+                    check()
+                futex.wait(address, seen, SLICE_S)
+        finally:
+            words[self.own + _AWAITED] = 0
+
+    def look_around(self, awaited: Sequence[int], limit: float) -> None:
+        """Raise when waiting is in vain.
+
+        Args:
+            awaited: Group ranks that are waited for; dead ones end the wait.
+            limit: Until when, on `time.monotonic`.
+
+        Raises:
+            GroupLeftError: a rank has left, or is dead.
+            SharedMemoryTimeoutError: the limit is over.
+        """
+        self.raise_if_left()
+        for peer in awaited:
+            if self.words[self.places[peer] + _LEFT]:
+                raise GroupLeftError(f"rank {self.members[peer]} has destroyed the group")
+        if self._give_up is not None:
+            self._give_up()
+        now = time.monotonic()
+        if now > limit:
+            raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited)}")
+        if now - self._looked_at < SLICE_S:
+            return
+        self._looked_at = now
+        for peer in awaited:
+            if not self.is_alive(peer):
+                raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
+
+    _looked_at = 0.0
+
+    def has_left(self) -> bool:
+        """Whether this rank has left the group."""
+        return bool(self.left)
+
+    def raise_if_left(self) -> None:
+        """Raise when a rank has left the group for a failure.
+
+        Raises:
+            GroupLeftError: it has.
+        """
+        if self.left:
+            raise GroupLeftError(self.left)
+        words = self.words
+        for peer, place in self.others:
+            if words[place + _LEFT] == _FAILED:
+                raise GroupLeftError(f"rank {self.members[peer]} left the group: {self._reason(peer)}")
+
+    def is_alive(self, peer: int) -> bool:
+        """Whether the process of a rank runs, as far as can be known; True before it has come."""
+        place = self.places[peer]
+        pid, started = self.words[place + _PID], self.words[place + _START]
+        return not pid or not started or start_time(pid) == started
+
+    def wait_until_ready(self, limit: float) -> None:
+        """Wait until every rank has mapped the memory.
+
+        Raises:
+            GroupLeftError: a rank has left, or is dead.
+            SharedMemoryTimeoutError: the limit is over.
+        """
+        for peer, place in self.others:
+            while not self.words[place + _READY]:
+                self.look_around((peer,), limit)
+                futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
+
+    def leave(self, reason: str, *, closed: bool = False) -> None:
+        """From any thread: end all waits in this group, here and, within 50 ms, on all peers.
+
+        Args:
+            reason: Why; the peers read it.
+            closed: Nothing has failed, this rank needs the group no more: only waits for this rank end.
+        """
+        if self.left:
+            return
+        self.left = reason or "this rank has destroyed the group"
+        page = self.memory.layout.control(self.rank) + _TEXT
+        text = reason.encode()[:_TEXT_BYTES]
+        self.memory.bytes[page : page + len(text)] = text
+        self.words[self.own + _REASON] = len(text)
+        self._raise_word(_LEFT, _CLOSED if closed else _FAILED)
+        for place in self.places:
+            futex.wake(self.memory.address + place * WORD)
+
+    def _reason(self, peer: int) -> str:
+        page = self.memory.layout.control(peer) + _TEXT
+        size = min(self.words[self.places[peer] + _REASON], _TEXT_BYTES)
+        return self.memory.bytes[page : page + size].decode(errors="replace")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {self.members[rank]}" for rank in ranks)
+
+    def describe(self) -> list[str]:
+        """What each rank is in, as the memory says: readable from any process that maps it, however stuck the rank."""
+        lines = []
+        for rank, place in enumerate(self.places):
+            sequence, step = divmod(self.words[place], STEPS)
+            fact, line = self.call_of(rank, sequence)
+            awaited = self.words[place + _AWAITED]
+            text = f"rank {self.members[rank]}: collective {sequence}, step {step}"
+            text += f", {in_words(fact, self.members)} at line {line}" if fact else ""
+            text += f", waits for rank {self.members[awaited - 1]}" if awaited else ""
+            lines.append(text)
+        return lines

@@ -1,0 +1,132 @@
+"""The ring of messages from one rank to another: one side puts in pieces with a head each, the other takes them out.
+
+Two counters, each written by one side: pieces put in, and pieces taken out. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axon_nb.comm.shared_memory import futex
+from axon_nb.comm.shared_memory.futex import copy
+from axon_nb.comm.shared_memory.memory import RING, WORD, SharedMemory
+
+__all__ = ["Head", "InRing", "OutRing"]
+
+_LINE_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What one piece is."""
+
+    tag: int
+    total: int
+    """Bytes of the whole message."""
+    offset: int
+    number: int
+    """Of the message, counted from 1 in its ring."""
+    line: int
+    """Line of the cell that sends it; 0: not known."""
+
+
+class OutRing:
+    """The side that sends.
+
+    Args:
+        memory: The group's memory.
+        source: This rank.
+        target: The rank that receives.
+    """
+
+    def __init__(self, memory: SharedMemory, source: int, target: int) -> None:
+        layout = memory.layout
+        self._words = memory.words
+        self._sent = layout.sent(source, target) // WORD
+        self._taken = layout.taken(source, target) // WORD
+        self._sent_address = memory.address + layout.sent(source, target)
+        self.bell = memory.address + layout.taken(source, target)
+        """Address of the word that changes when there is room again."""
+        self._heads = layout.heads(source, target) // WORD
+        self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
+        self.piece_bytes = layout.piece_bytes
+
+    def room(self) -> bool:
+        """Whether a piece can be put in."""
+        return self._words[self._sent] - self._words[self._taken] < RING
+
+    def taken(self) -> int:
+        """How many pieces have been taken out."""
+        return self._words[self._taken]
+
+    def refused(self) -> tuple[int, int]:
+        """Number of the last message that the other side refused as too long, and the size that it expected."""
+        return self._words[self._taken + 1], self._words[self._taken + 2]
+
+    def put(self, head: Head, address: int) -> int:
+        """Put in the piece of a message at `head.offset`: how many bytes of it, from `address` on."""
+        words, sent = self._words, self._words[self._sent]
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        place = self._heads + sent % RING * _LINE_WORDS
+        count = min(self.piece_bytes, head.total - head.offset)
+        words[place] = head.tag
+        words[place + 1] = head.total
+        words[place + 2] = head.offset
+        words[place + 3] = head.number
+        words[place + 4] = head.line
+        copy(self._pieces[sent % RING], address, count)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[self._sent] = sent + 1
+        futex.wake(self._sent_address)
+        return count
+
+
+class InRing:
+    """The side that receives; as `OutRing`."""
+
+    def __init__(self, memory: SharedMemory, source: int, target: int) -> None:
+        layout = memory.layout
+        self._words = memory.words
+        self._sent = layout.sent(source, target) // WORD
+        self._taken = layout.taken(source, target) // WORD
+        self.bell = memory.address + layout.sent(source, target)
+        """Address of the word that changes when there is another piece."""
+        self._taken_address = memory.address + layout.taken(source, target)
+        self._heads = layout.heads(source, target) // WORD
+        self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
+        self.piece_bytes = layout.piece_bytes
+
+    def sent(self) -> int:
+        """How many pieces have been put in."""
+        return self._words[self._sent]
+
+    def head(self) -> Head | None:
+        """The oldest piece that is there."""
+        words, taken = self._words, self._words[self._taken]
+        if words[self._sent] == taken:
+            return None
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        place = self._heads + taken % RING * _LINE_WORDS
+        return Head(words[place], words[place + 1], words[place + 2], words[place + 3], words[place + 4])
+
+    def take(self, head: Head, address: int) -> int:
+        """Take that piece out, to `address`; 0: nowhere. How many bytes it had."""
+        words, taken = self._words, self._words[self._taken]
+        count = min(self.piece_bytes, head.total - head.offset)
+        if address:
+            copy(address, self._pieces[taken % RING], count)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[self._taken] = taken + 1
+        futex.wake(self._taken_address)
+        return count
+
+    def refuse(self, number: int, size: int) -> None:
+        """Tell the sender that a message is longer than the `size` bytes that were expected."""
+        self._words[self._taken + 2] = size
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self._words[self._taken + 1] = number

@@ -1,0 +1,170 @@
+"""The steps of ranks over shared memory, recorded from the real code with a group that never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from axon_nb.comm.errors import CollectiveMismatchError
+from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
+from axon_nb.comm.shared_memory.memory import SLOTS
+
+__all__ = ["SEQUENCES", "Call", "N", "Part", "Step", "Tag", "all_gather", "record"]
+
+N = 3
+PART = 64
+SLOT = N * PART
+UNIT = 1 << 40
+Step = tuple[Any, ...]
+Part = tuple[int, int, int]
+"""Rank, slot, third of the slot."""
+Tag = tuple[int, int, int]
+"""Collective, piece, and how often this part of it has been written."""
+
+
+class Recorder:
+    """Stands in for `Progress` and its memory: writes down what a rank does, and never waits."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self.members = rank, N, list(range(N))
+        self.memory = self.layout = self
+        self.slot_bytes, self.bytes, self.address = SLOT, None, 0
+        self.steps: list[Step] = []
+        self.sequence = 0
+        self.written: dict[tuple[int, int, Part], int] = {}
+
+    def raise_if_left(self) -> None:
+        self.steps.append(("check",))
+
+    def announce(self, sequence: int, fact: int, line: int) -> None:
+        self.sequence = sequence
+        self.steps.append(("announce", sequence, fact))
+
+    def post(self, value: int) -> None:
+        self.steps.append(("post", value))
+
+    def wait_for_all(self, target: int, limit: float, check: Any = None) -> None:
+        others = tuple(peer for peer in range(N) if peer != self.rank)
+        self.steps.append(("wait", others, target) if check is None else ("meet", others, target, self.sequence))
+
+    def wait_for(self, peer: int, target: int, limit: float) -> None:
+        self.steps.append(("wait", (peer,), target))
+
+    def same_call(self, sequence: int, fact: int) -> bool:
+        return True
+
+    def parts(self, address: int, size: int) -> Iterator[tuple[Part, int]]:
+        """The parts at an address that `RecordedRounds.slot` made, and their piece."""
+        place, offset = divmod(address, UNIT)
+        (rank, slot), piece = divmod(place // 1000, SLOTS), place % 1000
+        for third in range(offset // PART, -(-(offset + size) // PART)):
+            yield (rank, slot, third), piece
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        if size > 0 and target >= UNIT * 1000:
+            self.writes(target, size)
+        if size > 0 and source >= UNIT * 1000:
+            self.reads(source, size, again=self.name == "all_reduce")
+
+    name = ""
+
+    def writes(self, address: int, size: int) -> None:
+        for part, piece in self.parts(address, size):
+            key = (self.sequence, piece, part)
+            self.written[key] = self.written.get(key, 0) + 1
+            self.merge("write", (part, (self.sequence, piece, self.written[key])))
+
+    def reads(self, address: int, size: int, *, again: bool = False) -> None:
+        for part, piece in self.parts(address, size):
+            self.merge("read", (part, (self.sequence, piece, 2 if again else 1)))
+
+    def merge(self, kind: str, item: tuple[Part, Tag]) -> None:
+        """What happens without a post or a wait in between is one step that takes time."""
+        if self.steps and self.steps[-1][0] == kind:
+            self.steps[-1] = (kind, (*self.steps[-1][1], item))
+        else:
+            self.steps.append((kind, (item,)))
+
+    def reduce(self, target: Any, sources: list[tuple[Any, int]], count: int) -> None:
+        for _, address in sources:
+            self.reads(address, count * 4)
+
+
+class RecordedRounds(rounds.Rounds):
+    """`slot` also says which piece is meant."""
+
+    def slot(self, rank: int, piece: int) -> int:
+        return ((rank * SLOTS + (self._first_slot + piece) % SLOTS + SLOTS * N) * 1000 + piece) * UNIT
+
+
+def all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
+    recorder.name = "all_reduce"
+    reduction.all_reduce(r, 0, target=None, count=pieces * SLOT // 4, item=4, sums=recorder)  # type: ignore[arg-type]
+    recorder.name = ""
+
+
+def small_all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
+    reduction.all_reduce_small(r, 0, size=SLOT, count=SLOT // 4, sums=recorder, scratch=(None, 0))  # type: ignore[arg-type]
+
+
+def all_gather(r: Any, recorder: Recorder, pieces: int) -> None:
+    movement.all_gather(r, 0, pieces * SLOT, [0] * N)
+
+
+def broadcast(r: Any, recorder: Recorder, pieces: int) -> None:
+    movement.broadcast(r, 0, pieces * SLOT, 1)
+
+
+def scatter(r: Any, recorder: Recorder, pieces: int) -> None:
+    movement.scatter(r, [0] * N if r.rank == 2 else None, pieces * PART, 0, 2)
+
+
+def gather(r: Any, recorder: Recorder, pieces: int) -> None:
+    movement.gather(r, 0, pieces * SLOT, [0] * N if r.rank == 0 else None, 0)
+
+
+def reduce(r: Any, recorder: Recorder, pieces: int) -> None:
+    reduction.reduce(r, 0, buffer=None, count=pieces * SLOT // 4, item=4, sums=recorder, root=1)  # type: ignore[arg-type]
+
+
+def reduce_scatter(r: Any, recorder: Recorder, pieces: int) -> None:
+    reduction.reduce_scatter(r, [0] * N, buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
+
+
+Call = tuple[Callable[[Any, Recorder, int], None], int]
+
+
+def record(calls: list[Call | None], rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps of one rank; None: a call that does not fit what another rank calls there."""
+    recorder = Recorder(rank)
+    for module in (movement, reduction):
+        monkeypatch.setattr(module, "copy", recorder.copy)
+    group = RecordedRounds(recorder, 1.0)  # type: ignore[arg-type]
+    for number, call in enumerate(calls):
+        if call is None:
+            group.begin(99 + rank % 2, 0)
+            group.post(1)
+            recorder.same_call = lambda sequence, fact: False  # type: ignore[method-assign]
+            recorder.call_of = lambda peer, sequence: (99 + peer % 2, 0)  # type: ignore[attr-defined]
+            with pytest.raises(CollectiveMismatchError):
+                group.meet()
+            recorder.same_call = lambda sequence, fact: True  # type: ignore[method-assign]
+            continue
+        group.begin(number + 1, 0)
+        call[0](group, recorder, call[1])
+    return recorder.steps
+
+
+SEQUENCES: dict[str, list[Call | None]] = {
+    "small sums": [(small_all_reduce, 1)] * 6,
+    "large sums": [(all_reduce, 1), (all_reduce, 3)],
+    "a large sum after small ones": [(small_all_reduce, 1), (all_gather, 1), (all_reduce, 5)],
+    "gathers": [(all_gather, 3), (small_all_reduce, 1), (all_gather, 6)],
+    "from and to one rank": [(broadcast, 5), (scatter, 2), (gather, 3), (reduce, 2)],
+    "many broadcasts": [(broadcast, 1)] * 6 + [(broadcast, 6)],
+    "reduce_scatter": [(reduce_scatter, 3), (all_reduce, 2), (reduce_scatter, 1)],
+    "calls that differ": [(small_all_reduce, 1), None, None, (all_reduce, 2), None, (all_gather, 2)],
+    "ten calls that differ": [None] * 10 + [(small_all_reduce, 1)],
+}

@@ -1,0 +1,236 @@
+"""Groups over shared memory do what c10d asks of a backend: against Gloo in the same processes, and against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from axon_nb.comm import World
+
+N = 4
+SIZES = [0, 1, 5, 3000, 40_000, 1_500_000]
+"""Elements: empty, tiny, one piece, several steps, several pieces."""
+
+
+def gloo() -> Any:
+    """A Gloo group of all ranks, made once in each process."""
+    import torch.distributed as dist
+
+    made = vars(dist).setdefault("_test_gloo", [])
+    if not made:
+        made.append(dist.new_group(backend="gloo"))
+    return made[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(shm_world: Any, size: int) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+
+        generator = torch.Generator().manual_seed(world.rank())
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+            tensor = torch.randn(size, generator=generator).to(dtype)
+            ours, again, theirs = tensor.clone(), tensor.clone(), tensor.clone()
+            dist.all_reduce(ours)
+            dist.all_reduce(again)
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            theirs = theirs.to(wide)
+            dist.all_reduce(theirs, group=gloo())
+            tolerance = {torch.bfloat16: 0.04, torch.float16: 0.005, torch.float64: 1e-12}.get(dtype, 1e-5)
+            torch.testing.assert_close(ours.to(wide), theirs, rtol=tolerance, atol=tolerance)
+            assert torch.equal(ours, again)
+            found.append(ours.view(torch.uint8).tolist()[:4000] if not dtype.is_complex else ours[:500].tolist())
+        return found
+
+    results = shm_world.run(work)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_whole_numbers_with_every_operation(shm_world: Any, dtype: torch.dtype) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+
+        op = dist.ReduceOp
+        names = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+        found = {}
+        for name in names:
+            tensor = (torch.arange(1001) * 7 + 3 * world.rank()).to(dtype)
+            ours, theirs = tensor.clone(), tensor.clone()
+            dist.all_reduce(ours, getattr(op, name))
+            if not (dtype is torch.bool and name in ("BAND", "BOR", "BXOR")) and dtype not in (torch.bool, torch.int16):
+                dist.all_reduce(theirs, getattr(op, name), group=gloo())
+                assert torch.equal(ours, theirs), name
+            found[name] = ours.tolist()
+        return found
+
+    results = shm_world.run(work)
+    assert all(result == results[0] for result in results)
+    whole = [(torch.arange(1001) * 7 + 3 * rank).to(dtype) for rank in range(N)]
+    assert results[0]["BXOR"] == (whole[0] ^ whole[1] ^ whole[2] ^ whole[3]).tolist()
+    assert results[0]["BAND"] == (whole[0] & whole[1] & whole[2] & whole[3]).tolist()
+
+
+def test_averages_and_scaled_sums(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+        average = torch.full((5,), float(world.rank()), dtype=torch.bfloat16)
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        whole = torch.tensor([-7 * world.rank(), 5])
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+        scaled = torch.full((3,), float(world.rank()))
+        dist.all_reduce(scaled, _make_nccl_premul_sum(0.5))
+        with pytest.raises(Exception, match="BAND is not defined for float32"):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+        with pytest.raises(Exception, match="MAX"):
+            dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
+        return average.tolist(), whole.tolist(), scaled.tolist()
+
+    for average, whole, scaled in shm_world.run(work):
+        assert average == [1.5] * 5
+        assert whole == [-10, 5]
+        assert scaled == [3.0] * 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [0, 3, 50_000, 3_000_000])
+def test_every_collective(shm_world: Any, size: int, asynchronous: bool) -> None:
+    def work(world: World) -> None:
+        import torch.distributed as dist
+
+        rank, n = world.rank(), world.world_size()
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> None:
+            handle = function(*args, async_op=asynchronous, **kwargs)
+            if asynchronous:
+                handle.wait()
+
+        def data(source: int) -> torch.Tensor:
+            return torch.arange(size, dtype=torch.int32) * 3 + source
+
+        total = data(0) * n + sum(range(n))
+        tensor = data(rank)
+        call(dist.broadcast, tensor, 2)
+        assert torch.equal(tensor, data(2))
+        tensor = data(rank)
+        call(dist.reduce, tensor, 1)
+        if rank == 1:
+            assert torch.equal(tensor, total)
+        parts = [torch.empty(size, dtype=torch.int32) for _ in range(n)]
+        call(dist.all_gather, parts, data(rank))
+        assert all(torch.equal(part, data(source)) for source, part in enumerate(parts))
+        whole = torch.empty(n * size, dtype=torch.int32)
+        call(dist.all_gather_into_tensor, whole, data(rank))
+        assert torch.equal(whole, torch.cat([data(source) for source in range(n)]))
+        parts = [torch.empty(size, dtype=torch.int32) for _ in range(n)]
+        call(dist.gather, data(rank), parts if rank == 3 else None, dst=3)
+        if rank == 3:
+            assert all(torch.equal(part, data(source)) for source, part in enumerate(parts))
+        tensor = torch.empty(size, dtype=torch.int32)
+        call(dist.scatter, tensor, [data(10 + target) for target in range(n)] if rank == 0 else None, src=0)
+        assert torch.equal(tensor, data(10 + rank))
+        tensor = torch.empty(size, dtype=torch.int32)
+        call(dist.reduce_scatter, tensor, [data(target) for target in range(n)])
+        assert torch.equal(tensor, data(rank) * n)
+        call(dist.reduce_scatter_tensor, tensor, torch.cat([data(target) for target in range(n)]))
+        assert torch.equal(tensor, data(rank) * n)
+        parts = [torch.empty(size, dtype=torch.int32) for _ in range(n)]
+        call(dist.all_to_all, parts, [data(10 * rank + target) for target in range(n)])
+        assert all(torch.equal(part, data(10 * source + rank)) for source, part in enumerate(parts))
+        call(dist.all_to_all_single, whole, torch.cat([data(10 * rank + target) for target in range(n)]))
+        assert torch.equal(whole, torch.cat([data(10 * source + rank) for source in range(n)]))
+        call(dist.barrier)
+
+    shm_world.run(work)
+
+
+def test_uneven_splits_strided_tensors_and_wrong_splits(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+
+        rank, n = world.rank(), world.world_size()
+        sent, taken = [rank + target for target in range(n)], [source + rank for source in range(n)]
+        out = torch.zeros(sum(taken), 2)
+        dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), taken, sent)
+        strided = torch.zeros(6, 8)[:, ::2]
+        strided += rank
+        dist.all_reduce(strided)
+        transposed = torch.full((3, 5), float(rank)).t()
+        dist.broadcast(transposed, 1)
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_to_all_single(torch.zeros(n + (rank == 2)), torch.zeros(n), [1, 1, 1, 1 + (rank == 2)], [1] * n)
+        dist.all_reduce(torch.ones(1))
+        return out[:, 0].tolist(), strided.unique().tolist(), transposed.unique().tolist(), str(caught.value)
+
+    for rank, (out, strided, transposed, sentence) in enumerate(shm_world.run(work)):
+        assert out == [float(source) for source in range(N) for _ in range(source + rank)]
+        assert strided == [6.0]
+        assert transposed == [1.0]
+        assert "rank 3 sends 4 bytes to rank 2, which expects 8" in sentence
+
+
+def test_sparse_tensors_are_added_up(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        import torch.distributed as dist
+
+        rank = world.rank()
+        tensor = torch.sparse_coo_tensor([list(range(rank + 1))], torch.full((rank + 1, 2), 1.0 + rank), (6, 2))
+        dist.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match="must be dense"):
+            dist.broadcast(torch.zeros(3, 2).to_sparse_csr(), 0)
+        dist.barrier()
+        return tensor.to_dense()[:, 0].tolist()
+
+    assert shm_world.run(work) == [[10.0, 9.0, 7.0, 4.0, 0.0, 0.0]] * N
+
+
+def test_objects_subsets_and_threads(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        import threading
+
+        import torch.distributed as dist
+
+        rank, n = world.rank(), world.world_size()
+        objects: list[Any] = [None] * n
+        dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank * 1000})
+        assert [item["rank"] for item in objects] == list(range(n))
+        box = [("from", rank)] if rank == 2 else [None]
+        dist.broadcast_object_list(box, 2)
+        assert box == [("from", 2)]
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3])]
+        for ranks, group in zip(([0, 1], [2, 3], [0, 3]), pairs, strict=True):
+            if rank in ranks:
+                dist.all_reduce(tensor := torch.tensor([rank]), group=group)
+                assert tensor.item() == sum(ranks)
+        groups = [dist.new_group(backend="shm") for _ in range(4)]
+        failures = []
+
+        def use(group: Any) -> None:
+            try:
+                for step in range(50):
+                    tensor = torch.full((1000 * (step % 5) + 1,), float(rank + step))
+                    handle = dist.all_reduce(tensor, group=group, async_op=True)
+                    if step % 3:
+                        handle.wait()
+                        assert tensor[0] == 6 + 4 * step
+                    else:
+                        dist.barrier(group)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=use, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        for group in groups:
+            dist.destroy_process_group(group)
+        return dist.get_backend()
+
+    assert shm_world.run(work) == ["shm"] * N

@@ -1,0 +1,266 @@
+"""Waits over shared memory end: at aborts, interrupts, deaths and limits, at once on all ranks, and leave nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm import World
+from axon_nb.comm.errors import CollectiveMismatchError
+from tests.comm.gloo import GlooWorld
+
+SOON_S = 5.0
+"""A wait ends within 50 ms; the machine may be busy."""
+
+
+def caught(call: Any, *args: Any, **kwargs: Any) -> str:
+    """What a call that must fail says."""
+    try:
+        call(*args, **kwargs)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def sent_to(world: GlooWorld, function: Any) -> None:
+    """Begin a function on all ranks."""
+    for pipe in world._pipes:
+        pipe.send_bytes(cloudpickle.dumps((function, (), {})))
+
+
+def answer(world: GlooWorld, rank: int) -> Any:
+    """What a rank returned."""
+    assert world._pipes[rank].poll(120)
+    kind, value = pickle.loads(world._pipes[rank].recv_bytes())
+    if kind == "raised":
+        raise value
+    return value
+
+
+CALLS: dict[str, Any] = {
+    "other operations": lambda rank, group: (
+        dist.broadcast(torch.ones(4), 0, group=group) if rank == 1 else dist.all_reduce(torch.ones(4), group=group)
+    ),
+    "other sizes": lambda rank, group: dist.all_reduce(torch.ones(8 if rank == 2 else 4), group=group),
+    "large and small": lambda rank, group: dist.all_reduce(torch.ones(5_000_000 if rank == 2 else 4), group=group),
+    "other dtypes": lambda rank, group: dist.all_reduce(
+        torch.ones(4, dtype=(torch.int32, torch.int64)[rank == 1]), group=group
+    ),
+    "other roots": lambda rank, group: dist.broadcast(torch.ones(4), 3 if rank == 3 else 0, group=group),
+    "other reduce operations": lambda rank, group: dist.all_reduce(
+        torch.ones(4), dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM, group=group
+    ),
+}
+WORDS = {
+    "other operations": ["rank 1: broadcast of 16 bytes from rank 0", "all_reduce(SUM) of 4 float32"],
+    "other sizes": ["ranks 0-1,3: all_reduce(SUM) of 4 float32", "rank 2: all_reduce(SUM) of 8 float32"],
+    "large and small": ["rank 2: all_reduce(SUM) of 5,000,000 float32"],
+    "other dtypes": ["rank 1: all_reduce(SUM) of 4 int64", "4 int32"],
+    "other roots": ["rank 3: broadcast of 16 bytes from rank 3", "from rank 0"],
+    "other reduce operations": ["rank 0: all_reduce(MAX) of 4 float32", "ranks 1-3: all_reduce(SUM) of 4 float32"],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_differ_are_one_sentence_on_all_ranks_and_harm_nothing(shm_world: Any, name: str) -> None:
+    def work(world: World) -> str:
+        with pytest.raises(CollectiveMismatchError) as found:
+            CALLS[name](world.rank(), None)
+        dist.all_reduce(tensor := torch.tensor([world.rank()]))
+        assert tensor.item() == 6
+        return str(found.value)
+
+    sentences = shm_world.run(work)
+    assert all(text.startswith("The ranks of the group made different calls: ") for text in sentences)
+    assert all(" at line " in text for text in sentences)
+    # Who comes last reads what all others have announced.
+    assert any(all(words in text for words in WORDS[name]) for text in sentences), sentences
+
+
+def test_an_abort_ends_all_waits_on_all_ranks(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        rank = world.rank()
+        group = dist.new_group(backend="shm")
+        started = time.monotonic()
+        if rank == 0:
+            time.sleep(0.3)
+            group.abort()
+            sentence = caught(dist.barrier, group)
+        elif rank == 1:
+            sentence = caught(dist.all_reduce, torch.ones(4_000_000), group=group)
+        elif rank == 2:
+            sentence = caught(dist.all_reduce(torch.ones(4_000_000), group=group, async_op=True).wait)
+        else:
+            sentence = caught(dist.recv, torch.ones(4), 1, group=group)
+        assert time.monotonic() - started < SOON_S
+        again = caught(dist.all_reduce, torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+        return sentence, again
+
+    for sentence, again in shm_world.run(work):
+        assert sentence.startswith("GroupLeftError: ")
+        assert again.startswith("GroupLeftError: ")
+
+
+def test_futures_end_with_an_abort_as_well(shm_world: Any) -> None:
+    def work(world: World) -> str:
+        group = dist.new_group(backend="shm")
+        if world.rank() == 0:
+            time.sleep(0.2)
+            group.abort()
+            sentence = "GroupLeftError"
+        else:
+            future = dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future()
+            sentence = caught(future.wait)
+        dist.barrier()
+        return sentence
+
+    assert all("GroupLeft" in sentence or "left the group" in sentence for sentence in shm_world.run(work))
+
+
+def test_a_limit_ends_the_wait_of_all(shm_world: Any) -> None:
+    def work(world: World) -> str:
+        group = dist.new_group(backend="shm", timeout=timedelta(seconds=1))
+        sentence = ""
+        if world.rank() != 3:
+            sentence = caught(dist.all_reduce, torch.ones(3), group=group)
+        dist.barrier()
+        return sentence
+
+    sentences = shm_world.run(work)
+    assert any("timed out while waiting for rank 3" in sentence for sentence in sentences)
+    assert sentences[3] == ""
+
+
+def test_a_monitored_barrier_names_who_does_not_come(shm_world: Any) -> None:
+    def work(world: World) -> str:
+        group = dist.new_group(backend="shm")
+        dist.barrier()
+        sentence = ""
+        if world.rank() in (0, 2):
+            sentence = caught(group.monitored_barrier, timedelta(seconds=1))
+        dist.barrier()
+        return sentence
+
+    sentences = shm_world.run(work)
+    assert any("ranks 1,3 did not come" in sentence for sentence in sentences), sentences
+
+
+def test_an_interrupt_ends_a_wait(shm_world: Any) -> None:
+    def work(world: World) -> float:
+        group = dist.new_group(backend="shm")
+        if world.rank() == 0:
+            started = time.monotonic()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(4), group=group)
+            waited = time.monotonic() - started
+        else:
+            time.sleep(0.5)
+            assert "left the group" in caught(dist.all_reduce, torch.ones(4), group=group)
+            waited = 0.0
+        dist.barrier()
+        return waited
+
+    assert max(shm_world.run(work)) < SOON_S
+
+
+def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
+    def work(world: World) -> float:
+        dist.barrier()
+        began = time.process_time()
+        if world.rank() == 0:
+            time.sleep(2)
+        dist.all_reduce(torch.ones(4))
+        return time.process_time() - began
+
+    assert max(shm_world.run(work)) < 0.3
+
+
+def test_failures_leave_no_thread_no_descriptor_and_no_memory(shm_world: Any) -> None:
+    def work(world: World) -> Any:
+        def counts() -> tuple[int, int, int]:
+            gc.collect()
+            maps = Path("/proc/self/maps").read_text().count("memfd:axon_nb")
+            return threading.active_count(), len(os.listdir("/proc/self/fd")), maps
+
+        def fail_once() -> None:
+            group = dist.new_group(backend="shm")
+            handle = dist.all_reduce(torch.ones(4), group=group, async_op=True) if world.rank() else None
+            if world.rank() == 0:
+                group.abort()
+            else:
+                assert handle is not None
+                caught(handle.wait)
+            dist.destroy_process_group(group)
+            dist.barrier()
+
+        for _ in range(3):
+            fail_once()
+        before = counts()
+        for _ in range(30):
+            fail_once()
+        return before, counts()
+
+    for before, after in shm_world.run(work):
+        assert all(now <= then + 1 for then, now in zip(before, after, strict=True)), (before, after)
+
+
+def test_a_death_ends_the_waits_for_the_dead_rank() -> None:
+    def work(world: World) -> Any:
+        if world.rank() == 2:
+            dist.recv(torch.ones(1), 0)
+            os._exit(1)
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        if world.rank() == 0:
+            dist.send(torch.ones(1), 2)
+        started = time.monotonic()
+        sentence = caught(dist.all_reduce, torch.ones(4))
+        waited = time.monotonic() - started
+        dist.all_reduce(tensor := torch.ones(1), group=pair)
+        return sentence, waited, tensor.item()
+
+    with GlooWorld(3, backend="shm") as world:
+        sent_to(world, work)
+        answers = [answer(world, rank) for rank in (0, 1)]
+    assert any("rank 2 died" in sentence for sentence, _, _ in answers)
+    assert all(waited < SOON_S and total == 2 for _, waited, total in answers)
+
+
+def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
+    def work(world: World) -> Any:
+        dist.barrier()
+        if world.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        handle = dist.all_reduce(torch.ones(4), async_op=True)
+        lines = []
+        if world.rank() == 0:
+            limit = time.monotonic() + 60
+            while not any("waits for rank 1" in line for line in lines) and time.monotonic() < limit:
+                time.sleep(0.05)
+                lines = dist.group.WORLD.describe()
+        pids: list[Any] = [None, None]
+        if world.rank() == 0:
+            os.kill(dist.group.WORLD._progress.words[dist.group.WORLD._progress.places[1] + 9], signal.SIGCONT)
+        handle.wait()
+        dist.all_gather_object(pids, os.getpid())
+        return lines
+
+    with GlooWorld(2, backend="shm") as world:
+        lines = world.run(work)[0]
+    assert "all_reduce(SUM) of 4 float32 at line" in lines[0]
+    assert "waits for rank 1" in lines[0]
+    assert "barrier" in lines[1]
