@@ -18,6 +18,7 @@ from IPython.display import display
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
+from axon_nb.records.protocol.cells import Measurement
 from axon_nb.records.ranks import resolve_ranks
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def profile_frame(profiles: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
     """One row an operation and rank, those that took most first; times in milliseconds.
 
     Args:
-        profiles: By rank what `axon_nb.engine.kernel.measure` tells: ``rows`` and ``trace``.
+        profiles: By rank the fields of `records.protocol.cells.Profile`.
     """
     import pandas as pd
 
@@ -111,14 +112,9 @@ class Measures:
     folder: Path
     """Where traces go."""
 
-    def facts(self) -> dict[str, Any]:
+    def measurement(self) -> Measurement:
         """What the ranks are told."""
-        facts: dict[str, Any] = {"timed": True} if self.time else {}
-        if self.repeat:
-            facts["repeat"] = self.repeat
-        if self.profiled:
-            facts["profile"] = {"ranks": list(self.profiled), "folder": str(self.folder)}
-        return facts
+        return Measurement(self.time, self.repeat, tuple(self.profiled), str(self.folder))
 
     def show(self, result: CellResult) -> None:
         """Tell what came out."""

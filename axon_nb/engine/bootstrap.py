@@ -40,9 +40,12 @@ from axon_nb.engine.kernel.shell import install_exits, install_pager, install_sh
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
 from axon_nb.engine.self_test import begin_in_child, verdict_at_start
-from axon_nb.engine.session import JoinConfig, RankSession, set_current
+from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
+from axon_nb.records.protocol.cells import FailureRequest
+from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.telemetry import set_cell_source
 
 __all__ = ["clean", "describe", "install_cleanup", "join", "run_engine"]
@@ -96,15 +99,14 @@ def describe() -> dict[str, Any]:
     }
 
 
-def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
+def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = ()) -> dict[str, Any]:
     """Join the world; collective over all ranks, returns when all are there.
 
     Args:
+        config: How this rank joins.
         epoch: How often the groups have been formed anew; above 0 this rank replaces one that died.
         groups: The groups besides the default one that the rank it replaces was in.
-        **settings: The fields of `JoinConfig`.
     """
-    config = JoinConfig(**settings)
     kernel = _shell().kernel
     namespace.set_environment(config)
     if config.backend == "nccl":
@@ -133,7 +135,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         recoverable=config.recoverable,
     )
     if epoch:
-        recovery.join_groups(list(groups), epoch=epoch)
+        recovery.join_groups(groups, epoch=epoch)
     recovery.agree_on_names(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
@@ -175,5 +177,5 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.describe})
+    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.describe})
     session.extras["runner"] = runner

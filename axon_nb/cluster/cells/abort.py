@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from axon_nb.cluster.cells.consistent_cut import ConsistentCut
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.inspection import StatusRequest
+from axon_nb.records.telemetry import RankState
 
 __all__ = ["Ending"]
 
@@ -50,11 +53,11 @@ class Ending:
         """When ranks were first told to abort; None while they were not."""
         self._cut: ConsistentCut | None = None
         self._last_abort = 0.0
-        self._aborts: list[tuple[int, Any]] = []
+        self._aborts: list[tuple[int, Answer[AbortReply]]] = []
         self._last_sent: float | None = None
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, Answer[RankState]] = {}
         self._asked_at = 0.0
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, Answer[AbortReply]] = {}
         self._deaf: dict[int, str] = {}
 
     @property
@@ -112,7 +115,7 @@ class Ending:
             self._last_sent = now
             for rank in unfinished:
                 self._listen(rank)
-                self._answers[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
+                self._answers[rank] = self._client.request(rank, AbortRequest(self.run, again))
                 self._aborts.append((rank, self._answers[rank]))
 
     def _listen(self, rank: int) -> None:
@@ -123,11 +126,10 @@ class Ending:
         if not before.done():  # a busy machine, or C code that keeps the GIL: what was known of it stays
             self._deaf.setdefault(rank, "")
             return
-        answer = before.result()["content"]
-        line = answer.get("line")
+        answer = before.reply()
         self._deaf.pop(rank, None)
-        if answer.get("unheard"):
-            self._deaf[rank] = f" at line {line}" if line else ""
+        if answer is not None and answer.unheard:
+            self._deaf[rank] = f" at line {answer.line}" if answer.line else ""
 
     def deaf(self, rank: int) -> bool:
         """Whether the rank is in C code: it was told to end and has not noticed."""
@@ -168,11 +170,11 @@ class Ending:
     def _all_wait(self, now: float, unfinished: Sequence[int]) -> bool:
         """Whether every rank that still runs the cell waits in a communication call; asks them now and then."""
         if self._asked and all(future.done() for future in self._asked.values()):
-            answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
+            states = {rank: state for rank, answer in self._asked.items() if (state := answer.reply()) is not None}
             self._asked = {}
-            if set(unfinished) <= set(answers) and all(answers[rank].get("call") for rank in unfinished):
+            if set(unfinished) <= set(states) and all(states[rank].call for rank in unfinished):
                 return True
         if not self._asked and now - self._asked_at > _ASK_EVERY_S:
             self._asked_at = now
-            self._asked = {rank: self._client.request(rank, "axon_status") for rank in unfinished}
+            self._asked = {rank: self._client.request(rank, StatusRequest()) for rank in unfinished}
         return False

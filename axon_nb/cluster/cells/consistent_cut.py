@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import StopRequest
+from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 
 __all__ = ["ConsistentCut", "moving_group", "place_of_cut"]
 
@@ -38,13 +40,13 @@ class ConsistentCut:
         self._ranks = list(ranks)
         self._began = now
         self._looks: list[tuple[float, dict[int, Counts]]] = []
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, Answer[WaitsReply]] = {}
         self._set = False
         self._look(now)
 
     def _look(self, now: float) -> None:
         self._asked_at = now
-        self._asked = {rank: self._client.request(rank, "axon_waits") for rank in self._ranks}
+        self._asked = {rank: self._client.request(rank, WaitsRequest()) for rank in self._ranks}
 
     def step(self, now: float) -> bool:
         """Do what is due; True when ranks must be ended the hard way: a cut is not possible, or it did not work."""
@@ -66,7 +68,7 @@ class ConsistentCut:
         (before, first), (after, last) = self._looks[0], self._looks[-1]
         at = place_of_cut(group, first, last, seconds=after - before)
         for rank in self._ranks:
-            self._client.request(rank, "axon_stop", group=group, at=at)
+            self._client.request(rank, StopRequest(group, at))
         self._set = True
 
 
@@ -101,6 +103,6 @@ def place_of_cut(group: str, first: Mapping[int, Counts], last: Mapping[int, Cou
     return max(counts[group] for counts in last.values()) + max(2, int(moved / max(seconds, 1e-3) * _AHEAD_S))
 
 
-def _counts(future: Any) -> Counts:
-    answer = future.result()["content"]
-    return {**answer.get("counts", {}), "": int(answer.get("collectives", 0))}
+def _counts(answer: Answer[WaitsReply]) -> Counts:
+    reply = answer.reply()
+    return {"": 0} if reply is None else {**reply.waits.counts, "": reply.collectives}

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Container, Sequence
-from typing import Any
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.cluster.rpc.requests import read_waits
+from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlock
 
 __all__ = ["DeadlockWatch"]
@@ -40,7 +40,7 @@ class DeadlockWatch:
         self._world = list(world)
         self._cell_ranks = list(cell_ranks)
         self._next = time.monotonic() + _FIRST_S
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, Answer[WaitsReply]] = {}
         self._suspect: tuple[str, object] | None = None
         self.slow = ""
         """Who is waited for, and by whom, as of the last look; empty while nobody is, or not for long."""
@@ -61,15 +61,15 @@ class DeadlockWatch:
             self._next = now + _EVERY_S
             for rank in self._world:
                 with contextlib.suppress(KeyError):  # it has just died
-                    self._asked[rank] = self._client.request(rank, "axon_waits")
+                    self._asked[rank] = self._client.request(rank, WaitsRequest())
         return ""
 
     def _judge(self, unfinished: Collection[int]) -> str:
-        answers = {rank: future.result()["content"] for rank, future in self._asked.items()}
+        replies = {rank: answer.reply() for rank, answer in self._asked.items()}
         self._asked = {}
-        if any("error" in answer for answer in answers.values()):
+        reports = {rank: _as_of_cell(reply.waits, unfinished) for rank, reply in replies.items() if reply is not None}
+        if len(reports) < len(replies):
             return ""
-        reports = {rank: _as_of_cell(read_waits(answer), unfinished) for rank, answer in answers.items()}
         self.slow = describe_slow_ranks(reports, _SLOW_S)
         text = explain_deadlock(reports, self._cell_ranks, _WAITED_S)
         if text is None:

@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.cells import source as cell_code
@@ -34,6 +34,8 @@ from axon_nb.cluster.rpc.requests import ask
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
+from axon_nb.records.protocol.cells import CellFacts, Measurement
+from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import format_ranks, resolve_ranks
 
 __all__ = ["LEFT", "CellManager", "failure_of", "nobody_else"]
@@ -75,10 +77,11 @@ def nobody_else(state: ClusterState, run: CellRun) -> bool:
     if not outside or state.backend != "gloo" or any(other.unfinished for other in others):
         return False
     living = [rank for rank in outside if rank not in state.health.dead]
-    answers = ask(state.connection.client, living, "axon_waits", limit_s=_LIMIT_S)
+    answers = ask(state.connection.client, living, WaitsRequest(), limit_s=_LIMIT_S)
     if set(answers) != set(living):
         return False
-    return not any(answer["pending"] or answer["threads"] or answer["running"] for answer in answers.values())
+    seen = [answer.waits for answer in answers.values()]
+    return not any(waits.pending or waits.threads or waits.running for waits in seen)
 
 
 LEFT = "was left running"
@@ -149,9 +152,17 @@ class CellManager:
             print(f"Queued behind the cell that still runs on ranks {format_ranks(ahead)}.")
         alone = options.get("alone", False) and nobody_else(state, run)
         number = cell if cell is not None else next(self._numbers)
-        now = {"keep_failure": process_settings.debug, "output_limit": state.settings.output_limit}
-        facts = {**now, **options.get("facts", {})}
-        run.send(code, number, keep_value=options.get("values", True), alone=alone, more=facts)
+        is_debugger = options.get("is_debugger", False)
+        facts = CellFacts(
+            cell=number,
+            token=run.token if options.get("values", True) else None,
+            alone=alone,
+            keep_failure=process_settings.debug and not is_debugger,
+            is_debugger=is_debugger,
+            output_limit=state.settings.output_limit,
+            measurement=options.get("measurement", Measurement()),
+        )
+        run.send(code, facts)
         state.health.tell(run)  # what has happened while we were sending
         return run
 
@@ -216,5 +227,4 @@ class CellManager:
         if not options.get("quiet", False):
             state.health.hint("draws", shared_draws(run.told, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        told: dict[str, Any] = measured(run.told)
-        return CellResult(fetched, run.errors, run.seconds, text, **told)
+        return CellResult(fetched, run.errors, run.seconds, text, **measured(run.told))

@@ -5,11 +5,12 @@ What a running cell is made of: each rank's part in it, and what goes on beside 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
+from axon_nb.records.protocol.cells import Interruption, Measurement
 
 __all__ = ["CellOptions", "LiveView", "Part", "Stepped", "was_ended", "where_ended"]
 
@@ -77,10 +78,10 @@ def was_ended(name: str, words: str, *, begun: bool) -> bool:
     return name in _ENDED or (begun and (name in _ENDED_WHEN_BEGUN or _NCCL_ABORTED in words))
 
 
-def where_ended(place: dict[str, Any]) -> str:
+def where_ended(place: Interruption | None) -> str:
     """What a rank did when its cell was ended from outside."""
-    line = f" at line {place['line']}" if place.get("line") else ""
-    return f"waited in {place['call']}{line}" if place.get("call") else f"was interrupted{line}"
+    line = f" at line {place.line}" if place is not None and place.line else ""
+    return f"waited in {place.call}{line}" if place is not None and place.call else f"was interrupted{line}"
 
 
 class CellOptions(TypedDict, total=False):
@@ -105,5 +106,7 @@ class CellOptions(TypedDict, total=False):
     """Whether to fetch the values of the last expression; the default."""
     show_value: bool
     """Whether to show them as well; not the default."""
-    facts: Mapping[str, Any]
-    """What else the ranks are to know of the cell, such as what to measure."""
+    measurement: Measurement
+    """What ranks measure of the cell; nothing by default."""
+    is_debugger: bool
+    """Whether this is a command of the debugger, which leaves the failure on the rank; not the default."""

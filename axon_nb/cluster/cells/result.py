@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["CellResult", "CellShown", "measured"]
@@ -81,11 +82,20 @@ class CellResult:
         return "\n".join([f"CellResult of ranks {ranks}, {longest:.3g} s", *lines])
 
 
-def measured(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[int, Any]]:
+class _Measured(TypedDict):
+    cpu_seconds: Mapping[int, float]
+    repetitions: Mapping[int, Sequence[float]]
+    profiles: Mapping[int, Mapping[str, Any]]
+
+
+def measured(told: Mapping[int, CellEnd]) -> _Measured:
     """The fields of `CellResult` that hold what ranks have measured.
 
     Args:
         told: What each rank has told at the end of the cell.
     """
-    names = {"cpu_seconds": "cpu", "repetitions": "repetitions", "profiles": "profile"}
-    return {field: {rank: ours[name] for rank, ours in told.items() if name in ours} for field, name in names.items()}
+    return {
+        "cpu_seconds": {rank: end.cpu_seconds for rank, end in told.items() if end.cpu_seconds is not None},
+        "repetitions": {rank: end.repetitions for rank, end in told.items() if end.repetitions is not None},
+        "profiles": {rank: asdict(end.profile) for rank, end in told.items() if end.profile is not None},
+    }

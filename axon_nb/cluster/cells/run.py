@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.cells.abort import Ending
@@ -15,6 +16,9 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellRun"]
 
@@ -63,7 +67,7 @@ class CellRun:
         """Called from the IO thread when a rank ends the cell after it was given up."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
-        self.told: dict[int, Mapping[str, Any]] = {}
+        self.told: dict[int, CellEnd] = {}
         """What each rank has told of the cell at its end, such as what was measured."""
         self.harmed = False
         """Whether the groups need forming anew at the end, whatever becomes of the cell."""
@@ -92,8 +96,8 @@ class CellRun:
         self.token, self._fetch = run, fetch
         self._started = time.monotonic() - seconds
 
-    def send(self, code: str, cell: int, *, keep_value: bool, alone: bool = False, more: Mapping[str, Any]) -> None:
-        """Send the cell; with `keep_value` ranks keep its value for who has `token`; `alone`, `more`: `CellOptions`."""
+    def send(self, code: str, facts: CellFacts) -> None:
+        """Send the cell; what this run knows itself is added to `facts`."""
         content = {
             "code": code,
             "silent": False,
@@ -102,20 +106,17 @@ class CellRun:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        facts = {
-            **more,
-            "cell": cell,
-            "token": self.token if keep_value else None,
-            "run": self.token,
-            "ranks": self.ranks,
-            "timeout": self.timeout_s,
-            "show_value": "execute_result" not in self._hidden,
-            "quiet": self.output.quiet,
-            "alone": alone,
-            "subgroup": mentions(code, "subgroup"),
-        }
+        facts = dataclasses.replace(
+            facts,
+            run=self.token,
+            ranks=tuple(self.ranks),
+            timeout=self.timeout_s,
+            show_value="execute_result" not in self._hidden,
+            quiet=self.output.quiet,
+            subgroup=mentions(code, "subgroup"),
+        )
         self._ending.run = self.token
-        self._messages = self._client.send_cells(self.ranks, content, {"axon_nb": facts}, self)
+        self._messages = self._client.send_cells(self.ranks, content, {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""
@@ -143,15 +144,19 @@ class CellRun:
             self._view.rank_over(rank, failed=part.error is not None and part.error.kind != "ended")
 
     def _take_reply(self, rank: int, part: Part, content: dict[str, Any]) -> None:
-        ours = self.told[rank] = content.get("axon_nb", {})
-        part.seconds = float(ours.get("seconds", 0.0))
-        part.has_value = bool(ours.get("has_value"))
-        self._communicated = self._communicated or bool(ours.get("calls"))
+        try:
+            end = self.told[rank] = decode(CellEnd, content.get(KEY, {}))
+        except ProtocolError as error:
+            end = self.told[rank] = CellEnd()
+            content = {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
+        part.seconds = end.seconds
+        part.has_value = end.has_value
+        self._communicated = self._communicated or bool(end.calls)
         if content["status"] != "ok":
             ename = content.get("ename", "")
             evalue = content.get("evalue", content["status"])
             ended = was_ended(ename, evalue, begun=self._ending.begun)
-            evalue = where_ended(ours.get("ended_in", {})) if ended else evalue
+            evalue = where_ended(end.interruption) if ended else evalue
             traceback = () if ended else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "ended" if ended else "raised", ename, evalue, traceback))
 

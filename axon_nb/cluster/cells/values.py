@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
+from axon_nb.records.protocol.transfer import LastValue
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["RANK_SIDE", "await_answer", "last_values", "ranks_on_this_host", "read_value"]
+__all__ = ["await_answer", "last_values", "ranks_on_this_host", "read_value"]
 
-RANK_SIDE = "axon_nb.engine.transfer.variables"
-"""The module that gives and takes values on a rank."""
 _LOOK_S = 0.1
 
 
@@ -31,7 +30,7 @@ def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[i
         futures = {}
         for rank in chosen:
             address = parcels[rank].address if rank in parcels else None
-            futures[rank] = requests.call(client, rank, f"{RANK_SIDE}:last_value", token=token, address=address)
+            futures[rank] = requests.call(client, rank, LastValue(token, address))
         for rank, future in futures.items():
             data, text = await_answer(state, rank, future, "give the cell's value")
             if data == b"":

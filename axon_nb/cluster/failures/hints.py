@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from axon_nb.cluster.failures.report import REPAIR, RankError
+from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.units import format_bytes
 
@@ -76,21 +76,21 @@ def _size(folder: str) -> str:
     return format_bytes(facts.f_blocks * facts.f_frsize)
 
 
-def shared_draws(told: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+def shared_draws(told: Mapping[int, CellEnd], ranks: Sequence[int]) -> str:
     """That ranks have drawn the same random numbers where copies of a model should not; empty where they have not.
 
     Args:
-        told: What each rank has told at the end of the cell; ``draws`` as `axon_nb.engine.kernel.random_state` has it.
+        told: What each rank has told at the end of the cell.
         ranks: The ranks of the cell.
     """
-    draws = [told.get(rank, {}).get("draws") for rank in ranks]
+    draws = [told[rank].draws if rank in told else None for rank in ranks]
     first = draws[0] if draws else None
-    if len(draws) < 2 or not first or any(not other or other["states"] != first["states"] for other in draws):
+    if len(draws) < 2 or first is None or any(other is None or other.states != first.states for other in draws):
         return ""
     reasons = []
-    if name := first["dropout"]:
+    if name := first.dropout:
         reasons.append(f"the dropout masks of `{name}` are the same on all of them")
-    if name := first["loader"]:
+    if name := first.loader:
         reasons.append(f"`{name}` shuffles alike, and all get the same batches without a `DistributedSampler`")
     if not reasons:
         return ""

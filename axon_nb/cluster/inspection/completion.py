@@ -11,13 +11,25 @@ import keyword
 import re
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from axon_nb.cluster.rpc.answers import Answer
+from axon_nb.records.protocol.completion import (
+    CompleteRequest,
+    InspectRequest,
+    KnownName,
+    NamesReply,
+    NamesRequest,
+)
+from axon_nb.records.protocol.messages import Request
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["Assistance", "NameSnapshot", "of"]
+
+R = TypeVar("R")
 
 _ATTRIBUTE = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\.(\w*)$")
 _KEY = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\[((['\"])?[^'\"\[\]]*)$")
@@ -29,13 +41,13 @@ class NameSnapshot:
     """Names with their attributes and keys; see `axon_nb.engine.kernel.completion`."""
 
     def __init__(self) -> None:
-        self._names: Mapping[str, Mapping[str, Any]] = {}
-        self._types: dict[str, list[str]] = {}
+        self._names: Mapping[str, KnownName] = {}
+        self._types: dict[str, Sequence[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def update(self, names: Mapping[str, Mapping[str, Any]], types: Mapping[str, list[str]]) -> None:
+    def update(self, names: Mapping[str, KnownName], types: Mapping[str, Sequence[str]]) -> None:
         """Take in what the rank has told; from any thread."""
         self._types = {**self._types, **types}
         self._names = names
@@ -55,8 +67,8 @@ class NameSnapshot:
             return self._keys(name, fragment, quote)
         if match := _ATTRIBUTE.search(before):
             name, fragment = match.groups()
-            entry = self._names.get(name, {})
-            found = {*entry.get("own", ()), *self._types.get(entry.get("type", ""), ())}
+            entry = self._names.get(name, KnownName())
+            found = {*entry.own, *self._types.get(entry.type, ())}
             return fragment, _beginning(found, fragment)
         match = _NAME.search(before)
         fragment = (match.group(1) or "") if match else ""
@@ -65,7 +77,7 @@ class NameSnapshot:
         return fragment, _beginning({*self._names, *_WORDS}, fragment)
 
     def _keys(self, name: str, fragment: str, quote: str | None) -> tuple[str, list[str]]:
-        keys = [str(key) for key in self._names.get(name, {}).get("keys", ())]
+        keys = self._names.get(name, KnownName()).keys
         if quote is None:
             return fragment, [key for key in keys if key.startswith(fragment)]
         inner = fragment[1:]
@@ -100,14 +112,14 @@ class Assistance:
         self._client = state.connection.client
         self._dead = state.health.dead
         self._snapshots: dict[int, NameSnapshot] = {}
-        self._open: dict[tuple[int, str], tuple[Any, float]] = {}
+        self._open: dict[tuple[int, type[Request[Any]]], tuple[Answer[Any], float]] = {}
 
     def complete(self, rank: int, line: str, cursor: int) -> tuple[str, list[str]]:
         """What may stand at `cursor` (a column of `line`): the text before it that is replaced, and by what."""
         self._snapshots.setdefault(rank, NameSnapshot())
-        answer = self._ask(rank, "axon_complete", _COMPLETE_S, line=line, cursor=cursor)
+        answer = self._ask(rank, CompleteRequest(line, cursor), _COMPLETE_S)
         if answer is not None:
-            return str(answer["fragment"]), list(answer["matches"])
+            return answer.fragment, list(answer.matches)
         known = self._snapshots[rank] or self._snapshots.get(0) or NameSnapshot()
         return known.complete(line[:cursor])
 
@@ -118,46 +130,44 @@ class Assistance:
 
     def inspect(self, rank: int, name: str, *, detail: int, omit: tuple[str, ...] = ()) -> dict[str, str] | None:
         """Help on a name as a mime bundle, empty when the rank has no such name; None when it does not answer."""
-        answer = self._ask(rank, "axon_inspect", _INSPECT_S, name=name, detail=detail, omit=list(omit))
-        return None if answer is None else dict(answer.get("data", {}))
+        answer = self._ask(rank, InspectRequest(name, detail, omit), _INSPECT_S)
+        return None if answer is None else dict(answer.data)
 
     def refresh(self) -> None:
         """Ask rank 0, and the ranks that were asked before, what names they have; the answers are not waited for."""
         for rank in {0, *self._snapshots}:
             snapshot = self._snapshots.setdefault(rank, NameSnapshot())
-            future = self._send(rank, "axon_names", known=snapshot.types())
-            if future is not None:
-                future.add_done_callback(lambda done, snapshot=snapshot: _take(done, snapshot))
+            answer = self._send(rank, NamesRequest(tuple(snapshot.types())))
+            if answer is not None:
+                answer.when_done(lambda done, snapshot=snapshot: _take(done, snapshot))  # type: ignore[misc]
 
-    def _ask(self, rank: int, what: str, limit_s: float, **content: Any) -> dict[str, Any] | None:
-        future = self._send(rank, what, **content)
-        if future is None or not future.wait(limit_s):
+    def _ask(self, rank: int, request: Request[R], limit_s: float) -> R | None:
+        answer = self._send(rank, request)
+        if answer is None or not answer.wait(limit_s):
             return None
         try:
-            answer: dict[str, Any] = future.result()["content"]
+            return answer.reply()
         except Exception:  # the rank has died meanwhile
             return None
-        return None if {"error", "late", "refused"} & set(answer) else answer
 
-    def _send(self, rank: int, what: str, **content: Any) -> Any:
-        """The future of the answer; None when the rank is gone, or owes one to the question before."""
-        future, asked_at = self._open.get((rank, what), (None, 0.0))
-        owed = future is not None and not future.done() and time.monotonic() - asked_at < _FORGOTTEN_S
+    def _send(self, rank: int, request: Request[R]) -> Answer[R] | None:
+        """The answer to come; None when the rank is gone, or owes one to the question before."""
+        kind, sent = type(request), None
+        before, asked_at = self._open.get((rank, kind), (None, 0.0))
+        owed = before is not None and not before.done() and time.monotonic() - asked_at < _FORGOTTEN_S
         if rank in self._dead or owed:
             return None
-        future = None
         # Somebody types: what goes wrong here (the rank is gone, or the whole cluster) is told where cells run.
         with contextlib.suppress(Exception):
-            future = self._client.request(rank, what, **content)
-            self._open[rank, what] = (future, time.monotonic())
-        return future
+            sent = self._client.request(rank, request)
+            self._open[rank, kind] = (sent, time.monotonic())
+        return sent
 
 
-def _take(done: Any, snapshot: NameSnapshot) -> None:
+def _take(done: Answer[NamesReply], snapshot: NameSnapshot) -> None:
     with contextlib.suppress(Exception):  # on the client's thread; the names of before stay
-        content = done.result()["content"]
-        if "names" in content:
-            snapshot.update(content["names"], content["types"])
+        reply = done.result()
+        snapshot.update(reply.names, reply.types)
 
 
 _known: weakref.WeakKeyDictionary[ClusterState, Assistance] = weakref.WeakKeyDictionary()

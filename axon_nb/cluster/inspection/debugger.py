@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from axon_nb.cluster.rpc.requests import ask
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import DebuggerCommand, DebuggerStart, FailureRequest
+from axon_nb.records.protocol.messages import RankCall, cell_source
 from axon_nb.records.ranks import format_ranks, resolve_ranks
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ __all__ = ["PostMortem"]
 
 _LIMIT_S = 10.0
 """Idle ranks answer in milliseconds; on a busy machine it would be wrong to say that they keep nothing."""
-_RANK_SIDE = "axon_nb.engine.kernel.post_mortem"
 
 
 class PostMortem:
@@ -35,8 +36,8 @@ class PostMortem:
         chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        answers = ask(state.client, state.living, "axon_failure", limit_s=_LIMIT_S)
-        kept = {rank: str(answer["kept"]) for rank, answer in answers.items() if answer.get("kept")}
+        answers = ask(state.client, state.living, FailureRequest(), limit_s=_LIMIT_S)
+        kept = {rank: answer.kept for rank, answer in answers.items() if answer.kept}
         self.rank = chosen[0] if chosen else min(kept, default=0)
         if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead, and nothing is left of it to look at.")
@@ -65,18 +66,17 @@ class PostMortem:
 
     def start(self) -> str:
         """Open it; where the failure is, as the debugger shows it."""
-        found, _ = self._call("start()")
+        found, _ = self._call(DebuggerStart())
         return str(found)
 
     def command(self, line: str) -> tuple[str, bool]:
         """Carry out one command; what it shows, and whether it was the last."""
-        value, printed = self._call(f"command({line!r})")
+        value, printed = self._call(DebuggerCommand(line))
         said, over = value if isinstance(value, tuple) else ("", True)
         return f"{printed}{said}", bool(over)
 
-    def _call(self, call: str) -> tuple[object, str]:
-        code = f"__import__({_RANK_SIDE!r}, fromlist=['command']).{call}"
-        result = self._cells.run(code, ranks=[self.rank], quiet=True, facts={"debugs": True, "keep_failure": False})
+    def _call(self, call: RankCall[object]) -> tuple[object, str]:
+        result = self._cells.run(cell_source(call), ranks=[self.rank], quiet=True, is_debugger=True)
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 

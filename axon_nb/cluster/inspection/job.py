@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from axon_nb.cluster.inspection.status import describe_state
-from axon_nb.cluster.rpc.requests import ask_each, read_waits
-from axon_nb.records.training.job import JobReport, read_job
+from axon_nb.cluster.rpc.requests import ask_each
+from axon_nb.records.protocol.inspection import JobRequest
+from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
@@ -44,14 +45,14 @@ def ask_job(state: ClusterState, before: Mapping[int, JobReport]) -> JobAnswers:
     living = state.living
     asked = {rank: _mark(before.get(rank)) for rank in living}
     busy = set(living).intersection(state.busy)
-    answers = ask_each(state.connection.client, asked, "axon_job", limit_s=_LIMIT_S)
-    reports = {rank: read_job(answer) for rank, answer in answers.items()}
-    late = missing_ranks({rank: read_waits(answer) for rank, answer in answers.items()}, _WAITED_S)
+    answers = ask_each(state.connection.client, asked, limit_s=_LIMIT_S)
+    reports = {rank: answer.report for rank, answer in answers.items()}
+    late = missing_ranks({rank: answer.waits for rank, answer in answers.items()}, _WAITED_S)
     words = {}
     for rank in state.ranks:
         seen = reports[rank].state if rank in reports else None
         words[rank] = state.health.dead.get(rank) or describe_state(seen, late.get(rank, ()))
-    spent_s = max((float(answer.get("spent_s", 0.0)) for answer in answers.values()), default=0.0)
+    spent_s = max((answer.spent_s for answer in answers.values()), default=0.0)
     return JobAnswers(reports, words, running_cell(reports, busy), spent_s)
 
 
@@ -67,12 +68,7 @@ def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int
     return max(cells, default=0 if silent else None)
 
 
-def _mark(report: JobReport | None) -> dict[str, int]:
+def _mark(report: JobReport | None) -> JobRequest:
     if report is None:
-        return {"pid": 0}
-    return {
-        "pid": report.pid,
-        "position": report.position,
-        "span_position": report.span_position,
-        "since_ns": report.state.time_ns,
-    }
+        return JobRequest()
+    return JobRequest(report.pid, report.position, report.span_position, report.state.time_ns)

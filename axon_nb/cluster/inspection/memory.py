@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc.requests import ask
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
+from axon_nb.records.protocol.contents import MemoryRequest, PlanReply, PlanRequest
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -55,34 +55,36 @@ def ask_memory(state: ClusterState, names: Sequence[str], *, patient: bool = Tru
     living = state.living
     end = time.monotonic() + (_PATIENCE_S if patient else 0.0)
     while True:
-        answers = ask(state.connection.client, living, "axon_memory", limit_s=_LIMIT_S, names=list(names))
-        if time.monotonic() >= end or not any(answer.get("is_pending") for answer in answers.values()):
+        answers = ask(state.connection.client, living, MemoryRequest(tuple(names)), limit_s=_LIMIT_S)
+        if time.monotonic() >= end or not any(answer.is_pending for answer in answers.values()):
             break
         time.sleep(_PENDING_S)
-    if not answers:
+    refused = answers.refused
+    heard = sorted({*answers, *refused})
+    if not heard:
         raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
+    if not answers:
+        raise UsageError(f"Rank {format_ranks(refused)}: {refused[heard[0]]}")
     told: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        for note in (answer["refused"],) if "refused" in answer else answer["notes"]:
-            told.setdefault(str(note), []).append(rank)
-    refused = [rank for rank, answer in answers.items() if "refused" in answer]
-    if len(refused) == len(answers):
-        raise UsageError(f"Rank {format_ranks(refused)}: {answers[refused[0]]['refused']}")
+    for rank in heard:
+        for note in (refused[rank],) if rank in refused else answers[rank].notes:
+            told.setdefault(note, []).append(rank)
     notes = tuple(
-        note if len(ranks) == len(answers) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
+        note if len(ranks) == len(heard) else f"Rank {format_ranks(ranks)}: {note}" for note, ranks in told.items()
     )
-    if silent := [rank for rank in state.ranks if rank not in answers]:
+    if silent := [rank for rank in state.ranks if rank not in heard]:
         notes = (*notes, f"Rank {format_ranks(silent)}: it has not answered.")
-    given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
-    model = next((str(answer.get("model", "")) for answer in given.values()), "")
-    spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
-    return MemoryAnswers(_uses(given, "measured"), _uses(given, "estimated"), notes, model, spent_s)
+    return MemoryAnswers(
+        measured={rank: answer.measured for rank, answer in answers.items()},
+        estimated={rank: answer.estimated for rank, answer in answers.items() if answer.estimated is not None},
+        notes=notes,
+        model=next(iter(answers.values())).model,
+        spent_s=max(answer.spent_s for answer in answers.values()),
+    )
 
 
-def ask_plan(
-    state: ClusterState, names: Sequence[str], asked: Mapping[str, Any] | None, known: str
-) -> Mapping[str, Any]:
-    """What a rank tells a planner of memory, as `engine/kernel/control.py` says: the first living one.
+def ask_plan(state: ClusterState, names: Sequence[str], asked: Mapping[str, Any] | None, known: str) -> PlanReply:
+    """What a rank tells a planner of memory: the first living one.
 
     Of a pipeline it is the one with the first stage, and the model is put together of all its ranks' stages.
 
@@ -100,36 +102,30 @@ def ask_plan(
     living = state.living[:1]
     if not living:
         raise AxonError("No rank lives: `%distributed repair` starts new ones.")
-    content = {"names": list(names), "asked": None if asked is None else dict(asked), "known": known}
-    told = _planned(state, living, **content)[living[0]]
-    if "first" in told:  # of a pipeline, whose inputs another rank knows
-        living = [int(told["first"])]
-        told = _planned(state, living, **content)[living[0]]
-    if "ranks" not in told:
+    request = PlanRequest(tuple(names), asked, known)
+    told = _planned(state, living, request)[living[0]]
+    if told.first is not None:  # of a pipeline, whose inputs another rank knows
+        told = _planned(state, [told.first], request)[told.first]
+    if told.ranks is None or told.key == known:
         return told
-    return _with_stages(told, state, names) if told["key"] != known else {**told, "model": None, "states": None}
+    return _with_stages(told, told.ranks, state, names)
 
 
-def _planned(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
-    answers = ask(state.connection.client, ranks, "axon_plan", limit_s=_PATIENCE_S, **content)
+def _planned(state: ClusterState, ranks: Sequence[int], request: PlanRequest) -> dict[int, PlanReply]:
+    answers = ask(state.connection.client, ranks, request, limit_s=_PATIENCE_S)
     if silent := [rank for rank in ranks if rank not in answers]:
         raise AxonError(f"Rank {format_ranks(silent)} has not answered: `%distributed status` tells what they do.")
     return answers
 
 
-def _with_stages(told: Mapping[str, Any], state: ClusterState, names: Sequence[str]) -> Mapping[str, Any]:
+def _with_stages(told: PlanReply, holders: Mapping[int, int], state: ClusterState, names: Sequence[str]) -> PlanReply:
     """An answer about a pipeline, with its model put together of what its ranks hold."""
-    holders = {int(stage): int(rank) for stage, rank in told["ranks"].items()}
-    answers = _planned(state, sorted(set(holders.values())), names=list(names), stages=True)
+    request = PlanRequest(tuple(names), stages=True)
+    answers = _planned(state, sorted(set(holders.values())), request)
     for rank, answer in answers.items():
-        if answer.get("is_pending"):
+        if answer.is_pending:
             return answer
-        if "refused" in answer:
-            return {**told, "refused": f"Rank {rank}: {answer['refused']}"}
-    parts = [base64.b64decode(answers[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
-    joined = import_module("axon_nb.plan.named_models").join_stages(parts)
-    return {**told, "model": base64.b64encode(joined).decode(), "states": None}
-
-
-def _uses(answers: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, MemoryUse]:
-    return {rank: MemoryUse(**answer[name]) for rank, answer in answers.items() if answer[name] is not None}
+        if answer.refused:
+            return replace(told, refused=f"Rank {rank}: {answer.refused}")
+    parts = [(answers[holders[stage]].stages or {})[stage] for stage in sorted(holders)]
+    return replace(told, model=import_module("axon_nb.plan.named_models").join_stages(parts))

@@ -9,7 +9,6 @@ A question about memory in the words of `axon_nb.plan.memory`, and its answer in
 from __future__ import annotations
 
 import atexit
-import base64
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.memory import HasClassName, LazyFunction, MemoryPrediction, MemorySetup, WhatIfState
+from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
 if TYPE_CHECKING:
     from axon_nb.plan import MemoryPlan
@@ -30,7 +30,7 @@ _ALL_RANKS = 8
 _ROLES = {"other": "buffers"}
 
 
-def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, Any]:
     """The arguments of `plan.memory` besides the model; no object of torch's among them.
 
     Args:
@@ -38,12 +38,12 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         facts: What the rank has told of the model.
         spec: `axon_nb.plan.TensorSpec`.
     """
-    inputs = [_input(value, facts["setup"]["batch"], spec) for value in facts["inputs"]]
-    tokens = facts["loss"] == "tokens"
+    inputs = [_input(value, facts.setup.batch, spec) for value in facts.inputs or ()]
+    tokens = facts.loss == "tokens"
     optimizer, options = setup.optimizer_arguments
-    if setup.optimizer == facts["setup"]["optimizer"]:
-        options = facts["optimizer_options"]
-    recomputed = HasClassName(tuple(facts["blocks"])) if facts["blocks"] else True
+    if setup.optimizer == facts.setup.optimizer:
+        options = dict(facts.optimizer_options)
+    recomputed = HasClassName(facts.blocks) if facts.blocks else True
     return {
         "mesh": setup.mesh,
         "strategy": setup.strategy,
@@ -58,11 +58,11 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "cpu_offload": setup.offload,
         "batch": setup.batch,
         "activation_checkpointing": recomputed if setup.checkpointing else None,
-        "wrap": None if facts["units"] is None else HasClassName(tuple(facts["units"])),
+        "wrap": None if facts.units is None else HasClassName(facts.units),
         "num_microbatches": setup.microbatches if setup.pp > 1 else None,
-        "schedule": facts["schedule"],
-        "tp_plan": facts["tp_plan"],
-        "device": facts["device"],
+        "schedule": facts.schedule,
+        "tp_plan": facts.tp_plan,
+        "device": facts.device,
         "ranks": "all" if setup.world <= _ALL_RANKS else "worst",
     }
 
@@ -111,8 +111,8 @@ _HOW_CALLED = (
 _PIPELINE = "A pipeline is simulated once it is seen in its next step, while this panel is open."
 _MEAN_LOSS = "The loss is not known: the mean of the model's output stands for it."
 
-Ask = Callable[[Mapping[str, Any] | None, str], Mapping[str, Any]]
-"""Asks a rank: fields of `MemorySetup` or None, and the key of the model that is here; the answer of ``axon_plan``."""
+Ask = Callable[[Mapping[str, Any] | None, str], PlanReply]
+"""Asks a rank: fields of `MemorySetup` or None, and the key of the model that is here."""
 
 
 class WhatIf:
@@ -188,20 +188,19 @@ class WhatIf:
         told = self._told(asked, cancel)
         if told is None:
             return
-        facts, known = told.get("facts"), _known(told.get("facts"))
-        if known["as_is"] != self._state.as_is or told.get("model") is not None:
+        facts, known, setup = told.facts, _known(told.facts), told.setup
+        if known["as_is"] != self._state.as_is or told.model is not None:
             known["reference"] = None
-        if "refused" in told or facts is None:
-            said = str(told.get("refused", "The rank has not answered."))
+        if told.refused or facts is None or setup is None:
+            said = told.refused or "The rank has not answered."
             self._tell(error=said, doing="", setup=None, estimate=None, **known)
             return
-        setup = MemorySetup(**told["setup"])
-        if told["model"] is not None:
-            self._model = (str(told["key"]), base64.b64decode(told["model"]))
+        if told.model is not None:
+            self._model = (told.key, told.model)
         states = None
-        if told["states"] is not None:
-            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: told["states"]}, host=int(told["host"]))
-        if facts["inputs"] is None:
+        if told.states is not None:
+            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: told.states}, host=told.host)
+        if facts.inputs is None:
             seen = None if states is None else replace(states, notes=(_HOW_CALLED,))
             known["notes"] = (*known["notes"], *([_PIPELINE] if states is None else []))
             self._tell(setup=setup, estimate=seen, doing="", **known)
@@ -214,16 +213,16 @@ class WhatIf:
                 return
         self._simulate(setup, facts, cancel)
 
-    def _told(self, asked: Mapping[str, Any] | None, cancel: threading.Event) -> Mapping[str, Any] | None:
+    def _told(self, asked: Mapping[str, Any] | None, cancel: threading.Event) -> PlanReply | None:
         for _ in range(round(_PATIENCE_S / _PENDING_S)):
             told = self._ask_rank(asked, self._model[0])
-            if not told.get("is_pending"):
+            if not told.is_pending:
                 return None if cancel.is_set() else told
             if cancel.wait(_PENDING_S):
                 return None
         raise AxonError("The rank has not loaded its planner yet: ask again.")
 
-    def _simulate(self, setup: MemorySetup, facts: Mapping[str, Any], cancel: threading.Event) -> None:
+    def _simulate(self, setup: MemorySetup, facts: ModelFacts, cancel: threading.Event) -> None:
         planner: Any = import_module("axon_nb.plan")  # its own imports of torch are made in another process
 
         def heard(share: float, text: str) -> None:
@@ -236,7 +235,7 @@ class WhatIf:
         made = planner.memory(captured, **options, progress=heard, cancel=cancel)
         if cancel.is_set():
             return
-        notes = (_MEAN_LOSS,) if facts["loss"] == "mean" else ()
+        notes = (_MEAN_LOSS,) if facts.loss == "mean" else ()
         estimate = read_plan(setup, made, notes)
         known = {"reference": estimate} if setup == self._state.as_is else {}
         self._tell(estimate=estimate, doing="", share=None, **known)
@@ -251,12 +250,11 @@ def _end(me: weakref.ref[WhatIf]) -> None:
             thread.join(_END_S)
 
 
-def _known(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+def _known(facts: ModelFacts | None) -> dict[str, Any]:
     """What a state says of the model."""
     if facts is None:
         return {"as_is": None, "notes": ()}
-    as_is = MemorySetup(**facts["setup"])
-    return {"as_is": as_is, "is_trained_so": bool(facts["is_trained_so"]), "notes": tuple(facts["notes"])}
+    return {"as_is": facts.setup, "is_trained_so": facts.is_trained_so, "notes": facts.notes}
 
 
 def _sentence(error: Exception) -> str:

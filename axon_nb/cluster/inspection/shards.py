@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from axon_nb.cluster.rpc.requests import ask_each
+from axon_nb.cluster.rpc.requests import Answers, ask_each
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.placement import Shard
+from axon_nb.records.protocol.contents import LayoutsReply, LayoutsRequest
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class LayoutQuestion:
 
     def __init__(self, state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> None:
         self._state = state
-        self._content: dict[str, Any] = {"names": list(names), "gradients": gradients}
-        self._known: dict[int, tuple[str, list[Shard]]] = {}
+        self._request = LayoutsRequest(tuple(names), gradients)
+        self._known: dict[int, tuple[str, Sequence[Shard]]] = {}
         """By rank: what stands for its last answer, and that."""
         self._notes: list[str] = []
         self.is_news = True
@@ -50,20 +52,19 @@ class LayoutQuestion:
         """
         state = self._state
         living = state.living
-        asked = {rank: {**self._content, "known": self._known.get(rank, ("", []))[0]} for rank in living}
-        answers = ask_each(state.connection.client, asked, "axon_layouts", limit_s=_LIMIT_S)
-        if not answers:
+        asked = {rank: replace(self._request, known=self._known.get(rank, ("", ()))[0]) for rank in living}
+        answers = ask_each(state.connection.client, asked, limit_s=_LIMIT_S)
+        if not answers and not answers.refused:
             raise AxonError(f"No rank has answered within {_LIMIT_S:.0f} s; `%distributed status` tells what they do.")
         notes = _notes(answers, state.ranks)
-        self.spent_s = max(float(answer.get("spent_s", 0.0)) for answer in answers.values())
-        given = {rank: answer for rank, answer in answers.items() if "refused" not in answer}
-        self.is_news = notes != self._notes or given.keys() != self._known.keys()
+        self.spent_s = max(answer.spent_s for answer in answers.values())
+        self.is_news = notes != self._notes or answers.keys() != self._known.keys()
         self._notes = notes
-        for rank, answer in given.items():
-            if answer["shards"] is not None:
+        for rank, answer in answers.items():
+            if answer.shards is not None:
                 self.is_news = True
-                self._known[rank] = (str(answer["key"]), [_read(fields) for fields in answer["shards"]])
-        self._known = {rank: self._known[rank] for rank in given}
+                self._known[rank] = (answer.key, answer.shards)
+        self._known = {rank: self._known[rank] for rank in answers}
         return [shard for _, shards in self._known.values() for shard in shards], notes
 
 
@@ -72,22 +73,16 @@ def ask_layouts(state: ClusterState, names: Sequence[str], *, gradients: bool = 
     return LayoutQuestion(state, names, gradients=gradients).ask()
 
 
-def _notes(answers: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[str]:
-    refusals = {rank: str(answer["refused"]) for rank, answer in answers.items() if "refused" in answer}
-    if len(refusals) == len(answers):
+def _notes(answers: Answers[LayoutsReply], ranks: Sequence[int]) -> list[str]:
+    refusals = answers.refused
+    if not answers:
         reason = Counter(refusals.values()).most_common(1)[0][0]
         raise UsageError(f"Rank {format_ranks(refusals)}: {reason}")
     notes = [
         f"Rank {format_ranks([rank for rank in refusals if refusals[rank] == reason])}: {reason}"
         for reason in dict.fromkeys(refusals.values())
     ]
-    silent = [rank for rank in ranks if rank not in answers]
+    silent = [rank for rank in ranks if rank not in answers and rank not in refusals]
     if silent:
         notes.append(f"Rank {format_ranks(silent)} has not answered.")
     return notes
-
-
-def _read(fields: dict[str, Any]) -> Shard:
-    """JSON has no tuples."""
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return Shard(**values)

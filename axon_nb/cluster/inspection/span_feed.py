@@ -12,11 +12,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.inspection import SpansReply, SpansRequest
 from axon_nb.records.spans import Span, write_chrome_trace
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 
@@ -69,7 +71,7 @@ class SpanFeed:
         self._lock = threading.Lock()
         self._views: list[SpanView] = []
         self._thread: threading.Thread | None = None
-        self._asked: dict[int, tuple[Any, int]] = {}
+        self._asked: dict[int, tuple[Answer[SpansReply], int]] = {}
         """By rank: the future of the answer, and when it was asked, in nanoseconds."""
         self._next: dict[int, tuple[int, int]] = {}
         """By rank: its process, and the number of the next span."""
@@ -165,32 +167,32 @@ class SpanFeed:
             elif rank not in self._asked:
                 with contextlib.suppress(KeyError, OSError):  # it is gone; the host agent tells
                     since = self._next.get(rank, (0, 0))[1]
-                    future = state.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
-                    self._asked[rank] = (future, time.monotonic_ns())
+                    answer = state.connection.client.request(rank, SpansRequest(since, watch_s))
+                    self._asked[rank] = (answer, time.monotonic_ns())
 
     def _take_answers(self) -> None:
         now = time.monotonic_ns()
         for rank, (future, asked_ns) in list(self._asked.items()):
             if future.done():
                 del self._asked[rank]
-                self._take(rank, future.result()["content"], asked_ns, now)
+                self._take(rank, future.reply(), asked_ns, now)
             elif now - asked_ns > _GIVE_UP_S * 1e9:
                 del self._asked[rank]
 
-    def _take(self, rank: int, content: dict[str, Any], asked_ns: int, now_ns: int) -> None:
-        if "spans" not in content:
+    def _take(self, rank: int, reply: SpansReply | None, asked_ns: int, now_ns: int) -> None:
+        if reply is None:
             return
-        process, position = int(content["process"]), int(content["next"])
+        process, position = reply.process, reply.next
         known = self._next.get(rank, (process, 0))[0]
         self._next[rank] = (process, position)
         if known != process:  # a fresh rank: what it was asked for had another's numbers
             self._next[rank] = (process, 0)
             return
         before = self._flows.get(rank, (asked_ns, False))[0]
-        self._flows[rank] = (asked_ns, len(content["spans"]) * 1e9 > _MUCH_PER_S * (asked_ns - before) > 0)
-        self.store.know_groups(content["groups"])
-        offset = self._offset(rank, int(content["now_ns"]), asked_ns, now_ns)
-        self.store.add([Span(*row) for row in content["spans"]], offset_ns=offset, lost=int(content["lost"]))
+        self._flows[rank] = (asked_ns, len(reply.spans) * 1e9 > _MUCH_PER_S * (asked_ns - before) > 0)
+        self.store.know_groups(reply.groups)
+        offset = self._offset(rank, reply.now_ns, asked_ns, now_ns)
+        self.store.add([Span(*row) for row in reply.spans], offset_ns=offset, lost=reply.lost)
 
     def _offset(self, rank: int, theirs_ns: int, asked_ns: int, now_ns: int) -> int:
         """What to add to a rank's times: another host's monotonic clock has nothing to do with ours."""

@@ -9,18 +9,17 @@ Where every rank is: its Python stack and its communication call, asked over the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.rpc.requests import ask, ask_waits
-from axon_nb.records.placement import MeshInfo, read_mesh
+from axon_nb.records.placement import MeshInfo
+from axon_nb.records.protocol.inspection import MeshRequest, StacksRequest, StatusRequest
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.stacks import RankStack, StackFrame, Stacks
+from axon_nb.records.stacks import RankStack, Stacks
 from axon_nb.records.telemetry import Activity, ClusterInfo, RankInfo, RankState
 from axon_nb.records.waits import missing_ranks
 
@@ -36,8 +35,8 @@ _MESH_LIMIT_S = 1.0
 
 def ask_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
     """The mesh of most ranks, of several the one that most have; None: there is none, or no rank answers in time."""
-    answers = ask(client, ranks, "axon_mesh", limit_s=_MESH_LIMIT_S)
-    found = Counter(read_mesh(answer["mesh"]) for answer in answers.values() if answer.get("mesh"))
+    answers = ask(client, ranks, MeshRequest(), limit_s=_MESH_LIMIT_S)
+    found = Counter(answer.mesh for answer in answers.values() if answer.mesh is not None)
     return max(found, key=lambda mesh: (len(mesh.ranks), found[mesh]), default=None)
 
 
@@ -46,18 +45,7 @@ _SAMPLE_S = 1.0
 
 def sample(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
     """What each rank does now, over the control channel; those that do not answer in a second are left out."""
-    futures = {}
-    for rank in ranks:
-        with contextlib.suppress(KeyError):  # unregistered meanwhile
-            futures[rank] = client.request(rank, "axon_status")
-    end = time.monotonic() + _SAMPLE_S
-    states = {}
-    for rank, future in futures.items():
-        if future.wait(max(0.0, end - time.monotonic())):
-            content = future.result()["content"]
-            if "error" not in content:
-                states[rank] = RankState(**{**content, "activity": Activity(content["activity"])})
-    return states
+    return ask(client, ranks, StatusRequest(), limit_s=_SAMPLE_S)
 
 
 _WAITED_S = 0.25
@@ -151,11 +139,9 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         world: All ranks; asked whom the others wait for.
         dead: Why each dead rank died; reads after its name.
     """
-    answers = ask(client, [rank for rank in ranks if rank not in dead], "axon_stacks", limit_s=_STACKS_LIMIT_S)
-    states = {rank: RankState(**{**a["state"], "activity": Activity(a["state"]["activity"])})
-              for rank, a in answers.items()}  # fmt: skip
+    answers = ask(client, [rank for rank in ranks if rank not in dead], StacksRequest(), limit_s=_STACKS_LIMIT_S)
     late: dict[int, tuple[int, ...]] = {}
-    if any(state.activity is Activity.WAITING for state in states.values()):
+    if any(answer.state.activity is Activity.WAITING for answer in answers.values()):
         late = missing_ranks(ask_waits(client, [rank for rank in world if rank not in dead]), 0.0)
     stacks = {}
     for rank in ranks:
@@ -164,10 +150,9 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         elif rank not in answers:
             stacks[rank] = RankStack(_SILENT)
         else:
-            state = states[rank]
+            state = answers[rank].state
             # Without the time, which is another for each rank: those that do the same are told once.
             words = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()))
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
-            frames = tuple(StackFrame(**frame) for frame in answers[rank]["frames"])
-            stacks[rank] = RankStack(words.rstrip(","), frames, state.cell, seconds)
+            stacks[rank] = RankStack(words.rstrip(","), answers[rank].frames, state.cell, seconds)
     return Stacks(stacks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.inspection import TelemetryEvent, WatchRequest
 from axon_nb.records.telemetry import Activity, RankState
 
 __all__ = ["StateView", "Watch"]
@@ -60,14 +61,11 @@ class Watch:
         self._renewed = time.monotonic()
         for rank in self._ranks:
             with contextlib.suppress(KeyError, OSError):  # a rank or the whole cluster is gone
-                self._client.request(rank, "axon_watch", hz=_HZ, seconds=seconds)
+                self._client.request(rank, WatchRequest(_HZ, seconds))
 
-    def _on_telemetry(self, content: dict[str, Any]) -> None:
-        rank = content["rank"]
-        if rank not in self._ranks:
-            return
-        states = [RankState(**{**state, "activity": Activity(state["activity"])}) for state in content["states"]]
-        self._tell(self._view.add, [self._as_part_of_cell(state) for state in states])
+    def _on_telemetry(self, event: TelemetryEvent) -> None:
+        if event.rank in self._ranks:
+            self._tell(self._view.add, [self._as_part_of_cell(state) for state in event.states])
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         """A view is never worth a cell: one that fails is left as it is."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.inspection import DescribeVariables, TakeVariableApart, VariableFacts, VariableParts
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["agreement", "difference_frame", "variables_frame"]
 
-_FACTS = "axon_nb.engine.inspection.variables:variable_facts"
 _FACTS_LIMIT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 
@@ -39,20 +39,20 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
             "while it runs."
         )
     living = state.living
-    futures = {rank: requests.call(state.connection.client, rank, _FACTS) for rank in living}
-    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    futures = {rank: requests.call(state.connection.client, rank, DescribeVariables()) for rank in living}
+    by_name: dict[str, dict[int, VariableFacts]] = {}
     for rank, future in futures.items():
         for fact in future.result(timeout=_FACTS_LIMIT_S):
-            by_name.setdefault(fact["name"], {})[rank] = fact
+            by_name.setdefault(fact.name, {})[rank] = fact
     rows = [
         _variable_row(name, facts, living) for name, facts in sorted(by_name.items(), key=lambda item: item[0].lower())
     ]
     return pd.DataFrame(rows, columns=list(_VARIABLE_COLUMNS))
 
 
-def _variable_row(name: str, facts: Mapping[int, dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
-    shown = {column: _common([fact[key] for fact in facts.values()]) for column, key in _SHOWN.items()}
-    total = sum(int(fact["bytes"]) for fact in facts.values())
+def _variable_row(name: str, facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> dict[str, Any]:
+    shown = {column: _common([getattr(fact, key) for fact in facts.values()]) for column, key in _SHOWN.items()}
+    total = sum(fact.bytes for fact in facts.values())
     return {"name": name, **shown, "bytes": total, "ranks": agreement(facts, ranks)}
 
 
@@ -64,7 +64,7 @@ def _common(values: Sequence[str]) -> str:
     return found[0] if len(found) == 1 else f"{found[0]}, …" if len(found) > 2 else " or ".join(found)
 
 
-def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
     """Whether ranks have the same value, in words: ``same``, ``differs on rank 2``, ``only on ranks 0-1``.
 
     Args:
@@ -73,9 +73,9 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     """
     missing = [rank for rank in ranks if rank not in facts]
     only = f"only on {name_ranks(facts)}" if missing else ""
-    if any("Shard" in fact["where"] or "Partial" in fact["where"] for fact in facts.values()):
+    if any("Shard" in fact.where or "Partial" in fact.where for fact in facts.values()):
         return ", ".join(filter(None, ["split", only]))
-    kinds = {rank: (fact["type"], fact["shape"], fact["dtype"], fact["digest"]) for rank, fact in facts.items()}
+    kinds = {rank: (fact.type, fact.shape, fact.dtype, fact.digest) for rank, fact in facts.items()}
     groups = Counter(kinds.values()).most_common()
     if len(groups) == 1:
         known = bool(groups[0][0][3])
@@ -89,7 +89,6 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     return ", ".join(filter(None, [f"differs on {name_ranks(others)}", only]))
 
 
-_PARTS = "axon_nb.engine.inspection.variables:variable_parts"
 _PARTS_LIMIT_S = 60.0
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
@@ -116,24 +115,24 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
     if reference not in state.ranks or reference in state.health.dead:
         raise UsageError(f"Rank {reference} cannot be compared with: it is dead, or no rank of 0 to {state.ranks[-1]}.")
     living = state.living
-    futures = {rank: requests.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
+    futures = {rank: requests.call(state.connection.client, rank, TakeVariableApart(name)) for rank in living}
     found = {rank: future.result(timeout=_PARTS_LIMIT_S) for rank, future in futures.items()}
-    if "refused" in found[reference]:
-        raise UsageError(f"{name!r} of rank {reference} {found[reference]['refused']}.")
+    if found[reference].refused:
+        raise UsageError(f"{name!r} of rank {reference} {found[reference].refused}.")
     rows = [
         row for rank in living if rank != reference for row in _difference_rows(found[reference], found[rank], rank)
     ]
     return pd.DataFrame(rows, columns=list(_DIFFERENCE_COLUMNS))
 
 
-def _difference_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
-    if "refused" in theirs:
-        return [_difference_row("", rank, values=theirs["refused"])]
-    if "text" in ours or "text" in theirs:
-        mine, other = ours.get("text", "arrays"), theirs.get("text", "arrays")
+def _difference_rows(ours: VariableParts, theirs: VariableParts, rank: int) -> list[dict[str, Any]]:
+    if theirs.refused:
+        return [_difference_row("", rank, values=theirs.refused)]
+    if ours.text is not None or theirs.text is not None:
+        mine, other = ("arrays" if own.text is None else own.text for own in (ours, theirs))
         return [] if mine == other else [_difference_row("", rank, values=f"{mine} / {other}")]
-    names = dict.fromkeys([*ours["parts"], *theirs["parts"]])
-    rows = (_compare(name, ours["parts"].get(name), theirs["parts"].get(name), rank) for name in names)
+    names = dict.fromkeys([*ours.parts, *theirs.parts])
+    rows = (_compare(name, ours.parts.get(name), theirs.parts.get(name), rank) for name in names)
     return [row for row in rows if row is not None]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout
@@ -18,11 +18,13 @@ from axon_nb.cluster.rpc.handshake import reach
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
+from axon_nb.records.protocol.joining import Describe, Join, JoinConfig
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["await_reached", "gather", "join_settings", "join_world", "store_address"]
+__all__ = ["await_reached", "gather", "join_config", "join_world", "store_address"]
 
-_BOOTSTRAP = "axon_nb.engine.bootstrap"
+
+R = TypeVar("R")
 
 
 def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:
@@ -34,18 +36,13 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     client, ranks = connection.client, range(layout.num_ranks)
     end = time.monotonic() + timeout_s
     await_reached(connection, ranks, timeout_s)
-    places = gather(
-        {rank: requests.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, _left(end), connection
-    )
+    places = gather({rank: requests.call(client, rank, Describe()) for rank in ranks}, _left(end), connection)
     seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
     store = store_address(connection, {place["host"] for place in places.values()})
     recoverable = can_recover(places.values(), layout.backend)
     joins = {
         rank: requests.call(
-            client,
-            rank,
-            f"{_BOOTSTRAP}:join",
-            **join_settings(layout, settings, rank, seated[rank], store, recoverable=recoverable),
+            client, rank, Join(join_config(layout, settings, rank, seated[rank], store, recoverable=recoverable))
         )
         for rank in ranks
     }
@@ -83,23 +80,23 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
     return f"tcp:{connection.ip}:{port}"
 
 
-def join_settings(
+def join_config(
     layout: Layout, settings: Settings, rank: int, seat: Seat, store: str, *, recoverable: bool
-) -> dict[str, Any]:
-    """How `rank` joins: the fields of the engine's `JoinConfig`."""
-    return {
+) -> JoinConfig:
+    """How `rank` joins."""
+    return JoinConfig(
         **dataclasses.asdict(seat),
-        "rank": rank,
-        "world_size": layout.num_ranks,
-        "backend": layout.backend,
-        "store": store,
-        "timeout_s": collective_timeout(settings, recoverable=recoverable),
-        "recoverable": recoverable,
-        "output_limit": settings.output_limit,
-    }
+        rank=rank,
+        world_size=layout.num_ranks,
+        backend=layout.backend,
+        store=store,
+        timeout_s=collective_timeout(settings, recoverable=recoverable),
+        recoverable=recoverable,
+        output_limit=settings.output_limit,
+    )
 
 
-def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connection) -> dict[int, Any]:
+def gather(futures: Mapping[int, Future[R]], timeout_s: float, connection: Connection) -> dict[int, R]:
     """The results of one future a rank; ends early when the cluster is gone.
 
     Raises:

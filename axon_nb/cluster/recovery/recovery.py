@@ -9,17 +9,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from axon_nb.cluster.failures.health import Health
 from axon_nb.cluster.rpc import requests
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.recovery import OptimizerReport, Recover, RecoveryReport, StandDown
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["Recovery", "next_epoch", "steps_apart"]
 
 
-def steps_apart(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
+def steps_apart(reports: Mapping[int, Sequence[OptimizerReport]]) -> list[str]:
     """A line for each optimizer of which some ranks have made a step more than others in the last cell.
 
     Nothing is told where ranks may differ on purpose: other optimizers, other models, other steps before the cell, no
@@ -29,27 +31,27 @@ def steps_apart(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]
         reports: By rank what each says of its optimizers, which are numbered in the order of their first steps; those
             that have made none (-1) are found by their variable's name.
     """
-    numbers = sorted({one["number"] for report in reports.values() for one in report} - {-1})
+    numbers = sorted({one.number for report in reports.values() for one in report} - {-1})
     told = [_tell(found) for number in numbers if len(found := _everywhere(number, reports)) == len(reports)]
     return [line for line in told if line]
 
 
-def _everywhere(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
-    found = {rank: one for rank, report in reports.items() for one in report if one["number"] == number}
-    names = {one["name"] for one in found.values()}
+def _everywhere(number: int, reports: Mapping[int, Sequence[OptimizerReport]]) -> dict[int, OptimizerReport]:
+    found = {rank: one for rank, report in reports.items() for one in report if one.number == number}
+    names = {one.name for one in found.values()}
     for rank in reports.keys() - found.keys():
-        found.update((rank, one) for one in reports[rank] if one["number"] == -1 and one["name"] in names)
+        found.update((rank, one) for one in reports[rank] if one.number == -1 and one.name in names)
     return dict(sorted(found.items()))
 
 
-def _tell(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
+def _tell(optimizers: Mapping[int, OptimizerReport]) -> str:
     first = next(iter(optimizers.values()))
-    alike = all(one["shapes"] == first["shapes"] and one["before"] == first["before"] for one in optimizers.values())
-    steps = {rank: int(one["steps"]) for rank, one in optimizers.items()}
+    alike = all(one.shapes == first.shapes and one.before == first.before for one in optimizers.values())
+    steps = {rank: one.steps for rank, one in optimizers.items()}
     apart = max(steps.values()) - min(steps.values())
-    if not alike or apart != 1 or not all(one["communicated"] for one in optimizers.values()):
+    if not alike or apart != 1 or not all(one.communicated for one in optimizers.values()):
         return ""
-    name = f"`{first['name']}`" if first["name"] else "their optimizer"
+    name = f"`{first.name}`" if first.name else "their optimizer"
     ahead, behind = (
         [rank for rank in steps if steps[rank] == step] for step in (max(steps.values()), min(steps.values()))
     )
@@ -57,7 +59,7 @@ def _tell(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
     where = (
         f"{_who(ahead).capitalize()} {verb} at step {steps[ahead[0]]} of {name}, {_who(behind)} at {steps[behind[0]]}"
     )
-    reasons = {str(one["apart"]) for one in optimizers.values() if one["apart"]}
+    reasons = {one.apart for one in optimizers.values() if one.apart}
     if reasons:
         return f"{where}. Its model {reasons.pop()}: load a checkpoint on all ranks, or build both anew."
     return f"{where}: `%distributed sync` copies models and optimizers of rank 0 to all."
@@ -67,8 +69,6 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
-_RECOVER = "axon_nb.engine.kernel.optimizer_steps:recover"
-_STAND_DOWN = "axon_nb.engine.groups.recovery:stand_down"
 _ATTEMPTS = 3
 _ATTEMPT_S = 10.0
 _PATIENT_ATTEMPT_S = 60.0
@@ -101,8 +101,8 @@ class Recovery:
         self._ranks = list(ranks)
         self._health = health
         self._attempt = 0
-        self._futures: dict[int, Future[Any]] = {}
-        self._aborts: list[Future[Any]] = []
+        self._futures: dict[int, Future[RecoveryReport]] = {}
+        self._aborts: list[Answer[AbortReply]] = []
         self._since = 0.0
         self._aborted_at = 0.0
 
@@ -124,10 +124,10 @@ class Recovery:
             if not failed:
                 self._health.broken = ""
                 answers = {rank: future.result() for rank, future in self._futures.items()}
-                self._tell_leaks([answer["leaked"] for answer in answers.values()])
-                for line in dict.fromkeys(line for answer in answers.values() for line in answer["not_reset"]):
+                self._tell_leaks([answer.rebuilt.leaked for answer in answers.values()])
+                for line in dict.fromkeys(line for answer in answers.values() for line in answer.rebuilt.not_reset):
                     print(line, file=sys.stderr)
-                for line in steps_apart({rank: answer["steps"] for rank, answer in answers.items()}):
+                for line in steps_apart({rank: answer.steps for rank, answer in answers.items()}):
                     print(line)
                 return True
             self._futures = {}
@@ -152,7 +152,7 @@ class Recovery:
         self._attempt += 1
         self._since = now
         epoch = next_epoch()
-        self._futures = {r: requests.call(self._client, r, _RECOVER, epoch=epoch) for r in self._ranks}
+        self._futures = {r: requests.call(self._client, r, Recover(epoch)) for r in self._ranks}
         return False
 
     def _wake(self, now: float) -> None:
@@ -161,7 +161,7 @@ class Recovery:
             self._aborted_at = now
             for rank, future in self._futures.items():
                 if not future.done():
-                    self._aborts.append(self._client.request(rank, "axon_abort", again=True))
+                    self._aborts.append(self._client.request(rank, AbortRequest(again=True)))
 
     def _stand_down(self, missing: Sequence[int]) -> bool:
         what = "is stuck in an earlier cell" if missing[0] in self._health.stuck else "has lost its CUDA context"
@@ -170,5 +170,5 @@ class Recovery:
         self._health.broken = reason
         for rank in self._ranks:
             if rank not in missing or rank in self._health.lost:
-                requests.call(self._client, rank, _STAND_DOWN, reason=reason)
+                requests.call(self._client, rank, StandDown(reason))
         return True

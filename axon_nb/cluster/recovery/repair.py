@@ -11,17 +11,22 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
 from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.join import await_reached, gather, join_settings, store_address
+from axon_nb.cluster.launch.join import await_reached, gather, join_config, store_address
 from axon_nb.cluster.launch.launchers import fork_request
 from axon_nb.cluster.launch.placement import seats
 from axon_nb.cluster.recovery.recovery import next_epoch
-from axon_nb.cluster.recovery.report import RepairReport
+from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.records.protocol.cells import AbortRequest
+from axon_nb.records.protocol.joining import Join
+from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.recovery import FindHeldAlone, GroupRecord, ListGroups, RecoverAfterRepair, StandDown
+from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
 from axon_nb.records.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -30,18 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = ["auto_repair", "copy_variables", "repair", "replace_stuck"]
 
-_COPIES = "axon_nb.engine.transfer.copy_namespace"
+R = TypeVar("R")
+
 _COPY_LIMIT_S = 60.0
 _SLOWEST_BYTES_S = 20e6
 
 
 def copy_variables(
     state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
-) -> dict[str, Any]:
+) -> Copied:
     """Copy variables of `source` to `ranks`; process groups are each rank's own of the same name.
-
-    Returns:
-        `copied` (names), `skipped` (name: why not) and `size` in bytes.
 
     Raises:
         StartError: they were replaced, and could not take the variables over.
@@ -49,31 +52,25 @@ def copy_variables(
     connection = state.connection
     client = connection.client
     try:
-        asked = {rank: requests.call(client, rank, f"{_COPIES}:group_variables") for rank in survivors}
+        asked = {rank: requests.call(client, rank, ListGroupVariables()) for rank in survivors}
         groups: dict[str, str] = {}
         for answer in gather(asked, _COPY_LIMIT_S, connection).values():
             groups |= {name: group for name, group in answer.items() if not names or name in names}
-        packed = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
+        packed = requests.call(client, source, PackNamespace(tuple(names)))
         parcel = gather({source: packed}, _COPY_LIMIT_S * 10, connection)[source]
-        content = {key: parcel[key] for key in ("size", "digest", "surroundings")}
-        calls = {
-            rank: requests.call(client, rank, f"{_COPIES}:take", source=source, groups=groups, **content)
-            for rank in ranks
-        }
-        calls[source] = requests.call(client, source, f"{_COPIES}:give", ranks=list(ranks))
-        gather(calls, _COPY_LIMIT_S + parcel["size"] * len(ranks) / _SLOWEST_BYTES_S, connection)
+        receive = ReceiveNamespace(source, parcel.size, parcel.digest, parcel.surroundings, groups)
+        calls = {rank: requests.call(client, rank, receive) for rank in ranks}
+        calls[source] = requests.call(client, source, SendNamespace(tuple(ranks)))
+        gather(calls, _COPY_LIMIT_S + parcel.size * len(ranks) / _SLOWEST_BYTES_S, connection)
     except StartError as error:
         raise StartError(
             f"Ranks {format_ranks(ranks)} are replaced, but could not take over the variables of rank {source}, and "
             f"are empty: {error}"
         ) from None
-    skipped = {name: why for name, why in parcel["skipped"].items() if name not in groups}
-    return {"copied": sorted({*parcel["copied"], *groups}), "skipped": skipped, "size": parcel["size"]}
+    skipped = {name: why for name, why in parcel.skipped.items() if name not in groups}
+    return Copied(tuple(sorted({*parcel.copied, *groups})), skipped, parcel.size)
 
 
-_RECOVERY = "axon_nb.engine.groups.recovery"
-_BOOTSTRAP = "axon_nb.engine.bootstrap"
-_SHARDED = "axon_nb.engine.sharding.sharded"
 _REPAIR_S = 30.0
 _ABORTED_S = 2.0
 
@@ -105,7 +102,7 @@ def repair(
     with _uninterrupted():
         reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
         _end(state, [rank for rank in chosen if rank not in state.health.dead])
-        lost = _ask(state.connection, survivors, f"{_SHARDED}:held_alone", ranks=chosen)
+        lost = _ask(state.connection, survivors, FindHeldAlone(tuple(chosen)))
         _replace(state, chosen, survivors)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
@@ -167,15 +164,14 @@ def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int
     _fork(connection, state, chosen)
     epoch = next_epoch()
     calls: dict[int, Any] = {
-        rank: requests.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
-        for rank in survivors
+        rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
     }
     seated = seats(state.layout, state.places)
     store = store_address(connection, {place["host"] for place in state.places})
     for rank in chosen:
-        arguments = join_settings(state.layout, state.settings, rank, seated[rank], store, recoverable=True)
-        own = [group for group in groups if rank in group["ranks"]]
-        calls[rank] = requests.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
+        config = join_config(state.layout, state.settings, rank, seated[rank], store, recoverable=True)
+        own = tuple(group for group in groups if rank in group.ranks)
+        calls[rank] = requests.call(connection.client, rank, Join(config, epoch, own))
     try:
         answers = gather(calls, _REPAIR_S, connection)
     except AxonError:
@@ -189,13 +185,13 @@ def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int
 def _leave(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
     """A newcomer has failed: the others need not wait for it until their limit."""
     client = connection.client
-    ended = [client.request(rank, "axon_abort", again=True) for rank in survivors]
+    ended = [client.request(rank, AbortRequest(again=True)) for rank in survivors]
     end = time.monotonic() + _ABORTED_S
-    for future in ended:
-        future.wait(max(0.0, end - time.monotonic()))
+    for answer in ended:
+        answer.wait(max(0.0, end - time.monotonic()))
     reason = f"rank {format_ranks(chosen)} could not be replaced; `%distributed repair` tries again"
     for rank in survivors:
-        requests.call(client, rank, f"{_RECOVERY}:stand_down", reason=reason)
+        requests.call(client, rank, StandDown(reason))
 
 
 @contextlib.contextmanager
@@ -222,16 +218,16 @@ def _end(state: ClusterState, ranks: Sequence[int]) -> None:
         time.sleep(0.005)
 
 
-def _ask(connection: Connection, asked: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
-    calls = {rank: requests.call(connection.client, rank, target, **arguments) for rank in asked}
+def _ask(connection: Connection, asked: Sequence[int], call: RankCall[R]) -> dict[int, R]:
+    calls = {rank: requests.call(connection.client, rank, call) for rank in asked}
     return gather(calls, _REPAIR_S, connection)
 
 
-def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
-    for answer in _ask(connection, survivors, f"{_RECOVERY}:registry").values():
-        by_name.update({group["name"]: group for group in answer})
-    return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
+def _groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecord]:
+    by_name: dict[str, GroupRecord] = {}
+    for answer in _ask(connection, survivors, ListGroups()).values():
+        by_name.update({group.name: group for group in answer})
+    return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
 
 def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> None:

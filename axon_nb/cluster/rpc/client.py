@@ -14,16 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import StartError
+from axon_nb.records.protocol.inspection import TelemetryEvent
+from axon_nb.records.protocol.messages import Request, message_type
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellHandler", "RankClient", "connect", "missing", "tell_controller"]
 
+R = TypeVar("R")
+
 _NEEDED = ("_dispatch_iopub", "_handle_execute_reply", "_send", "_update_engines")
 _ASK_S = 0.5
+_TELEMETRY = message_type(TelemetryEvent)
 
 
 def missing() -> list[str]:
@@ -52,7 +59,7 @@ class RankClient(ipp.Client):
 
     def __init__(self, connection_file: Path, **kwargs: Any) -> None:
         self._cells: dict[str, tuple[int, CellHandler]] = {}
-        self._on_telemetry: Callable[[dict[str, Any]], None] | None = None
+        self._on_telemetry: Callable[[TelemetryEvent], None] | None = None
         self._registered = threading.Condition()
         self._asked_at = 0.0
         super().__init__(str(connection_file), **kwargs)
@@ -126,18 +133,33 @@ class RankClient(ipp.Client):
         for message_id in message_ids:
             self._cells.pop(message_id, None)
 
-    def request(self, rank: int, msg_type: str, *, handler: CellHandler | None = None, **content: Any) -> Any:
-        """Ask a rank on its control channel, which answers while the main thread is stuck; a future of the reply.
+    def request(self, rank: int, request: Request[R]) -> Answer[R]:
+        """Ask a rank on its control channel, which answers while the main thread is stuck.
+
+        Raises:
+            KeyError: no engine with this id is registered.
+        """
+        kind = type(request)
+        return Answer(kind, self._ask(rank, message_type(kind), encode(request)))
+
+    def _ask(self, rank: int, msg_type: str, content: dict[str, Any]) -> Any:
+        return self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+
+    def ping(self, rank: int, *, handler: CellHandler | None = None) -> Any:
+        """Ask a rank for nothing, on its control channel; returns a future of Jupyter's reply.
 
         With a `handler`, that is told when the rank's output so far has come; until `forget` is called.
+
+        Raises:
+            KeyError: no engine with this id is registered.
         """
-        future = self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+        future = self._ask(rank, "kernel_info_request", {})
         if handler is not None:
             self._cells[future.msg_id] = (rank, handler)
         return future
 
-    def on_telemetry(self, handler: Callable[[dict[str, Any]], None] | None) -> None:
-        """Have `handler` called, on the IO thread, with each telemetry message's content."""
+    def on_telemetry(self, handler: Callable[[TelemetryEvent], None] | None) -> None:
+        """Have `handler` called, on the IO thread, with each telemetry message."""
         self._on_telemetry = handler
 
     def on_registration(self, handler: Callable[[dict[str, Any]], None]) -> None:
@@ -176,9 +198,9 @@ class RankClient(ipp.Client):
                     handler.on_idle(rank)
             else:
                 handler.on_output(rank, msg_type, message["content"], message["metadata"])
-        elif msg_type == "axon_telemetry":
+        elif msg_type == _TELEMETRY:
             if self._on_telemetry is not None:
-                self._on_telemetry(message["content"])
+                self._on_telemetry(decode(TelemetryEvent, message["content"]))
         else:
             ipp.Client._dispatch_iopub.__wrapped__(self, message)
 

@@ -79,7 +79,7 @@ def reach(client: RankClient, ranks: Iterable[int], *, timeout_s: float, give_up
                 for rank in waiting:
                     with contextlib.suppress(KeyError):  # it has died meanwhile
                         sent += client.send_cells([rank], _NOTHING, {}, heard)
-                        answer = client.request(rank, "kernel_info_request")
+                        answer = client.ping(rank)
                         answer.add_done_callback(lambda _, rank=rank: heard.on_control(rank))
             heard.something.wait(_LOOK_S)
             heard.something.clear()
@@ -101,7 +101,7 @@ def hear(client: RankClient, ranks: Iterable[int], *, timeout_s: float) -> bool:
         while not heard.output and (now := time.monotonic()) < end:
             for rank in ranks:
                 with contextlib.suppress(KeyError):  # it has died meanwhile
-                    sent.append(client.request(rank, "kernel_info_request", handler=heard).msg_id)
+                    sent.append(client.ping(rank, handler=heard).msg_id)
             heard.something.wait(min(_AGAIN_S, end - now))
             heard.something.clear()
     finally:

@@ -1,7 +1,4 @@
-"""Asking ranks what they wait in, over the control channel, which answers while the main thread is stuck.
-
-Calling a function on a rank by its name: ipyparallel's `apply`, without importing the rank's side here.
-"""
+"""Asking ranks over the control channel, which answers while the main thread is stuck; calling their functions."""
 
 from __future__ import annotations
 
@@ -9,62 +6,60 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
+from axon_nb.cluster.rpc.answers import Answer, RefusedError
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.waits import PendingCall, RankWaits
+from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.inspection import WaitsRequest
+from axon_nb.records.protocol.messages import RankCall, Request, arguments_of, perform
+from axon_nb.records.waits import RankWaits
 
-__all__ = ["ask", "ask_each", "ask_waits", "call", "read_waits"]
+__all__ = ["Answers", "ask", "ask_each", "ask_waits", "call"]
 
-
-def ask(
-    client: RankClient, ranks: Iterable[int], msg_type: str, *, limit_s: float, **content: Any
-) -> dict[int, dict[str, Any]]:
-    """The ranks' answers to one control request; those that do not answer within `limit_s` seconds are left out."""
-    return ask_each(client, dict.fromkeys(ranks, content), msg_type, limit_s=limit_s)
+R = TypeVar("R")
 
 
-def ask_each(
-    client: RankClient, contents: Mapping[int, Mapping[str, Any]], msg_type: str, *, limit_s: float
-) -> dict[int, dict[str, Any]]:
-    """As `ask`, with a content of its own for each rank."""
-    futures = {}
-    for rank, content in contents.items():
+class Answers(dict[int, R]):
+    """Replies by rank; who has refused, or not answered, is not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: dict[int, str] = {}
+        """Why a rank has refused the request."""
+
+
+def ask(client: RankClient, ranks: Iterable[int], request: Request[R], *, limit_s: float) -> Answers[R]:
+    """The ranks' answers to one request; those that do not answer within `limit_s` seconds are left out."""
+    return ask_each(client, dict.fromkeys(ranks, request), limit_s=limit_s)
+
+
+def ask_each(client: RankClient, requests: Mapping[int, Request[R]], *, limit_s: float) -> Answers[R]:
+    """As `ask`, with a request of its own for each rank."""
+    asked: dict[int, Answer[R]] = {}
+    for rank, request in requests.items():
         with contextlib.suppress(KeyError):  # unregistered meanwhile
-            futures[rank] = client.request(rank, msg_type, **content)
+            asked[rank] = client.request(rank, request)
     end = time.monotonic() + limit_s
-    answers = {}
-    for rank, future in futures.items():
-        if future.wait(max(0.0, end - time.monotonic())):
-            answer = future.result()["content"]
-            if "error" not in answer:
-                answers[rank] = answer
+    answers: Answers[R] = Answers()
+    for rank, answer in asked.items():
+        if answer.wait(max(0.0, end - time.monotonic())):
+            try:
+                answers[rank] = answer.result()
+            except RefusedError as refusal:
+                answers.refused[rank] = str(refusal)
+            except ProtocolError:
+                continue
     return answers
 
 
 def ask_waits(client: RankClient, ranks: Iterable[int], *, limit_s: float = 1.0) -> dict[int, RankWaits]:
     """What each rank waits in; those that do not answer within `limit_s` seconds are left out."""
-    answers = ask(client, ranks, "axon_waits", limit_s=limit_s)
-    return {rank: read_waits(answer) for rank, answer in answers.items()}
+    answers = ask(client, ranks, WaitsRequest(), limit_s=limit_s)
+    return {rank: answer.waits for rank, answer in answers.items()}
 
 
-def read_waits(answer: dict[str, Any]) -> RankWaits:
-    """The record that a rank's answer to ``axon_waits`` holds; what else is in it is left out."""
-    pending = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in answer["pending"])
-    names = ("rank", "running", "line", "call", "counts", "via", "waited")
-    told = {name: answer[name] for name in names if name in answer}
-    return RankWaits(**told, pending=pending, threads=tuple(answer.get("threads", ())))
-
-
-def _invoke(target: str, arguments: dict[str, Any]) -> Any:
-    import importlib
-
-    module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)(**arguments)
-
-
-def call(client: RankClient, rank: int, target: str, /, **arguments: Any) -> Future[Any]:
-    """Call `target` (``module:function``) on one rank when its main thread is free; a future of the result."""
-    view = client.direct_view(rank)
-    result: Future[Any] = view.apply_async(_invoke, target, arguments)
+def call(client: RankClient, rank: int, wanted: RankCall[R]) -> Future[R]:
+    """Call a function on one rank when its main thread is free; a future of the result."""
+    result: Future[Any] = client.direct_view(rank).apply_async(perform, type(wanted), arguments_of(wanted))
     return result

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.messages import RankCall, cell_source
+from axon_nb.records.protocol.transfer import BroadcastModels, DescribeModels, Seed, SyncRecord
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.units import format_bytes
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncReport", "plan_sync", "seed", "sync"]
 
-_RANK_SIDE = "axon_nb.engine.transfer.broadcast_models"
 _INSTEAD = "load a checkpoint on all ranks, or build it anew"
 
 
@@ -45,12 +46,12 @@ class SyncReport:
 
 
 def plan_sync(
-    told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, names: Sequence[str]
+    told: Mapping[int, Mapping[str, SyncRecord]], source: int, names: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Which variables to copy, in order, and why the others cannot be.
 
     Args:
-        told: By rank and name what each rank has; see `axon_nb.engine.transfer.broadcast_models.describe`.
+        told: By rank and name what each rank has.
         source: The rank to copy from.
         names: What the user named; empty: all that rank `source` has.
 
@@ -63,25 +64,23 @@ def plan_sync(
         raise UsageError(f"`{name}` {why}: {_INSTEAD}; `%distributed sync` copies what every rank has a whole copy of.")
     possible = [name for name in told[source] if name not in skipped]
     chosen = [
-        name for name in possible if not all(told[rank][name]["within"] in possible for rank in told)
+        name for name in possible if not all(told[rank][name].within in possible for rank in told)
     ]  # the others come with what holds them
     if not chosen:
         more = "".join(f" `{name}` {why}." for name, why in skipped.items())
         raise UsageError(f"Rank {source} has no module, optimizer or scheduler that can be copied.{more}")
-    return chosen, {name: why for name, why in skipped.items() if told[source][name]["within"] not in skipped}
+    return chosen, {name: why for name, why in skipped.items() if told[source][name].within not in skipped}
 
 
-def _why_not(told: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, name: str) -> str:
+def _why_not(told: Mapping[int, Mapping[str, SyncRecord]], source: int, name: str) -> str:
     absent = [rank for rank in told if name not in told[rank]]
     if absent:
         return f"is no variable of rank{'s' if len(absent) > 1 else ''} {format_ranks(absent)}"
-    reasons = [str(told[rank][name]["why_not"]) for rank in told if told[rank][name]["why_not"]]
+    reasons = [told[rank][name].why_not for rank in told if told[rank][name].why_not]
     if reasons:
         return reasons[0]
     own = told[source][name]
-    other = [
-        rank for rank in told if (told[rank][name]["kind"], told[rank][name]["digest"]) != (own["kind"], own["digest"])
-    ]
+    other = [rank for rank in told if (told[rank][name].kind, told[rank][name].digest) != (own.kind, own.digest)]
     return f"has other types or shapes on rank{'s' if len(other) > 1 else ''} {format_ranks(other)}" if other else ""
 
 
@@ -93,16 +92,16 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
         raise UsageError(
             f"Ranks {format_ranks(cells.state.busy)} still run a cell: wait for its end or interrupt it first."
         )
-    told = _ask(cells, f"describe({list(names)!r})")
+    told: Mapping[int, Mapping[str, SyncRecord]] = _ask(cells, DescribeModels(tuple(names)))
     chosen, skipped = plan_sync(told, source, names)
-    _ask(cells, f"give_and_take({source}, {chosen!r})")
-    size = sum(told[source][name]["bytes"] for name in chosen if told[source][name]["kind"] == "module")
+    _ask(cells, BroadcastModels(source, tuple(chosen)))
+    size = sum(told[source][name].bytes for name in chosen if told[source][name].kind == "module")
     return SyncReport(source, tuple(chosen), size, skipped)
 
 
-def _ask(cells: CellManager, call: str) -> Mapping[int, Any]:
+def _ask(cells: CellManager, call: RankCall[Any]) -> Mapping[int, Any]:
     # As a cell: a death, an interrupt or a failure in the middle ends it as it ends any other.
-    return cells.run(f"__import__({_RANK_SIDE!r}, fromlist=['sync']).{call}", quiet=True).values
+    return cells.run(cell_source(call), quiet=True).values
 
 
 _MAX = (1 << 63) - 1
@@ -121,8 +120,7 @@ def seed(cells: CellManager, value: int, *, per_rank: bool = False) -> str:
     """
     if not 0 <= value <= _MAX - cells.state.world_size:
         raise UsageError(f"seed {value}: it is a whole number from 0 to {_MAX - cells.state.world_size}.")
-    call = f"seed({value}, per_rank={per_rank})"
-    cells.run(f"__import__('axon_nb.engine.kernel.random_state', fromlist=['seed']).{call}", quiet=True)
+    cells.run(cell_source(Seed(value, per_rank)), quiet=True)
     what = f"random, numpy and torch are seeded on ranks {format_ranks(cells.state.ranks)}"
     if per_rank:
         return f"{what}: with {value} on rank 0, {value + 1} on rank 1 and so on."

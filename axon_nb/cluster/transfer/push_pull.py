@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.cells.values import RANK_SIDE, await_answer, ranks_on_this_host, read_value
+from axon_nb.cluster.cells.values import await_answer, ranks_on_this_host, read_value
 from axon_nb.cluster.failures.hints import hint_for
 from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import BlockAddress, SharedBlock, SharedBlockUnavailableError, block_size, join_parts
+from axon_nb.records.protocol.messages import RankCall, cell_source
+from axon_nb.records.protocol.transfer import GiveValue, PutValues, TakeOffer, TakeValues
 from axon_nb.records.ranks import format_ranks, parse_ranks
 
 if TYPE_CHECKING:
@@ -49,10 +51,10 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
                 parcel = open_parcels.enter_context(SharedBlock())
                 parcel.write(parts)
                 addresses.update(dict.fromkeys(fitting, parcel.address))
-        unreached = _run(cells, list(addresses), f"take({addresses!r})", what) if addresses else []
+        unreached = _run(cells, list(addresses), TakeValues(addresses), what) if addresses else []
     far = [rank for rank in variables if rank not in addresses or rank in unreached]
     joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if far else {}
-    _ask_far(cells.state, far, "put", what, lambda rank: {"parts": joined[id(variables[rank])]})
+    _ask_far(cells.state, {rank: PutValues(joined[id(variables[rank])]) for rank in far}, what)
 
 
 def pull(
@@ -82,7 +84,7 @@ def pull(
         while True:
             parcels = {rank: open_parcels.enter_context(SharedBlock()) for rank in near}
             addresses = {rank: parcels[rank].address if rank in parcels else None for rank in ranks}
-            call = f"give({expression!r}, {addresses!r}, {running!r}, shards={shards}, arrays={arrays})"
+            call = GiveValue(expression, addresses, tuple(running), shards, arrays)
             try:
                 unreached = _run(cells, running, call, f"give {expression!r}")
             except _NeedsRanks as more:
@@ -92,7 +94,7 @@ def pull(
                 break
             near = [rank for rank in near if rank not in unreached]
         far = [rank for rank in ranks if rank not in parcels]
-        came = _ask_far(cells.state, far, "take_offer", f"give {expression!r}", lambda rank: {})
+        came = _ask_far(cells.state, dict.fromkeys(far, TakeOffer()), f"give {expression!r}")
         sources: dict[int, SharedBlock | bytes] = {rank: parcel for rank, parcel in parcels.items() if not parcel.empty}
         sources |= {rank: data for rank, data in came.items() if data}
         # What was put together has one giver; the entry of each rank is a copy of its own all the same.
@@ -150,14 +152,13 @@ def _tell_queue(state: ClusterState, ranks: Iterable[int]) -> None:
         print(f"Waiting for the cell that still runs on ranks {format_ranks(ahead)}.")
 
 
-def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list[int]:
-    """Call a function of the ranks' side as a cell: a death, an interrupt or a deadlock ends it as it ends any other.
+def _run(cells: CellManager, ranks: Sequence[int], call: RankCall[None], what: str) -> list[int]:
+    """Make a call as a cell: a death, an interrupt or a deadlock ends it as it ends any other.
 
     Returns:
         The ranks that cannot open the parcel.
     """
-    code = f"__import__({RANK_SIDE!r}, fromlist=['take']).{call}"
-    result = cells.run(code, ranks=ranks, quiet=True, check=False, values=False)
+    result = cells.run(cell_source(call), ranks=ranks, quiet=True, check=False, values=False)
     errors = {rank: error for rank, error in result.errors.items() if error.ename != _UNREACHABLE}
     if not errors:
         return list(result.errors)
@@ -170,10 +171,8 @@ def _run(cells: CellManager, ranks: Sequence[int], call: str, what: str) -> list
     raise UsageError(f"Rank {cause.rank} cannot {what}: {why}")
 
 
-def _ask_far(
-    state: ClusterState, ranks: Sequence[int], function: str, what: str, arguments: Callable[[int], dict[str, Any]]
-) -> dict[int, Any]:
-    """Call a function of ranks that share no memory with the notebook; what it was sent and gave is cached nowhere."""
+def _ask_far(state: ClusterState, calls: Mapping[int, RankCall[Any]], what: str) -> dict[int, Any]:
+    """Make calls to ranks that share no memory with the notebook; what they were sent and gave is cached nowhere."""
     client = state.connection.client
-    futures = {rank: requests.call(client, rank, f"{RANK_SIDE}:{function}", **arguments(rank)) for rank in ranks}
+    futures = {rank: requests.call(client, rank, call) for rank, call in calls.items()}
     return {rank: await_answer(state, rank, future, what) for rank, future in futures.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_
 from axon_nb.engine.groups.store import nobody_to_wait_for
 from axon_nb.engine.groups.work import fail_all
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
+from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
+from axon_nb.records.waits import PendingCall
 
 __all__ = [
+    "GroupWaits",
     "abort",
     "agree_on_groups",
     "agree_on_names",
@@ -59,7 +63,20 @@ def abort(*, again: bool) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def waits() -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class GroupWaits:
+    """The calls of this rank that have begun and not ended."""
+
+    pending: tuple[PendingCall, ...]
+    counts: Mapping[str, int]
+    """Collectives begun, by group."""
+    collectives: int = 0
+    """Collectives begun in the cell, in all groups together."""
+    call: str = ""
+    """What the main thread is in although its stack does not show it; empty otherwise."""
+
+
+def waits() -> GroupWaits:
     """The calls of this rank that have begun and not ended, and how many collectives: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
@@ -88,8 +105,15 @@ def waits() -> dict[str, Any]:
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         pending.insert(0, {**facts, "peer": -1, "bytes": 0, "seconds": seconds})
     if (native := nccl.groups()) is not None:
-        return {**native_waits(native, pending, counts), "collectives": 0}
-    return {"pending": pending, "counts": counts, "collectives": activity.collectives()}
+        return _as_waits(**native_waits(native, pending, counts))
+    return _as_waits(pending, counts, collectives=activity.collectives())
+
+
+def _as_waits(
+    pending: Sequence[Mapping[str, Any]], counts: Mapping[str, int], *, collectives: int = 0, call: str = ""
+) -> GroupWaits:
+    calls = tuple(PendingCall(**{**facts, "ranks": tuple(facts["ranks"])}) for facts in pending)
+    return GroupWaits(calls, counts, collectives, call)
 
 
 def _made(name: str) -> str:
@@ -102,40 +126,40 @@ def condition() -> dict[str, Any]:
     return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "forming": groups_state.reforming}
 
 
-def registry() -> list[dict[str, Any]]:
-    """The groups that this rank is in besides the default one: name, global ranks, description, backend."""
+def registry() -> list[GroupRecord]:
+    """The groups that this rank is in besides the default one."""
     default, native = c10d._get_default_group(), nccl.groups()
     groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
     return [
-        {
-            "name": group.group_name,
-            "ranks": sorted(c10d._world.pg_group_ranks[group]),
-            "desc": group.group_desc,
-            "backend": str(dist.get_backend(group)),
-        }
+        GroupRecord(
+            name=str(group.group_name),
+            ranks=tuple(sorted(c10d._world.pg_group_ranks[group])),
+            desc=str(group.group_desc or ""),
+            backend=str(dist.get_backend(group)),
+        )
         for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
 
-def recreate(groups: list[dict[str, Any]]) -> None:
+def recreate(groups: Sequence[GroupRecord]) -> None:
     """On a replaced rank: make the groups that its predecessor was in, under their old names and in their order."""
     for group in groups:
-        if group["name"].isdigit():
-            c10d._world.group_count = int(group["name"])
+        if group.name.isdigit():
+            c10d._world.group_count = int(group.name)
             with nobody_to_wait_for():
-                dist.new_group(group["ranks"], backend=group["backend"], group_desc=group["desc"] or None)
+                dist.new_group(list(group.ranks), backend=group.backend, group_desc=group.desc or None)
             continue
-        with nobody_to_wait_for(), named_group(group["name"]):
+        with nobody_to_wait_for(), named_group(group.name):
             dist.new_group(
-                group["ranks"],
-                backend=group["backend"],
+                list(group.ranks),
+                backend=group.backend,
                 use_local_synchronization=True,
-                group_desc=group["desc"] or None,
+                group_desc=group.desc or None,
             )
 
 
-def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
+def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:
     """On a replaced rank that has joined the default group: join its predecessor's groups; collective over all ranks.
 
     The other ranks are in `recover`.
@@ -148,8 +172,8 @@ def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
         recreate(groups)
         native.reform(epoch)
         return
-    whole = agree_on_groups({group["name"]: group["ranks"] for group in groups})
-    recreate([group for group in groups if group["name"] in whole])
+    whole = agree_on_groups({group.name: group.ranks for group in groups})
+    recreate([group for group in groups if group.name in whole])
 
 
 def agree_on_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
@@ -189,7 +213,7 @@ def _reform(epoch: int) -> int:
     return 1 + len(whole)
 
 
-def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
+def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     """Form all groups anew and put wrappers back; collective over all ranks, on the main thread.
 
     Args:
@@ -204,7 +228,7 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
     activity.forget_all()
     mark_rebuilt()
     if not groups_state.installed:  # a torch that the groups were not tested with: nothing can be formed anew
-        return {"groups": 0, "wrappers": 0, "leaked": 0, "not_reset": []}
+        return RebuildReport(0, 0, 0, ())
     groups_state.epoch, groups_state.reforming = epoch, True
     native = nccl.groups()
     formed = _reform(epoch) if native is None else native.reform(epoch)
@@ -214,4 +238,4 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         clear_cached_groups()
     agree_on_names(native.device if native is not None else "cpu")
     groups_state.reforming = False
-    return {"groups": formed, "wrappers": wrappers, "leaked": leaked(), "not_reset": not_reset}
+    return RebuildReport(formed, wrappers, leaked(), tuple(not_reset))

@@ -9,8 +9,6 @@ Rounds of optimizer steps on this rank: a training step, however many optimizers
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import sys
 import time
@@ -21,10 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import current
+from axon_nb.records.protocol.inspection import JobRequest
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import RankState, running_cell
-from axon_nb.records.training.job import RateMeter
-from axon_nb.records.training.metrics import Logged, metrics
+from axon_nb.records.training.job import JobReport, MetricRow, RateMeter
+from axon_nb.records.training.metrics import metrics
 from axon_nb.records.training.progress import Bar, bars
 
 __all__ = ["install_rounds", "job_report", "missing_tqdm_hooks", "rounds", "tqdm_bars"]
@@ -115,47 +114,39 @@ _MIN_WINDOW_NS = 50_000_000
 _COMMUNICATION = ("collective", "p2p")
 
 
-def job_report(state: RankState, *, pid: int, position: int, span_position: int, since_ns: int) -> dict[str, Any]:
-    """The fields of `JobReport`, as JSON has them.
+def job_report(state: RankState, asked: JobRequest) -> JobReport:
+    """What to tell of the job.
 
     Args:
         state: A sample of now.
-        pid: The process that the other numbers are from; of another one, such as a rank that was replaced, reading
-            begins at the start.
-        position: Where to go on reading what was logged.
-        span_position: Where to go on reading spans.
-        since_ns: When this watcher asked last, on this rank's clock; 0: it has not.
+        asked: Where to go on reading; at the start for one who has read another process, such as a rank that was
+            replaced.
     """
-    if pid != os.getpid():
-        position = span_position = since_ns = 0
-    rows, position, lost = metrics.read(position, _ROWS)
+    if asked.pid != os.getpid():
+        asked = JobRequest()
+    rows, position, lost = metrics.read(asked.position, _ROWS)
     pace = metrics.pace if metrics.pace.steps else rounds
     running = state.cell is not None
     rates = pace.rates(state.time_ns, running=running)
     items = (
         rates.items_per_s if pace is metrics.pace else metrics.pace.rates(state.time_ns, running=running).items_per_s
     )
-    share, span_position = _communication(state.time_ns, span_position, since_ns)
-    return {
-        "pid": os.getpid(),
-        "state": dataclasses.asdict(state),
-        "rows": [_row(row) for row in rows],
-        "position": position,
-        "lost": lost,
-        "is_last": len(rows) < _ROWS,
-        "steps": pace.steps,
-        "steps_per_s": rates.steps_per_s,
-        "items_per_s": items,
-        "span_position": span_position,
-        "communication": share,
-        "bars": [dataclasses.asdict(bar) for bar in (*bars(), *tqdm_bars())],
-    }
-
-
-def _row(row: Logged) -> list[Any]:
-    # JSON has no numbers that are not finite.
-    values = {name: value if math.isfinite(value) else str(value) for name, value in row.values.items()}
-    return [row.step, *row.run, row.is_first, values]
+    share, span_position = _communication(state.time_ns, asked.span_position, asked.since_ns)
+    return JobReport(
+        rank=state.rank,
+        pid=os.getpid(),
+        state=state,
+        rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
+        position=position,
+        lost=lost,
+        is_last=len(rows) < _ROWS,
+        steps=pace.steps,
+        steps_per_s=rates.steps_per_s,
+        items_per_s=items,
+        span_position=span_position,
+        communication=share,
+        bars=(*bars(), *tqdm_bars()),
+    )
 
 
 def _communication(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:

@@ -7,7 +7,6 @@ Modules that take seconds to import, for threads that answer at once: imported b
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import resource
 import threading
@@ -26,6 +25,7 @@ from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import free_memory
 from axon_nb.records.memory import MemoryUse
+from axon_nb.records.protocol.contents import MemoryReply
 
 __all__ = ["capacity", "loaded", "memory_report", "modules_and_optimizers"]
 
@@ -77,16 +77,11 @@ def _load(name: str) -> None:
 _living = LivingTensors()
 
 
-def memory_report(names: Iterable[str]) -> dict[str, Any]:
+def memory_report(names: Iterable[str]) -> MemoryReply:
     """What is there now.
 
     Args:
         names: Modules and optimizers; empty: all variables are looked at.
-
-    Returns:
-        ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None where there is no formula; ``notes``:
-        sentences; ``is_pending``: the formula is still being loaded; ``model``: what changes when the one model that
-        was named is another, or is called otherwise.
 
     Raises:
         UsageError: there is no such variable, or it is neither.
@@ -101,13 +96,13 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
         facts = loaded("axon_nb.engine.inspection.model_facts")
     if estimator is not None:
         predicted, why = estimator.estimate(modules, optimizers, session)
-    return {
-        "measured": dataclasses.asdict(measured),
-        "estimated": None if predicted is None else dataclasses.asdict(predicted),
-        "notes": [why] if why else [],
-        "is_pending": bool(chosen) and None in (estimator, facts),
-        "model": _key(facts, modules),
-    }
+    return MemoryReply(
+        measured=measured,
+        estimated=predicted,
+        notes=(why,) if why else (),
+        is_pending=bool(chosen) and None in (estimator, facts),
+        model=_key(facts, modules),
+    )
 
 
 def _key(facts: Any, modules: list[torch.nn.Module]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 
 import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second to import: not on the thread that answers
 from axon_nb import plan
-from axon_nb.engine.inspection.model_facts import ModelFacts, facts_of, model_key
+from axon_nb.engine.inspection.model_facts import facts_of, model_key
 from axon_nb.engine.inspection.model_skeleton import NoSkeleton, inner_model, skeleton
 from axon_nb.engine.inspection.pipeline_facts import held_stages, stages_sent
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.memory import MemorySetup, changed
+from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
 __all__ = ["tell_plan"]
 
@@ -32,7 +32,7 @@ def tell_plan(
     asked: Mapping[str, Any] | None,
     known: str,
     stages: bool = False,
-) -> dict[str, Any]:
+) -> PlanReply:
     """The answer to one question.
 
     Args:
@@ -42,34 +42,27 @@ def tell_plan(
         asked: Fields of `MemorySetup`; None: as it is.
         known: The key of the model that the notebook has already.
         stages: Of a pipeline: this rank's stages alone are wanted.
-
-    Returns:
-        ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes of the rank that has
-        most of them, by role, by formula; ``host``: those in the host's memory; ``model``: its skeleton in base64, None
-        where the notebook has it; ``refused`` instead: why there is no plan, beside ``facts`` where there is one of
-        another question. Of a pipeline ``ranks``, by stage, instead of a model and its states; ``first``, the rank to
-        ask, where that is another one; with `stages` the answer of `stages_sent` alone.
     """
     if (pipeline := held_stages(module)) is not None and (stages or not pipeline.is_first):
         try:
-            return {"stages": stages_sent(module)} if stages else {"first": pipeline.stage_ranks()[0]}
+            return PlanReply(stages=stages_sent(module)) if stages else PlanReply(first=pipeline.stage_ranks()[0])
         except NoSkeleton as error:
-            return {"refused": f"There is no plan: {error}"}
-    facts = facts_of(module, optimizers, session)
-    told: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
+            return PlanReply(refused=f"There is no plan: {error}")
+    facts = dataclasses.replace(facts_of(module, optimizers, session), device=session.device.type)
+    told = PlanReply(facts=facts)
     try:
         setup = facts.setup if asked is None else changed(facts.setup, asked)
-        told |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
+        told = dataclasses.replace(told, setup=setup, key=model_key(module))
         if pipeline is not None:
-            return {**told, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
-        factory = _skeleton(module, told["key"])
-        states = _by_formula(factory, setup, facts, session)
-        sent = None if known == told["key"] else base64.b64encode(factory).decode()
-        return {**told, "model": sent, **states}
+            return dataclasses.replace(told, ranks=dict(pipeline.stage_ranks()))
+        factory = _skeleton(module, told.key)
+        states, host = _by_formula(factory, setup, facts, session)
+        sent = None if known == told.key else factory
+        return dataclasses.replace(told, model=sent, states=states, host=host)
     except NoSkeleton as error:
-        return {"refused": f"There is no plan: {error}"}
+        return PlanReply(refused=f"There is no plan: {error}")
     except UsageError as error:
-        return {**told, "refused": str(error)}
+        return dataclasses.replace(told, refused=str(error))
 
 
 def _skeleton(module: torch.nn.Module, key: str) -> bytes:
@@ -80,10 +73,13 @@ def _skeleton(module: torch.nn.Module, key: str) -> bytes:
     return _kept[key]
 
 
-def _by_formula(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession) -> dict[str, Any]:
+def _by_formula(
+    factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession
+) -> tuple[dict[str, int], int]:
+    """Bytes of the rank that has most of them, by role; and those in its host's memory."""
     optimizer, options = setup.optimizer_arguments
     if setup.optimizer == facts.setup.optimizer:
-        options = facts.optimizer_options
+        options = dict(facts.optimizer_options)
     made = plan.memory(
         plan.CapturedModel("model", factory),
         mesh=setup.mesh,
@@ -100,7 +96,4 @@ def _by_formula(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: 
         method="closed_form",
     )
     worst = made.worst
-    return {
-        "states": {name: size for name, size in worst.persistent.as_dict().items() if size},
-        "host": worst.host_bytes,
-    }
+    return {name: size for name, size in worst.persistent.as_dict().items() if size}, worst.host_bytes

@@ -7,7 +7,6 @@ that has them no more is taken for one with the defaults.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,38 +20,16 @@ from axon_nb.engine.inspection.pipeline_facts import first_stage, held_stages, p
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
+from axon_nb.records.protocol.contents import ModelFacts
 from axon_nb.torch_api import torch_api
 
-__all__ = ["ModelFacts", "facts_of", "model_key"]
+__all__ = ["facts_of", "model_key"]
 
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _GPT = ("axon_nb.parallel.models.gpt", "GPT")
 _OPTIONS = ("amsgrad", "momentum", "centered", "foreach", "fused")
 """Of an optimizer: those that decide over what it holds."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a planner is told of one model."""
-
-    setup: MemorySetup
-    is_trained_so: bool
-    """Whether `setup` is how it is trained; False: nothing tells that, and it is a proposal."""
-    optimizer_options: dict[str, Any]
-    units: list[str] | None
-    """Classes that FSDP gathers as units, the model aside; None: it has no units."""
-    blocks: list[str]
-    """Classes that are computed again in backward."""
-    inputs: list[Any] | None
-    """As `called_with`."""
-    loss: str
-    """``tokens``: the next token's cross-entropy; ``mean``: not known, the mean of the output stands for it."""
-    notes: list[str]
-    schedule: str = "1F1B"
-    """Of a pipeline: its name."""
-    tp_plan: Any = "auto"
-    """How layers are cut, where they are: styles by patterns of names."""
 
 
 def model_key(module: nn.Module) -> str:
@@ -75,7 +52,7 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
     name, options = _optimizer(optimizers, notes)
     if held_stages(module) is not None:
         setup, given, layout, more = pipeline_facts(module, name)
-        return ModelFacts(setup, True, options, None, [], given, "mean", [*notes, *more], **layout)
+        return ModelFacts(setup, True, options, None, (), given, "mean", (*notes, *more), **layout)
     inner = inner_model(module)
     inputs = called_with(_called(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch(inputs)}
@@ -86,11 +63,11 @@ def facts_of(module: nn.Module, optimizers: list[Optimizer], session: RankSessio
         MemorySetup(**fields, checkpointing=bool(recomputed)),
         known,
         options,
-        sorted(units) if units is not None else None,
-        recomputed,
+        tuple(sorted(units)) if units is not None else None,
+        tuple(recomputed),
         inputs,
         "tokens" if isinstance(inner, loaded(*_GPT)) else "mean",
-        notes,
+        tuple(notes),
     )
 
 

@@ -5,7 +5,6 @@ No rank has the whole model: each sends its stages, and the notebook puts them t
 
 from __future__ import annotations
 
-import base64
 from collections import OrderedDict
 from typing import Any
 
@@ -99,8 +98,8 @@ def _whole(inputs: list[Any] | None, count: int) -> list[Any] | None:
     return made
 
 
-def stages_sent(module: Any) -> dict[str, str]:
-    """By the number of each stage of this rank, as text: what `join_stages` takes, in base64.
+def stages_sent(module: Any) -> dict[int, bytes]:
+    """By the number of each stage of this rank: what `join_stages` takes.
 
     Raises:
         NoSkeleton: a stage cannot be sent to another process.
@@ -111,5 +110,5 @@ def stages_sent(module: Any) -> dict[str, str]:
         own: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(own), loaded(*_SECTION))
         children = own.named_children() if is_section else [(str(index), own)]
-        found[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
+        found[index] = skeleton(nn.Sequential(OrderedDict(children)))
     return found

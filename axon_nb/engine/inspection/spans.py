@@ -31,6 +31,7 @@ from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.session import RankSession, current
+from axon_nb.records.protocol.inspection import SpansReply
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
 __all__ = ["SpanReader", "StepSpans", "missing_span_hooks", "span_reader"]
@@ -217,16 +218,12 @@ class SpanReader:
         self._steps = StepSpans(session)
         self._members: dict[str, list[int]] = {}
 
-    def read(self, *, since: int, watch_s: float) -> dict[str, Any]:
+    def read(self, *, since: int, watch_s: float) -> SpansReply:
         """What has been recorded.
 
         Args:
             since: Number of the first span that is wanted, as the last answer said; 0: as old as are kept.
             watch_s: For how many seconds forwards, backwards and steps are recorded besides, from now; 0: as before.
-
-        Returns:
-            ``spans`` (rows of `Span`), ``next``, ``lost`` (spans that came too fast), ``groups`` (ranks by name of
-            the groups in them), ``now_ns`` (this host's clock), ``process`` (another one begins to count anew).
         """
         if watch_s > 0:
             self._steps.watch(watch_s)
@@ -234,14 +231,14 @@ class SpanReader:
         spans, position, lost = ring.since(asked)
         rows = [_named(span) for span in spans]
         groups = {row[5] for row in rows if row[5]}
-        return {
-            "spans": rows,
-            "next": position,
-            "lost": lost if asked else 0,
-            "groups": {name: members for name in groups if (members := self._ranks_of(name))},
-            "now_ns": time.monotonic_ns(),
-            "process": os.getpid(),
-        }
+        return SpansReply(
+            spans=rows,
+            next=position,
+            lost=lost if asked else 0,
+            groups={name: tuple(members) for name in groups if (members := self._ranks_of(name))},
+            now_ns=time.monotonic_ns(),
+            process=os.getpid(),
+        )
 
     def _ranks_of(self, name: str) -> list[int]:
         if name not in self._members:

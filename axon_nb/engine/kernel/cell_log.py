@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_nb.records.protocol.cells import KEY, CellFacts, CellReport, Cut
+
 __all__ = ["CellLog"]
 
 _KEPT_CELLS = 4
@@ -47,9 +49,8 @@ class _Cut:
 class _Entry:
     """One cell."""
 
-    run: str
-    facts: dict[str, Any]
-    """What the notebook that sent it said, and its code."""
+    facts: CellFacts
+    """What the notebook that sent it said."""
     started_ns: int
     messages: deque[_Message] = field(default_factory=deque)
     size: int = 0
@@ -126,23 +127,23 @@ class _Entry:
                 cut.displays += 1
                 cut.size += len(content)
 
-    def report(self, since: int) -> dict[str, Any]:
+    def report(self, since: int) -> CellReport:
         """The messages after number `since` (0: all that are kept), what is missing before them, and the outcome."""
         self.fetched, self.followed_until = since, time.monotonic() + _FOLLOWED_S
         cut, self.missed = (self.missed if since else self.cut), _Cut()
-        return {
-            "run": self.run,
-            "facts": self.facts if not since else {},
-            "elapsed_ns": (self.ended_ns or time.monotonic_ns()) - self.started_ns,
-            "messages": [
+        return CellReport(
+            run=self.facts.run,
+            facts=self.facts if not since else None,
+            elapsed_ns=(self.ended_ns or time.monotonic_ns()) - self.started_ns,
+            messages=[
                 [message.kind, message.content if isinstance(message.content, dict) else json.loads(message.content)]
                 for message in self.messages
                 if message.number > since
             ],
-            "last": self.last,
-            "cut": {"lines": cut.lines, "size": cut.size, "displays": cut.displays},
-            "outcome": self.outcome,
-        }
+            last=self.last,
+            cut=Cut(cut.lines, cut.size, cut.displays),
+            outcome=self.outcome,
+        )
 
 
 class CellLog:
@@ -153,17 +154,16 @@ class CellLog:
         self._lock = threading.Lock()
         self._by_message: dict[str, _Entry] = {}
 
-    def begin(self, message_id: str, facts: dict[str, Any], code: str) -> None:
+    def begin(self, message_id: str, facts: CellFacts) -> None:
         """A cell begins.
 
         Args:
             message_id: Of the request, by which output is told to be the cell's.
-            facts: What the notebook says about the cell; ``run`` names it, the same on all its ranks.
-            code: The cell.
+            facts: What the notebook says about the cell.
         """
-        if "run" not in facts:
+        if not facts.run:
             return
-        entry = _Entry(facts["run"], {**facts, "code": code}, time.monotonic_ns())
+        entry = _Entry(facts, time.monotonic_ns())
         with self._lock:
             self._by_message[message_id] = entry
             while len(self._by_message) > _KEPT_CELLS:
@@ -173,7 +173,7 @@ class CellLog:
         """The cell has ended with this reply."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # what is under way belongs before the outcome
-        names = ("status", "ename", "evalue", "traceback", "axon_nb")
+        names = ("status", "ename", "evalue", "traceback", KEY)
         with self._lock:
             if (entry := self._by_message.get(message_id)) is not None:
                 entry.ended_ns = time.monotonic_ns()
@@ -197,7 +197,7 @@ class CellLog:
         with self._lock:
             entry.add(kind, what, size)
 
-    def report(self, *, run: str | None, since: int, after_ns: int) -> list[dict[str, Any]]:
+    def report(self, *, run: str | None, since: int, after_ns: int) -> list[CellReport]:
         """What is kept of a cell, or of all cells that have not ended before `after_ns`, oldest first.
 
         Args:
@@ -209,5 +209,5 @@ class CellLog:
             return [
                 entry.report(since)
                 for entry in self._by_message.values()
-                if (entry.run == run if run is not None else not entry.outcome or entry.ended_ns > after_ns)
+                if (entry.facts.run == run if run is not None else not entry.outcome or entry.ended_ns > after_ns)
             ]

@@ -14,14 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from IPython.core.completer import IPCompleter
 
-from axon_nb.engine.kernel.hooks import ControlHandler
+from axon_nb.engine.kernel.hooks import ControlHandlers
+from axon_nb.errors import UsageError
+from axon_nb.records.protocol.completion import (
+    CompleteReply,
+    CompleteRequest,
+    InspectReply,
+    InspectRequest,
+    KnownName,
+    NamesReply,
+    NamesRequest,
+)
 
 __all__ = ["Assistant", "names_snapshot"]
+
+Reply = TypeVar("Reply")
 
 _BUDGET_S = 0.04
 """After so long the rest of the names go without their attributes."""
@@ -31,35 +43,30 @@ _MAX_KEYS = 200
 _MAX_KEY = 80
 
 
-def names_snapshot(shell: Any, *, known: set[str]) -> dict[str, Any]:
+def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
     """What can be completed without asking again.
 
     Args:
         shell: The rank's IPython shell.
         known: Names of types whose attributes the asker has.
-
-    Returns:
-        ``names``: by name of a variable its ``type``, ``own`` attributes (those that its type does not have) and
-        ``keys`` as Python source; ``types``: by name of a type its attributes.
     """
     end = time.monotonic() + _BUDGET_S
-    names: dict[str, Any] = {}
-    types: dict[str, list[str]] = {}
+    names: dict[str, KnownName] = {}
+    types: dict[str, tuple[str, ...]] = {}
     for name, value in list(shell.user_ns.items())[-_MAX_NAMES:]:
         if name.startswith("_"):
             continue
-        entry: dict[str, Any] = {"type": "", "own": [], "keys": []}
-        names[name] = entry
+        names[name] = KnownName()
         if time.monotonic() > end:
             continue
         try:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             if kind not in known and kind not in types:
-                types[kind] = [attribute for attribute in dir(type(value)) if not attribute.startswith("__")]
-            entry.update(type=kind, own=_own(value), keys=_keys(value))
+                types[kind] = tuple(attribute for attribute in dir(type(value)) if not attribute.startswith("__"))
+            names[name] = KnownName(kind, tuple(_own(value)), tuple(_keys(value)))
         except Exception:  # an odd object of the user: its name is enough
             continue
-    return {"names": names, "types": types}
+    return NamesReply(names, types)
 
 
 def _own(value: Any) -> list[str]:
@@ -96,6 +103,7 @@ def _plain(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]
 
 
 _LIMIT_S = 0.08
+_LATE = "no answer within a moment"
 _MAX_MATCHES = 1000
 _MAX_TEXT = 200_000
 _POLICY = {
@@ -128,34 +136,33 @@ class Assistant:
         self._completer: Any = None
         self._thread: threading.Thread | None = None
 
-    def handlers(self) -> dict[str, ControlHandler]:
-        """The requests of the control channel, by message type."""
-        return {"axon_complete": self._complete, "axon_inspect": self._inspect, "axon_names": self._names}
+    def handlers(self) -> ControlHandlers:
+        """The requests of the control channel, by their kind."""
+        return {CompleteRequest: self._complete, InspectRequest: self._inspect, NamesRequest: self._names}
 
-    def _complete(self, content: dict[str, Any]) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            line, cursor = content["line"], content["cursor"]
-            fragment, matches = self._own_completer().complete(line_buffer=line, cursor_pos=cursor)
-            return {"fragment": fragment, "matches": list(matches)[:_MAX_MATCHES]}
+    def _complete(self, asked: CompleteRequest) -> CompleteReply:
+        def work() -> CompleteReply:
+            fragment, matches = self._own_completer().complete(line_buffer=asked.line, cursor_pos=asked.cursor)
+            return CompleteReply(fragment, tuple(matches)[:_MAX_MATCHES])
 
         return self._briefly(work)
 
-    def _inspect(self, content: dict[str, Any]) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
+    def _inspect(self, asked: InspectRequest) -> InspectReply:
+        def work() -> InspectReply:
             try:
                 bundle = self._shell.object_inspect_mime(
-                    content["name"], detail_level=content["detail"], omit_sections=tuple(content.get("omit", ()))
+                    asked.name, detail_level=asked.detail, omit_sections=asked.omit
                 )
             except KeyError:
-                return {"found": False}
+                return InspectReply(False, {})
             if not self._shell.enable_html_pager:
                 bundle.pop("text/html", None)
-            return {"found": True, "data": {mime: text[:_MAX_TEXT] for mime, text in bundle.items()}}
+            return InspectReply(True, {mime: text[:_MAX_TEXT] for mime, text in bundle.items()})
 
         return self._briefly(work)
 
-    def _names(self, content: dict[str, Any]) -> dict[str, Any]:
-        return self._briefly(lambda: names_snapshot(self._shell, known=set(content.get("known", ()))))
+    def _names(self, asked: NamesRequest) -> NamesReply:
+        return self._briefly(lambda: names_snapshot(self._shell, known=set(asked.known)))
 
     def _own_completer(self) -> Any:
         if self._completer is None:
@@ -172,19 +179,26 @@ class Assistant:
             self._completer.custom_completers = shell.Completer.custom_completers
         return self._completer
 
-    def _briefly(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or ``late`` when it takes more than a moment or the one before has not come back."""
+    def _briefly(self, work: Callable[[], Reply]) -> Reply:
+        """The answer; refused when it takes more than a moment, or the one before has not come back.
+
+        Raises:
+            UsageError: it is refused.
+        """
         if self._thread is not None and self._thread.is_alive():
-            return {"late": True}
-        answers: list[dict[str, Any]] = []
+            raise UsageError(_LATE)
+        answers: list[Reply] = []
+        failures: list[str] = []
 
         def run() -> None:
             try:
                 answers.append(work())
             except BaseException as error:
-                answers.append({"refused": type(error).__name__})
+                failures.append(type(error).__name__)
 
         self._thread = threading.Thread(target=run, name="axon_nb-assist", daemon=True)
         self._thread.start()
         self._thread.join(_LIMIT_S)
-        return answers[0] if answers else {"late": True}
+        if not answers:
+            raise UsageError(failures[0] if failures else _LATE)
+        return answers[0]

@@ -9,157 +9,174 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.recovery import abort, condition, waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
-from axon_nb.engine.kernel.hooks import ControlHandler
+from axon_nb.engine.kernel.hooks import ControlHandlers
 from axon_nb.engine.kernel.interrupts import Interrupts
 from axon_nb.engine.kernel.stacks import cell_stack, users_threads
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellsReply, CellsRequest, StopRequest
+from axon_nb.records.protocol.contents import (
+    LayoutsReply,
+    LayoutsRequest,
+    MemoryReply,
+    MemoryRequest,
+    PlanReply,
+    PlanRequest,
+)
+from axon_nb.records.protocol.inspection import (
+    JobReply,
+    JobRequest,
+    MeshReply,
+    MeshRequest,
+    SpansReply,
+    SpansRequest,
+    StacksReply,
+    StacksRequest,
+    StatusRequest,
+    WaitsReply,
+    WaitsRequest,
+    WatchRequest,
+)
+from axon_nb.records.telemetry import RankState
+from axon_nb.records.waits import RankWaits
 
 __all__ = ["control_handlers", "plan_report", "view_handlers"]
 
+Asked = TypeVar("Asked")
+Told = TypeVar("Told", JobReply, LayoutsReply, MemoryReply)
 
-def view_handlers(sampler: Sampler, tell_waits: ControlHandler) -> dict[str, ControlHandler]:
-    """The requests of `%watch`, `%memory`, `%shards` and the cluster's card, by message type.
+
+def view_handlers(sampler: Sampler, tell_waits: Callable[[WaitsRequest], WaitsReply]) -> ControlHandlers:
+    """The requests of `%watch`, `%memory`, `%shards` and the cluster's card.
 
     Args:
         sampler: Of this rank.
-        tell_waits: The handler of ``axon_waits``, whose answer is part of that to ``axon_job``.
+        tell_waits: The handler of `WaitsRequest`, whose answer is part of that to `JobRequest`.
     """
 
-    def tell_job(content: dict[str, Any]) -> dict[str, Any]:
+    def tell_job(asked: JobRequest) -> JobReply:
         from axon_nb.engine.inspection.job import job_report
 
-        asked = {name: int(content.get(name, 0)) for name in ("pid", "position", "span_position", "since_ns")}
-        return {**(tell_waits({}) or {}), **job_report(sampler.sample(), **asked)}
+        return JobReply(job_report(sampler.sample(), asked), tell_waits(WaitsRequest()).waits)
 
-    def tell_layouts(content: dict[str, Any]) -> dict[str, Any]:
+    def tell_layouts(asked: LayoutsRequest) -> LayoutsReply:
         from axon_nb.engine.inspection.shards import layout_report
 
-        known, gradients = str(content.get("known", "")), bool(content.get("gradients"))
-        try:
-            return layout_report(content["names"], gradients=gradients, known=known)
-        except UsageError as error:
-            return {"refused": str(error)}
+        return layout_report(asked.names, gradients=asked.gradients, known=asked.known)
 
-    def tell_memory(content: dict[str, Any]) -> dict[str, Any]:
+    def tell_memory(asked: MemoryRequest) -> MemoryReply:
         from axon_nb.engine.inspection.memory import memory_report
 
-        try:
-            return memory_report(content["names"])
-        except UsageError as error:
-            return {"refused": str(error)}
+        return memory_report(asked.names)
 
-    def tell_plan(content: dict[str, Any]) -> dict[str, Any]:
+    def tell_mesh(asked: MeshRequest) -> MeshReply:
+        from axon_nb.engine.inspection.variables import own_mesh
 
-        known, stages = str(content.get("known", "")), bool(content.get("stages"))
-        return plan_report(content["names"], asked=content.get("asked"), known=known, stages=stages)
+        return MeshReply(own_mesh())
 
-    def tell_mesh(content: dict[str, Any]) -> dict[str, Any]:
-        from axon_nb.engine.inspection.variables import mesh_fields
-
-        return {"mesh": mesh_fields()}
-
-    asked_often = {"axon_job": tell_job, "axon_layouts": tell_layouts, "axon_memory": tell_memory}
-    priced = {name: _priced(handler) for name, handler in asked_often.items()}
-    return {**priced, "axon_mesh": tell_mesh, "axon_plan": tell_plan}
+    return {
+        JobRequest: _priced(tell_job),
+        LayoutsRequest: _priced(tell_layouts),
+        MemoryRequest: _priced(tell_memory),
+        MeshRequest: tell_mesh,
+        PlanRequest: plan_report,
+    }
 
 
-def _priced(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> ControlHandler:
-    """The handler, whose answer also says what it cost: ``spent_s``, seconds of CPU of the thread that answers."""
+def _priced(handler: Callable[[Asked], Told]) -> Callable[[Asked], Told]:
+    """The handler, whose answer also says what it cost: seconds of CPU of the thread that answers."""
 
-    def answer(content: dict[str, Any]) -> dict[str, Any]:
+    def answer(asked: Asked) -> Told:
         began = time.thread_time()
-        told = handler(content)
-        return {**told, "spent_s": time.thread_time() - began}
+        told = handler(asked)
+        return dataclasses.replace(told, spent_s=time.thread_time() - began)
 
     return answer
 
 
-def control_handlers(
-    sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry, log: CellLog
-) -> dict[str, ControlHandler]:
-    """The requests of the control channel, by message type."""
+def control_handlers(sampler: Sampler, interrupts: Interrupts, telemetry: Telemetry, log: CellLog) -> ControlHandlers:
+    """The requests of the control channel, by their kind."""
 
-    def status(content: dict[str, Any]) -> dict[str, Any]:
-        return dataclasses.asdict(sampler.sample())
+    def status(asked: StatusRequest) -> RankState:
+        return sampler.sample()
 
-    def watch(content: dict[str, Any]) -> dict[str, Any]:
-        telemetry.watch(hz=float(content["hz"]), seconds=float(content["seconds"]))
-        return {}
+    def watch(asked: WatchRequest) -> None:
+        telemetry.watch(hz=asked.hz, seconds=asked.seconds)
 
-    def abort_cell(content: dict[str, Any]) -> dict[str, Any]:
+    def abort_cell(asked: AbortRequest) -> AbortReply:
         # The flag first: what the interrupt wakes must not begin to wait again.
         ABORT.set()
         unheard = interrupts.unheard
-        interrupted = interrupts.interrupt(content.get("run"))
-        abort(again=bool(content.get("again")))
-        return {"interrupted": interrupted, "unheard": unheard, "line": sampler.sample().line if unheard else None}
+        interrupted = interrupts.interrupt(asked.run)
+        abort(again=asked.again)
+        return AbortReply(interrupted, unheard, sampler.sample().line if unheard else None)
 
-    def tell_waits(content: dict[str, Any]) -> dict[str, Any]:
-        state = sampler.sample()
-        own = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
-        own["via"], own["waited"] = sampler.via() if state.call else ("", 0)
-        return {**own, **waits(), "threads": users_threads()}
+    def tell_waits(asked: WaitsRequest) -> WaitsReply:
+        state, seen = sampler.sample(), waits()
+        via, waited = sampler.via() if state.call else ("", 0)
+        own = RankWaits(
+            rank=state.rank,
+            running=state.cell is not None,
+            line=state.line,
+            call=seen.call or state.call,
+            pending=seen.pending,
+            counts=seen.counts,
+            via=via,
+            waited=waited,
+            threads=tuple(users_threads()),
+        )
+        return WaitsReply(own, seen.collectives)
 
-    def stacks(content: dict[str, Any]) -> dict[str, Any]:
-        return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
+    def stacks(asked: StacksRequest) -> StacksReply:
+        return StacksReply(sampler.sample(), tuple(cell_stack(current(), interrupts)))
 
-    def tell_spans(content: dict[str, Any]) -> dict[str, Any]:
+    def tell_spans(asked: SpansRequest) -> SpansReply:
         from axon_nb.engine.inspection.spans import span_reader
 
-        return span_reader().read(since=int(content["since"]), watch_s=float(content["watch"]))
+        return span_reader().read(since=asked.since, watch_s=asked.watch)
 
-    def stop(content: dict[str, Any]) -> dict[str, Any]:
-        stop_at(int(content["at"]), group=str(content["group"]))
-        return {}
+    def stop(asked: StopRequest) -> None:
+        stop_at(asked.at, group=asked.group)
 
-    def tell_cells(content: dict[str, Any]) -> dict[str, Any]:
-        asked = {"run": content.get("run"), "since": content.get("since", 0), "after_ns": content.get("after_ns", 0)}
-        return {"cells": log.report(**asked), "running": interrupts.running, **condition()}
+    def tell_cells(asked: CellsRequest) -> CellsReply:
+        cells = log.report(run=asked.run, since=asked.since, after_ns=asked.after_ns)
+        return CellsReply(tuple(cells), interrupts.running, **condition())
 
     return {
-        "axon_abort": abort_cell,
-        "axon_cells": tell_cells,
-        "axon_spans": tell_spans,
-        "axon_stacks": stacks,
-        "axon_status": status,
-        "axon_stop": stop,
-        "axon_waits": tell_waits,
-        "axon_watch": watch,
+        AbortRequest: abort_cell,
+        CellsRequest: tell_cells,
+        SpansRequest: tell_spans,
+        StacksRequest: stacks,
+        StatusRequest: status,
+        StopRequest: stop,
+        WaitsRequest: tell_waits,
+        WatchRequest: watch,
         **view_handlers(sampler, tell_waits),
     }
 
 
-def plan_report(
-    names: Sequence[str], *, asked: Mapping[str, Any] | None, known: str, stages: bool = False
-) -> dict[str, Any]:
-    """The answer to ``axon_plan``: of `memory_plan.tell_plan`, ``is_pending`` while that is loaded, or ``refused``.
-
-    Args:
-        names: A model, and its optimizers where they are named.
-        asked: What is asked instead of what is; None: nothing.
-        known: The key of the model that the notebook has already.
-        stages: Of a pipeline: this rank's stages alone are wanted.
-    """
+def plan_report(asked: PlanRequest) -> PlanReply:
+    """The answer to a planner: of `memory_plan.tell_plan`, ``is_pending`` while that is loaded, or ``refused``."""
     from axon_nb.engine.inspection.memory import loaded, modules_and_optimizers
 
-    session = current()
+    session, names = current(), list(asked.names)
     try:
-        modules, optimizers = modules_and_optimizers(list(names), session)
+        modules, optimizers = modules_and_optimizers(names, session)
         if len(modules) != 1:
-            return {"refused": f"A plan is of one model, and {', '.join(names)} has {len(modules)}: `%memory model`."}
+            why = f"A plan is of one model, and {', '.join(names)} has {len(modules)}: `%memory model`."
+            return PlanReply(refused=why)
         planner = loaded("axon_nb.engine.inspection.memory_plan")
         if planner is None:
-            return {"is_pending": True}
-        options: dict[str, Any] = {"asked": asked, "known": known, "stages": stages}
-        answer: dict[str, Any] = planner.tell_plan(modules[0], optimizers, session, **options)
+            return PlanReply(is_pending=True)
+        options: dict[str, Any] = {"asked": asked.asked, "known": asked.known, "stages": asked.stages}
+        answer: PlanReply = planner.tell_plan(modules[0], optimizers, session, **options)
     except (UsageError, ImportError) as error:
-        return {"refused": str(error)}
+        return PlanReply(refused=str(error))
     return answer

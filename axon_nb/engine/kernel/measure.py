@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import subgroup
 from axon_nb.engine.session import RankSession
+from axon_nb.records.protocol.cells import CellFacts, Profile
 
-__all__ = ["measured"]
+__all__ = ["Measured", "measured"]
 
 _RUNS, _RUN = "__axon_nb_runs__", "__axon_nb_run__"
 """Names that the repeated cell uses, taken away after it."""
@@ -23,40 +25,47 @@ _TOP = 15
 """Operations of a profile that are told."""
 
 
+@dataclass(slots=True)
+class Measured:
+    """What was measured of a cell; the fields of `CellEnd`."""
+
+    cpu_seconds: float | None = None
+    repetitions: tuple[float, ...] | None = None
+    profile: Profile | None = None
+
+
 async def measured(
-    session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], found: Measured
 ) -> dict[str, Any]:
-    """Run a cell; the reply has ``measured`` besides: ``cpu`` seconds, and, if asked for, ``repetitions``, ``profile``.
+    """Run a cell; gives the reply.
 
     Args:
         session: This rank.
         facts: What the notebook says of the cell.
         execute: Runs it; gives the reply.
+        found: Filled with what was measured.
     """
     try:
-        return await _measured(session, facts, execute)
+        return await _measured(session, facts, execute, found)
     except Exception as error:  # the cell's own failures are in its reply: without one the notebook would wait for ever
         told = f"the cell has run, and measuring it failed: {type(error).__name__}: {error}"
         return {"status": "error", "ename": type(error).__name__, "evalue": told, "traceback": [told]}
 
 
 async def _measured(
-    session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], found: Measured
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    profile = facts.get("profile") or {"ranks": []}
+    wanted = facts.measurement
     with contextlib.ExitStack() as stack:
-        if facts.get("repeat"):
+        if wanted.repeat:
             stack.enter_context(_repeated(session, facts, found))
-        if session.config.rank in profile["ranks"]:
-            stack.enter_context(_profiled(session, Path(profile["folder"]), found))
+        if session.config.rank in wanted.profiled:
+            stack.enter_context(_profiled(session, Path(wanted.folder), found))
         cpu = time.process_time()
         reply = await execute()
-        if facts.get("timed"):
+        if wanted.is_timed:
             _finish(session.device)
-        found["cpu"] = time.process_time() - cpu
-    if reply["status"] == "ok":
-        reply["measured"] = found
+        found.cpu_seconds = time.process_time() - cpu
     return reply
 
 
@@ -110,8 +119,8 @@ class _Loop(ast.NodeTransformer):
 
 
 @contextlib.contextmanager
-def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, Any]) -> Iterator[None]:
-    ranks = list(facts.get("ranks") or [])
+def _repeated(session: RankSession, facts: CellFacts, found: Measured) -> Iterator[None]:
+    ranks = facts.ranks
     shell, seconds = session.kernel.shell, list[float]()
 
     def meet() -> None:
@@ -120,7 +129,7 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
             dist.barrier(group=subgroup.of(session, ranks), device_ids=device)
 
     loop = _Loop()
-    shell.user_ns[_RUNS] = _Runs(int(facts["repeat"]), seconds, meet, lambda: _finish(session.device))
+    shell.user_ns[_RUNS] = _Runs(facts.measurement.repeat, seconds, meet, lambda: _finish(session.device))
     shell.ast_transformers.append(loop)
     try:
         yield
@@ -129,11 +138,11 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
             shell.ast_transformers.remove(loop)
         for name in (_RUNS, _RUN):
             shell.user_ns.pop(name, None)
-    found["repetitions"] = seconds
+    found.repetitions = tuple(seconds)
 
 
 @contextlib.contextmanager
-def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iterator[None]:
+def _profiled(session: RankSession, folder: Path, found: Measured) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     on_device = session.device.type == "cuda"
@@ -146,7 +155,7 @@ def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iter
     trace = folder / f"rank{session.config.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     averages = sorted(profiler.key_averages(), key=lambda entry: -_self_us(entry, on_device))
-    found["profile"] = {"rows": [_row(entry, on_device) for entry in averages[:_TOP]], "trace": str(trace)}
+    found.profile = Profile(tuple(_row(entry, on_device) for entry in averages[:_TOP]), str(trace))
 
 
 def _self_us(entry: Any, on_device: bool) -> float:

@@ -19,6 +19,7 @@ from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import apart_in_wrappers, why_apart
+from axon_nb.records.protocol.recovery import OptimizerReport, RecoveryReport
 
 __all__ = ["OptimizerSteps", "recover"]
 
@@ -91,36 +92,30 @@ class OptimizerSteps:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
 
-    def report(self) -> list[dict[str, Any]]:
-        """Of each optimizer that has stepped and lives, and of those with a name that have not stepped yet.
-
-        Returns:
-            `number` in the order of their first steps (-1: none yet), `name` of its variable, `before` (steps when the
-            last cell began), `steps`, `shapes` (a digest, equal where the same model is trained), `apart` (why it is no
-            copy of other ranks' one; empty: it may be), and `communicated` (whether the cell has).
-        """
+    def report(self) -> tuple[OptimizerReport, ...]:
+        """Of each optimizer that has stepped and lives, and of those with a name that have not stepped yet."""
         names = _named_optimizers()
         optimizers = {id(one): one for one in (*self._steps, *(named for named, _ in names.values()))}
         if not optimizers:
-            return []
+            return ()
         in_wrappers = apart_in_wrappers()
-        return [
-            {
-                "number": self._numbers.get(optimizer, -1),
-                "name": names[key][1] if key in names else "",
-                "before": self._before.get(optimizer, 0),
-                "steps": self.of(optimizer),
-                "shapes": _digest(_parameters(optimizer)),
-                "apart": why_apart(_parameters(optimizer), in_wrappers),
-                "communicated": self._communicated,
-            }
+        return tuple(
+            OptimizerReport(
+                number=self._numbers.get(optimizer, -1),
+                name=names[key][1] if key in names else "",
+                before=self._before.get(optimizer, 0),
+                steps=self.of(optimizer),
+                shapes=_digest(_parameters(optimizer)),
+                apart=why_apart(_parameters(optimizer), in_wrappers),
+                communicated=self._communicated,
+            )
             for key, optimizer in optimizers.items()
-        ]
+        )
 
 
-def recover(epoch: int) -> dict[str, Any]:
-    """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's ``steps`` besides."""
-    return {**recovery.recover(epoch), "steps": current().extras["steps"].report()}
+def recover(epoch: int) -> RecoveryReport:
+    """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's steps besides."""
+    return RecoveryReport(recovery.recover(epoch), current().extras["steps"].report())
 
 
 def _named_optimizers() -> dict[int, tuple[Optimizer, str]]:

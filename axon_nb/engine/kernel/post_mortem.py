@@ -26,6 +26,7 @@ from typing import Any
 
 from axon_nb.engine.kernel import shell
 from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.records.protocol.cells import FailureReply, FailureRequest
 
 __all__ = ["command", "describe", "forget", "keep_error", "release_failure", "start"]
 
@@ -57,9 +58,9 @@ def _close() -> None:
     _debugger.clear()
 
 
-def describe(content: dict[str, Any]) -> dict[str, Any]:
-    """What is kept, for the control channel: ``kept``, the error in a line, or empty."""
-    return {"kept": _kept[0][1] if _kept else ""}
+def describe(asked: FailureRequest) -> FailureReply:
+    """What is kept, for the control channel."""
+    return FailureReply(_kept[0][1] if _kept else "")
 
 
 def start() -> str:

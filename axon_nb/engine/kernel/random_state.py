@@ -17,6 +17,7 @@ from torch import nn
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded
+from axon_nb.records.protocol.cells import Draws as Drawn
 
 __all__ = ["Draws", "seed"]
 
@@ -36,19 +37,14 @@ class Draws:
         self._device = device
         self._before = self._state()
 
-    def report(self, shell: Any) -> dict[str, Any] | None:
-        """At the cell's end: None when nothing was drawn, or when no model here is a copy of other ranks' one.
-
-        Returns:
-            ``states`` before and after, equal on ranks that have drawn the same; ``dropout`` (name of such a model that
-            is being trained with dropout) and ``loader`` (name of a DataLoader that shuffles by the shared generator).
-        """
+    def report(self, shell: Any) -> Drawn | None:
+        """At the cell's end: None when nothing was drawn, or when no model here is a copy of other ranks' one."""
         try:
             return self._look(shell)
         except Exception:  # odd objects of the user: a hint is not worth a cell
             return None
 
-    def _look(self, shell: Any) -> dict[str, Any] | None:
+    def _look(self, shell: Any) -> Drawn | None:
         after = self._state()
         if after == self._before:
             return None
@@ -58,8 +54,8 @@ class Draws:
             return None
         dropout = next((name for name, model in copies.items() if _drops(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles(value)), "")
-        states = [hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after)]
-        return {"states": states, "dropout": dropout, "loader": loader} if dropout or loader else None
+        first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after))
+        return Drawn((first, last), dropout, loader) if dropout or loader else None
 
     def _state(self) -> bytes:
         try:

@@ -21,6 +21,7 @@ from axon_nb.engine.frames import code_by_thread, collecting_nothing, main_frame
 from axon_nb.engine.kernel.interrupts import Interrupts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import RUN_CODE, user_frame
+from axon_nb.records.stacks import StackFrame
 
 __all__ = ["cell_stack", "library_of", "users_threads"]
 
@@ -51,12 +52,12 @@ Point = tuple[Any, int]
 """(code object, line)"""
 
 
-def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, str]]:
+def cell_stack(session: RankSession, interrupts: Interrupts) -> list[StackFrame]:
     """Places and source lines, outermost first; those of libraries folded. Empty when no cell runs."""
     if session.cell is None:
         return []
     points = _from_thread() or list(_from_task(interrupts.task))
-    entries: list[dict[str, str]] = []
+    entries: list[StackFrame] = []
     folded: list[Point] = []
     for code, line in points:
         library = library_of(code.co_filename)
@@ -69,7 +70,7 @@ def cell_stack(session: RankSession, interrupts: Interrupts) -> list[dict[str, s
     entries += _fold(folded)
     if len(entries) > _FIRST + _LAST:
         left_out = len(entries) - _FIRST - _LAST
-        entries[_FIRST:-_LAST] = [{"place": f"… {left_out:,} more of the user's frames …"}]
+        entries[_FIRST:-_LAST] = [StackFrame(f"… {left_out:,} more of the user's frames …")]
     return entries
 
 
@@ -101,22 +102,22 @@ def _from_task(task: Any) -> Iterator[Point]:
         waiting = next((w for n in names if (w := getattr(waiting, n, None)) is not None), None)
 
 
-def _fold(points: list[Point]) -> list[dict[str, str]]:
+def _fold(points: list[Point]) -> list[StackFrame]:
     if not points:
         return []
     packages = ", ".join(dict.fromkeys(library_of(code.co_filename) for code, _ in points))
     first, last = points[0][0].co_name, points[-1][0].co_name
     if len(points) == 1:
-        return [{"place": f"… 1 frame of {packages}: {first}"}]
-    return [{"place": f"… {len(points):,} frames of {packages}: {first} … {last}"}]
+        return [StackFrame(f"… 1 frame of {packages}: {first}")]
+    return [StackFrame(f"… {len(points):,} frames of {packages}: {first} … {last}")]
 
 
-def _own(session: RankSession, code: Any, line: int) -> dict[str, str]:
+def _own(session: RankSession, code: Any, line: int) -> StackFrame:
     named = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
     file = " ".join(named) if named else code.co_filename
     function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line).strip()
-    return {"place": f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", "code": source[:_MAX_WIDTH]}
+    return StackFrame(f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", source[:_MAX_WIDTH])
 
 
 _COMMUNICATES = os.path.join("", "torch", "distributed", "")

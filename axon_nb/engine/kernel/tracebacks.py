@@ -23,6 +23,7 @@ from typing import Any
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import Aborted
 from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.records.protocol.cells import Interruption
 
 __all__ = [
     "bounded",
@@ -34,7 +35,7 @@ __all__ = [
     "take_place",
 ]
 
-_place: dict[str, Any] = {}
+_place: list[Interruption] = []
 
 
 def install_short_traceback(shell: Any) -> None:
@@ -42,7 +43,7 @@ def install_short_traceback(shell: Any) -> None:
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
         line, call = find_place(trace)
-        _place.update(line=line, call=call)
+        _place[:] = [Interruption(line, call)]
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
         return text
@@ -50,11 +51,9 @@ def install_short_traceback(shell: Any) -> None:
     shell.set_custom_exc((Aborted, KeyboardInterrupt, asyncio.CancelledError), show)
 
 
-def take_place() -> dict[str, Any]:
-    """Where the last ended cell was: {"line": …, "call": …}; empty when it was not ended from outside."""
-    place = dict(_place)
-    _place.clear()
-    return place
+def take_place() -> Interruption | None:
+    """Where the last ended cell was; None when it was not ended from outside."""
+    return _place.pop() if _place else None
 
 
 def find_place(trace: TracebackType | None) -> tuple[int | None, str]:

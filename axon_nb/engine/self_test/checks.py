@@ -22,6 +22,8 @@ from axon_nb.engine.groups.install import all_groups, form_default_group
 from axon_nb.engine.groups.native import swap_backend
 from axon_nb.engine.self_test.place import Place
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
     "backend_swap",
@@ -113,7 +115,7 @@ def _wait_in_vain(place: Place) -> None:
 
 
 def _recover(*, replaced: bool = False) -> None:
-    if not_reset := recovery.recover(1, replaced=replaced)["not_reset"]:
+    if not_reset := recovery.recover(1, replaced=replaced).not_reset:
         raise AssertionError(not_reset[0])
 
 
@@ -141,7 +143,7 @@ def rebuild(place: Place) -> None:
 def repair(place: Place) -> None:
     """Rank 1 dies and a newcomer takes its rank in the default group and in a subgroup."""
     if place.newcomer:
-        groups = json.loads(place.wait_for("groups", 0))
+        groups = decode(tuple[GroupRecord, ...], json.loads(place.wait_for("groups", 0)))
         _join(place, epoch=1)
         recovery.join_groups(groups, epoch=1)
         recovery.agree_on_names()
@@ -153,7 +155,7 @@ def repair(place: Place) -> None:
             place.die()
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
-        place.note("groups", json.dumps(recovery.registry()))
+        place.note("groups", json.dumps(encode(recovery.registry(), list[GroupRecord])))
         _recover(replaced=True)
     _expect_sum()
     for group in all_groups():

@@ -13,6 +13,7 @@ import torch
 from axon_nb.engine.live_objects import living
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
+from axon_nb.records.protocol.recovery import HeldAlone
 
 __all__ = [
     "apart_in_wrappers",
@@ -115,21 +116,16 @@ def why_apart(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = No
     return next((wrapped[tensor] for tensor in known if tensor in wrapped), "")
 
 
-def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
-    """The variables of this rank whose parts on `ranks` no other rank holds.
-
-    Returns:
-        For each: `name`, `kind` (module, optimizer, tensor or stage), `parts` (tensors split so, of `of` in all; for a
-        stage its indices), and `bytes` of those parts.
-    """
+def held_alone(ranks: Iterable[int]) -> list[HeldAlone]:
+    """The variables of this rank whose parts on `ranks` no other rank holds."""
     chosen = frozenset(ranks)
     found, within = [], set[int]()
     for name, value in users_variables(current().kernel.shell).items():
         told = None
         with contextlib.suppress(Exception):  # an odd object of the user must not stand in the way of a repair
-            told = _look(value, chosen)
+            told = _look(name, value, chosen)
         if told is not None:
-            found.append((value, {"name": name, **told}))
+            found.append((value, told))
             if isinstance(value, torch.nn.Module):
                 within |= {id(module) for module in value.modules() if module is not value}
     seen = set[int]()
@@ -141,10 +137,10 @@ def held_alone(ranks: Iterable[int]) -> list[dict[str, Any]]:
     return records
 
 
-def _look(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
+def _look(name: str, value: Any, ranks: frozenset[int]) -> HeldAlone | None:
     if is_stage(value):
         mine = {index for index, rank in _stages(value) if rank in ranks}
-        return {"kind": "stage", "parts": sorted(mine), "of": value.num_stages, "bytes": 0} if mine else None
+        return HeldAlone(name, "stage", tuple(sorted(mine)), value.num_stages, 0) if mine else None
     if isinstance(value, torch.nn.Module):
         kind, tensors = "module", [*value.parameters(), *value.buffers()]
     elif isinstance(value, torch.optim.Optimizer):
@@ -155,7 +151,7 @@ def _look(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
         return None
     sizes = [_lost_bytes(tensor, ranks) for tensor in tensors]
     lost = [size for size in sizes if size is not None]
-    return {"kind": kind, "parts": len(lost), "of": len(tensors), "bytes": sum(lost)} if lost else None
+    return HeldAlone(name, kind, len(lost), len(tensors), sum(lost)) if lost else None
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_part, why_apart
+from axon_nb.records.protocol.transfer import SyncRecord
 
 __all__ = ["describe", "give_and_take"]
 
@@ -23,34 +24,27 @@ _KINDS = {"module": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRSche
 _PIECE = 64 << 20
 
 
-def describe(names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def describe(names: Sequence[str] = ()) -> dict[str, SyncRecord]:
     """What could be copied to or from this rank, by name of the variable.
 
     Args:
         names: Which variables; empty: all modules, optimizers and schedulers.
-
-    Returns:
-        For each variable that there is: `kind`, `digest` (of its tensors' shapes; equal where a copy fits), `bytes`,
-        `why_not` (why it cannot be copied, to be read after its name; empty: it can) and `within` (a variable that
-        holds the same tensors, so that this one comes with it; empty: there is none).
     """
     found = {name: value for name, value in _variables() if not names or name in names}
     parts = {name: {id(tensor) for tensor in _tensors(value)} for name, value in found.items() if _kind(value)}
-    told: dict[str, dict[str, Any]] = {}
+    told: dict[str, SyncRecord] = {}
     for name, value in found.items():
         kind = _kind(value)
         if not kind:
             if name in names:
-                told[name] = _record("", why_not="is no module, optimizer or scheduler")
+                told[name] = SyncRecord("", why_not="is no module, optimizer or scheduler")
             continue
-        earlier = (
-            other for other, record in told.items() if record["kind"] == kind == "module" and not record["within"]
-        )
+        earlier = (other for other, record in told.items() if record.kind == kind == "module" and not record.within)
         within = next((other for other in earlier if parts[name] <= parts[other]), "") if parts[name] else ""
-        told[name] = _record(
+        told[name] = SyncRecord(
             kind,
             digest=_digest(value),
-            size=sum(tensor.nbytes for tensor in map(local_part, _tensors(value))) if not _lazy(value) else 0,
+            bytes=sum(tensor.nbytes for tensor in map(local_part, _tensors(value))) if not _lazy(value) else 0,
             why_not=_why_not(value),
             within=within,
         )
@@ -67,10 +61,6 @@ def give_and_take(source: int, names: Sequence[str]) -> None:
                 _broadcast(local_part(tensor), source)
         else:
             _share_state(value, source)
-
-
-def _record(kind: str, *, why_not: str, digest: str = "", size: int = 0, within: str = "") -> dict[str, Any]:
-    return {"kind": kind, "digest": digest, "bytes": size, "why_not": why_not, "within": within}
 
 
 def _variables() -> Iterator[tuple[str, Any]]:

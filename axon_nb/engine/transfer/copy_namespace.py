@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import users_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, reason
+from axon_nb.records.protocol.transfer import PackedNamespace, Surroundings
 
 __all__ = ["give", "group_variables", "pack", "take"]
 
@@ -46,15 +47,11 @@ def group_variables() -> dict[str, str]:
     return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
 
-def pack(names: Sequence[str] = ()) -> dict[str, Any]:
+def pack(names: Sequence[str] = ()) -> PackedNamespace:
     """Make a parcel of variables; it is kept for `give`.
 
     Args:
         names: Which; empty: all that can be copied.
-
-    Returns:
-        `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
-        parcel, and `surroundings`, which `take` wants.
     """
     variables = users_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
@@ -69,13 +66,13 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
             copied[name] = value
     parcel = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
     current().extras["parcel"] = parcel
-    return {
-        "copied": list(copied),
-        "skipped": skipped,
-        "size": len(parcel),
-        "digest": hashlib.sha256(parcel).hexdigest(),
-        "surroundings": _surroundings(copied),
-    }
+    return PackedNamespace(
+        copied=tuple(copied),
+        skipped=skipped,
+        size=len(parcel),
+        digest=hashlib.sha256(parcel).hexdigest(),
+        surroundings=_surroundings(copied),
+    )
 
 
 def give(ranks: Sequence[int]) -> None:
@@ -86,7 +83,7 @@ def give(ranks: Sequence[int]) -> None:
             dist.send(piece.to(_carrier()), rank)
 
 
-def take(source: int, size: int, digest: str, surroundings: dict[str, Any], groups: dict[str, str]) -> None:
+def take(source: int, size: int, digest: str, surroundings: Surroundings, groups: Mapping[str, str]) -> None:
     """Receive the parcel from `source` and put its variables into the namespace.
 
     Args:
@@ -140,17 +137,17 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _surroundings(variables: dict[str, Any]) -> dict[str, Any]:
+def _surroundings(variables: dict[str, Any]) -> Surroundings:
     tops = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
     modules = [name for name in list(sys.modules) if name.partition(".")[0] in tops]
-    return {"path": list(sys.path), "folder": os.getcwd(), "modules": modules}
+    return Surroundings(tuple(sys.path), os.getcwd(), tuple(modules))
 
 
-def _take_up(surroundings: dict[str, Any]) -> None:
-    sys.path[:] = surroundings["path"]
+def _take_up(surroundings: Surroundings) -> None:
+    sys.path[:] = surroundings.path
     with contextlib.suppress(OSError):
-        os.chdir(surroundings["folder"])
-    for name in surroundings["modules"]:
+        os.chdir(surroundings.folder)
+    for name in surroundings.modules:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # what a variable needs is told when it is loaded
                 importlib.import_module(name)
