@@ -1,4 +1,4 @@
-"""Cells: what a rank is told with one, what it replies at the end, and how a running one is aborted or followed."""
+"""Cells: what is sent with one, what a rank replies at the end, and how a running one is aborted or followed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
-    """What a rank is told with a cell. The defaults are those of code that another client of ipyparallel sends."""
+    """What is sent with a cell. The defaults are those of code that another client of ipyparallel sends."""
 
     run: str = ""
     """Name of the cell's run, the same on all its ranks; empty for a cell of another client."""
