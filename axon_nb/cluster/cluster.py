@@ -51,7 +51,7 @@ class Cluster:
         self.layout = state.layout
         self.connection = state.connection
         self.places = state.places
-        """What each rank says of its host: host, pid, device, cores, gpus."""
+        """What each rank says of itself: host, pid, device, cores, gpus."""
         self.health = state.health
         self.running_cell: CellHandle | None = None
         """The cell that was running, or had ended unseen, when this notebook attached; None: there was none."""

@@ -64,7 +64,7 @@ def started(state: ClusterState) -> None:
 def session_facts(state: ClusterState) -> SessionFacts:
     """What a script must know of the ranks to do what they do."""
     layout = state.layout
-    seeds = {place.get("seed") for place in state.places}  # forked ranks begin with the same one
+    seeds = {place.seed for place in state.places}  # forked ranks begin with the same one
     seed = seeds.pop() if len(seeds) == 1 else None
     return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 

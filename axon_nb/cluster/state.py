@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
@@ -12,6 +12,8 @@ from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings
+from axon_nb.records.protocol.joining import Place
+from axon_nb.records.protocol.wire import encode
 
 __all__ = ["ClusterState"]
 
@@ -36,7 +38,7 @@ class ClusterState:
         *,
         name: str,
         engines: str,
-        places: Sequence[Mapping[str, Any]],
+        places: Sequence[Place],
     ) -> None:
         self.name = name
         self.engines = engines
@@ -47,7 +49,7 @@ class ClusterState:
         self.launched: Any = None
         """ipyparallel's own object of the engines, in the process that launched them; None after an attach."""
         self.places = list(places)
-        """What each rank says of its host: host, pid, device, cores, gpus."""
+        """What each rank says of itself."""
         self.active_cells: list[ActiveCell] = []
         """The cells that have been sent and not ended."""
         way_back = REPAIR if compatibility.can_replace(places, layout.backend) else compatibility.RESTART
@@ -90,10 +92,10 @@ class ClusterState:
         """Whether cells can be sent."""
         return not self.health.gone
 
-    def replaced(self, rank: int, place: Mapping[str, Any]) -> None:
+    def replaced(self, rank: int, place: Place) -> None:
         """A fresh process has taken the place of `rank`."""
         self.places[rank] = place
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost.discard(rank)
-        self.connection.agent.call("set_info", info={"places": self.places})
+        self.connection.agent.call("set_info", info={"places": encode(self.places, list[Place])})

@@ -8,6 +8,7 @@ They hold the cluster's key. On the notebook's own host the agent removes its fo
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import os
 import shutil
@@ -44,8 +45,9 @@ from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.protocol.cells import FailureRequest
-from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.joining import JoinConfig, Place
 from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source
 
 __all__ = ["clean", "describe", "install_cleanup", "join", "run_engine"]
@@ -88,18 +90,19 @@ def run_engine(argv: list[str]) -> None:
     IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
 
-def describe() -> dict[str, Any]:
-    """What this process is before it joins: host and pid, usable cores and GPUs, and the self-test's verdict."""
-    return {
-        "self_test": verdict_at_start().without_passed().to_json(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "cores": usable_cores(),
-        "gpus": torch.cuda.device_count(),
-    }
+def describe() -> Place:
+    """What this process is before it joins."""
+    return Place(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cores=usable_cores(),
+        gpus=torch.cuda.device_count(),
+        version=own_version(),
+        self_test=verdict_at_start().without_passed(),
+    )
 
 
-def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = ()) -> dict[str, Any]:
+def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = ()) -> Place:
     """Join the world; collective over all ranks, returns when all are there.
 
     Args:
@@ -142,11 +145,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     # What is here now stays: collections of garbage, and the search for wrappers after a failed cell, pass it over.
     gc.freeze()
     wrapper_reset.follow_wrappers()
-    return {
-        **describe(),
-        "device": str(device),
-        "seed": torch.initial_seed(),
-    }
+    return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
 
 
 def _shell() -> Any:

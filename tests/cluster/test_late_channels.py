@@ -81,7 +81,7 @@ def kill_the_newcomer(known):
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 run_dir, client = cluster.connection.run_dir, cluster.client
-agent = psutil.Process(cluster.places[0]["pid"]).parent()
+agent = psutil.Process(cluster.places[0].pid).parent()
 cluster.run("import torch, torch.distributed as dist")
 cluster.connection.agent.call("signal", rank=1, signal=9)
 while not cluster.health.dead:

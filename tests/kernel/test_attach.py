@@ -282,7 +282,7 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
 def test_engines_of_another_launcher_end_when_they_are_stopped_after_an_attach() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --engines local --devices cpu")
-        pids = kernel.value("[place['pid'] for place in __import__('axon_nb').cluster.current.require('x').places]")
+        pids = kernel.value("[place.pid for place in __import__('axon_nb').cluster.current.require('x').places]")
         kernel.restart(now=True)
         kernel.ok("%load_ext axon_nb\n%distributed attach")
         kernel.ok("%distributed stop")

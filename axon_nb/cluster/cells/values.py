@@ -55,7 +55,7 @@ def ranks_on_this_host(state: ClusterState, ranks: Iterable[int]) -> list[int]:
     if not memfd_supported():
         return []
     own = socket.gethostname()
-    return [rank for rank in ranks if state.places[rank]["host"] == own]
+    return [rank for rank in ranks if state.places[rank].host == own]
 
 
 def await_answer(state: ClusterState, rank: int, future: Any, what: str) -> Any:

@@ -84,9 +84,9 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         rows.append(
             RankInfo(
                 rank=rank,
-                host=str(place["host"]),
-                pid=int(place["pid"]),
-                device=str(place["device"]),
+                host=place.host,
+                pid=place.pid,
+                device=place.device,
                 backend=state.backend,
                 state=words,
                 rss_bytes=seen.rss_bytes if seen else 0,

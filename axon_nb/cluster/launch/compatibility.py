@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from axon_nb.cluster.rpc import client
 from axon_nb.cluster.settings import Settings
-from axon_nb.records.compatibility import Capability, Verdict, install_command
+from axon_nb.records.compatibility import Capability, install_command
+from axon_nb.records.protocol.joining import Place
 
 __all__ = [
     "RESTART",
@@ -32,21 +32,20 @@ _NEEDED = {"gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
 _OF_GROUPS = {"ddp_reset", "fsdp2_reset", "pipeline_reset", "rebuild", "release", "repair", "size_check"}
 """What rests on groups that can be rebuilt: nothing more to say of these where they cannot."""
 
-Places = Sequence[Mapping[str, Any]]
+Places = Sequence[Place]
 """What each rank reported when it joined."""
 
 
-def _lost(places: Iterable[Mapping[str, Any]]) -> dict[str, Capability]:
+def _lost(places: Iterable[Place]) -> dict[str, Capability]:
     """What does not work on some rank, by name."""
-    verdicts = [Verdict.from_json(place["self_test"]) for place in places if "self_test" in place]
-    return {capability.name: capability for verdict in verdicts for capability in verdict.lost}
+    return {capability.name: capability for place in places for capability in place.self_test.lost}
 
 
 def _torch(places: Places) -> str:
-    return next((str(place["self_test"]["torch"]) for place in places if place["self_test"]["capabilities"]), "")
+    return next((place.self_test.torch for place in places if place.self_test.capabilities), "")
 
 
-def can_recover(places: Iterable[Mapping[str, Any]], backend: str) -> bool:
+def can_recover(places: Iterable[Place], backend: str) -> bool:
     """Whether groups can be rebuilt after a failure.
 
     Args:

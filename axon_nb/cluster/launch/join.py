@@ -18,7 +18,8 @@ from axon_nb.cluster.rpc.handshake import reach
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
-from axon_nb.records.protocol.joining import Describe, Join, JoinConfig
+from axon_nb.records.protocol.joining import Describe, Join, JoinConfig, Place
+from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["await_reached", "gather", "join_config", "join_world", "store_address"]
@@ -27,18 +28,22 @@ __all__ = ["await_reached", "gather", "join_config", "join_world", "store_addres
 R = TypeVar("R")
 
 
-def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Have every rank join; returns what each says of itself (host, pid, device), by rank.
+def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[Place]:
+    """Have every rank join; returns what each says of itself, by rank.
 
     Raises:
-        StartError: a rank failed to join, or the world did not form within `timeout_s` seconds.
+        StartError: a rank failed to join or speaks another protocol, or the world did not form within `timeout_s`
+            seconds.
     """
     client, ranks = connection.client, range(layout.num_ranks)
     end = time.monotonic() + timeout_s
     await_reached(connection, ranks, timeout_s)
     places = gather({rank: requests.call(client, rank, Describe()) for rank in ranks}, _left(end), connection)
+    for rank, place in places.items():
+        if why := refuse_join(rank, place.host, place.version):
+            raise StartError(why)
     seated = seats(layout, [places[rank] for rank in ranks], given_threads=settings.threads)
-    store = store_address(connection, {place["host"] for place in places.values()})
+    store = store_address(connection, {place.host for place in places.values()})
     recoverable = can_recover(places.values(), layout.backend)
     joins = {
         rank: requests.call(

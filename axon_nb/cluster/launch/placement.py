@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources import Gpu, list_gpus, usable_cores
+from axon_nb.records.protocol.joining import Place
 
 __all__ = ["BACKENDS", "LOOPBACK", "Layout", "Seat", "interface_ip", "plan_layout", "seats"]
 
@@ -152,31 +152,31 @@ def interface_ip(wanted: str) -> str:
     raise UsageError(f"--interface {wanted}: this host has no such interface or address; it has {there or 'none'}.")
 
 
-def seats(layout: Layout, places: Sequence[Mapping[str, Any]], *, given_threads: int = 0) -> list[Seat]:
+def seats(layout: Layout, places: Sequence[Place], *, given_threads: int = 0) -> list[Seat]:
     """Each rank's seat.
 
     Args:
         layout: What was planned for the notebook's host.
-        places: What each rank says of its host: ``host``, ``cores``, ``gpus``.
+        places: What each rank says of its host.
         given_threads: Threads a rank that the user asked for; 0: cores of the host / its ranks.
 
     Raises:
         StartError: a host has fewer GPUs than NCCL needs.
     """
-    hosts = list(dict.fromkeys(place["host"] for place in places))
+    hosts = list(dict.fromkeys(place.host for place in places))
     if len(hosts) == 1:
         size = len(places)
         return [Seat(rank, size, 0, layout.devices[rank], layout.threads) for rank in range(size)]
     found = []
-    members = {host: [rank for rank, place in enumerate(places) if place["host"] == host] for host in hosts}
+    members = {host: [rank for rank, place in enumerate(places) if place.host == host] for host in hosts}
     for rank, place in enumerate(places):
-        neighbours, gpus = members[place["host"]], int(place["gpus"])
+        neighbours, gpus = members[place.host], place.gpus
         local = neighbours.index(rank)
         if layout.backend == "nccl" and gpus < len(neighbours):
             raise StartError(
-                f"NCCL needs a GPU of its own for each rank: {place['host']} has {len(neighbours)} ranks, {gpus} GPUs."
+                f"NCCL needs a GPU of its own for each rank: {place.host} has {len(neighbours)} ranks, {gpus} GPUs."
             )
         device = f"cuda:{local % gpus}" if gpus and layout.devices[0] != "cpu" else "cpu"
-        threads = given_threads or max(1, int(place["cores"]) // len(neighbours))
-        found.append(Seat(local, len(neighbours), hosts.index(place["host"]), device, threads))
+        threads = given_threads or max(1, place.cores // len(neighbours))
+        found.append(Seat(local, len(neighbours), hosts.index(place.host), device, threads))
     return found

@@ -167,7 +167,7 @@ def _replace(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int
         rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
     }
     seated = seats(state.layout, state.places)
-    store = store_address(connection, {place["host"] for place in state.places})
+    store = store_address(connection, {place.host for place in state.places})
     for rank in chosen:
         config = join_config(state.layout, state.settings, rank, seated[rank], store, recoverable=True)
         own = tuple(group for group in groups if rank in group.ranks)

@@ -9,6 +9,7 @@ from axon_nb.cluster.launch.connection import owner_id
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.client import AgentClient
 from axon_nb.host.run_dir import RunDir, list_run_dirs
+from axon_nb.records.protocol.version import Version, read_version, refuse_attach
 
 __all__ = ["KeptCluster", "end_kept", "find", "mine", "running"]
 
@@ -25,6 +26,8 @@ class KeptCluster:
     """Whether a notebook is connected."""
     formed: bool
     """Whether its ranks have joined a world; false for engines that a program started with ipyparallel itself."""
+    version: Version
+    """What its ranks run."""
 
 
 def running() -> list[KeptCluster]:
@@ -34,9 +37,16 @@ def running() -> list[KeptCluster]:
         info = run_dir.read_info()
         if info.get("world_size"):
             attached = _attached(run_dir)
-            formed = "layout" in info
             found.append(
-                KeptCluster(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached, formed)
+                KeptCluster(
+                    run_dir,
+                    info["name"],
+                    int(info["world_size"]),
+                    info.get("owner", ""),
+                    attached,
+                    formed="layout" in info,
+                    version=read_version(info.get("version")),
+                )
             )
     return found
 
@@ -73,7 +83,7 @@ def find(name: str | None) -> KeptCluster:
     """The cluster to attach to.
 
     Raises:
-        UsageError: none fits, or several do; the message names them.
+        UsageError: none fits, several do, which the message names, or its ranks speak another protocol.
     """
     everything = running()
     if name is not None:
@@ -95,4 +105,6 @@ def find(name: str | None) -> KeptCluster:
         )
     if entries[0].attached:
         raise UsageError(f"The cluster {entries[0].name!r} is in use by another notebook.")
+    if why := refuse_attach(entries[0].name, entries[0].version):
+        raise UsageError(why)
     return entries[0]

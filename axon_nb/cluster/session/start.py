@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
-from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility, prewarm
-from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
+from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new, owner_id
 from axon_nb.cluster.launch.engines import launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
@@ -23,6 +21,9 @@ from axon_nb.cluster.session.reattach import resume
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.protocol.joining import ClusterFacts, Place
+from axon_nb.records.protocol.version import own_version
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["attach", "restart", "start"]
 
@@ -111,18 +112,20 @@ def _publish(
     *,
     name: str,
     engines: str,
-    places: list[dict[str, Any]],
+    places: list[Place],
 ) -> Cluster:
-    facts = {
-        "name": name,
-        "engines": engines,
-        "ip": connection.ip,
-        "world_size": layout.num_ranks,
+    facts = ClusterFacts(
+        name=name,
+        engines=engines,
+        ip=connection.ip,
+        world_size=layout.num_ranks,
+        version=own_version(),
         **settings_facts(own),
-        "layout": dataclasses.asdict(layout),
-        "places": places,
-    }
-    connection.agent.call("set_info", info=facts)
+        layout=encode(layout),
+        places=tuple(places),
+        owner=owner_id(),
+    )
+    connection.agent.call("set_info", info=encode(facts))
     return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, places=places))
 
 
@@ -150,7 +153,7 @@ def attach(name: str | None = None) -> Cluster:
         name: Which; None: this notebook's own, or the only one there is.
 
     Raises:
-        UsageError: there is none, or it belongs to a notebook that is connected.
+        UsageError: there is none, it belongs to a notebook that is connected, or its ranks run another version.
     """
     if current.get() is not None:
         there = current.require("attach")
@@ -159,17 +162,16 @@ def attach(name: str | None = None) -> Cluster:
     prewarm.discard()
     connection = open_existing(entry.run_dir)
     hello_reply = connection.agent.hello_reply
-    info = hello_reply["info"]
-    facts = dict(info["layout"])
-    layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    living = _living(connection, info["engines"], layout.num_ranks)
+    facts: ClusterFacts = decode(ClusterFacts, hello_reply["info"])
+    layout: Layout = decode(Layout, facts.layout)
+    living = _living(connection, facts.engines, layout.num_ranks)
     if not living:
         connection.stop()
-        raise StartError(f"The cluster {info['name']!r} had no rank left: `%distributed start` starts a new one.")
+        raise StartError(f"The cluster {facts.name!r} had no rank left: `%distributed start` starts a new one.")
     hear(connection.client, living, timeout_s=_HEARD_S)
-    own = settings.take_over(info.get("settings", {}))
+    own = settings.take_over(dict(facts.settings))
     cluster = Cluster(
-        ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], places=info["places"])
+        ClusterState(connection, layout, own, name=facts.name, engines=facts.engines, places=facts.places)
     )
     for rank in set(cluster.ranks) - living:
         event = hello_reply["deaths"].get(str(rank))

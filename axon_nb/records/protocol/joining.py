@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.messages import RankCall
 from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.version import Version
+from axon_nb.records.protocol.wire import Packed
 
-__all__ = ["Describe", "Join", "JoinConfig"]
+__all__ = ["ClusterFacts", "Describe", "Join", "JoinConfig", "Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, as it reports itself."""
+
+    host: str
+    pid: int
+    """Process id on that host."""
+    cores: int
+    """Usable cores of the host."""
+    gpus: int
+    """GPUs that the process sees."""
+    version: Version
+    """What it runs."""
+    self_test: Verdict
+    """What does not work there with the installed versions."""
+    device: str = ""
+    """torch device; empty before it has joined."""
+    seed: int | None = None
+    """Initial seed of torch; None before it has joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What the host agent keeps of a cluster, for a notebook that attaches."""
+
+    name: str
+    engines: str
+    """Name of the ipyparallel launcher that runs the ranks."""
+    ip: str
+    """The address on which the cluster listens."""
+    world_size: int
+    version: Version
+    """What the notebook and the ranks ran when they started."""
+    keep_alive_s: float
+    """How long ranks stay without a notebook, in seconds."""
+    settings: Mapping[str, Any]
+    """The cluster's settings, by name."""
+    layout: Packed
+    """Fields of `cluster.launch.placement.Layout`."""
+    places: tuple[Place, ...]
+    """By rank."""
+    owner: str = ""
+    """The notebook that used it last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +93,14 @@ class JoinConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Describe(RankCall[dict[str, Any]]):
-    """Ask an engine, before it joins, for its place: host, pid, cores, GPUs, version, and the self-test's verdict."""
+class Describe(RankCall[Place]):
+    """Ask an engine, before it joins, for its place."""
 
     target = "axon_nb.engine.bootstrap:describe"
 
 
 @dataclass(frozen=True, slots=True)
-class Join(RankCall[dict[str, Any]]):
+class Join(RankCall[Place]):
     """Join the world; collective over all ranks. Returns the place, with device and seed."""
 
     target = "axon_nb.engine.bootstrap:join"
