@@ -12,12 +12,13 @@ import contextlib
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.rpc.client import connect
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.engines import launch_engines
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.cluster.settings import settings
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from tests.cluster.late_port import delay
 
 run_dir = RunDir.create()

@@ -13,13 +13,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.placement import LOOPBACK
 from axon_nb.cluster.rpc.client import RankClient, connect
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
 __all__ = ["Connection", "default_name", "open_existing", "open_new", "owner_id"]
 

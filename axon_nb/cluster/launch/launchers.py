@@ -22,11 +22,9 @@ from traitlets import Dict, Float, Unicode
 from axon_nb.cluster.rpc.client import tell_controller
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
-__all__ = ["ENGINE_ENTRY", "AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
-
-ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
-"""What a forked rank runs."""
+__all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
 
 # Set by the kernel, by pytest or by ipyparallel for this very process; a rank must not believe them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")

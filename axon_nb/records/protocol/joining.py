@@ -12,7 +12,10 @@ from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed
 
-__all__ = ["ClusterFacts", "Describe", "Join", "JoinConfig", "Place"]
+__all__ = ["ENGINE_ENTRY", "ClusterFacts", "Describe", "Join", "JoinConfig", "Place"]
+
+ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
+"""What a forked rank runs, as ``module:function``."""
 
 
 @dataclass(frozen=True, slots=True)
