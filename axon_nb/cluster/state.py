@@ -12,6 +12,7 @@ from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings
+from axon_nb.records.protocol.agent import SetInfo
 from axon_nb.records.protocol.joining import Place
 from axon_nb.records.protocol.wire import encode
 
@@ -98,4 +99,4 @@ class ClusterState:
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost.discard(rank)
-        self.connection.agent.call("set_info", info={"places": encode(self.places, list[Place])})
+        self.connection.agent.call(SetInfo({"places": encode(self.places, list[Place])}))

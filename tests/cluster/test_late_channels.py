@@ -41,8 +41,7 @@ from tests.cluster.late_port import delay
 
 cluster = axon_nb.start(2, devices="cpu", name="late")
 pid = cluster.run("os.getpid()", ranks=[1], quiet=True)[1] if cluster.run("import os", quiet=True).ok else 0
-agent = cluster.connection.agent
-agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
@@ -84,7 +83,7 @@ cluster = axon_nb.start(3, devices="cpu", name="late")
 run_dir, client = cluster.connection.run_dir, cluster.client
 agent = psutil.Process(cluster.places[0].pid).parent()
 cluster.run("import torch, torch.distributed as dist")
-cluster.connection.agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 known = {child.pid for child in agent.children()}
@@ -102,7 +101,7 @@ import time, axon_nb
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 cluster.run("import torch, torch.distributed as dist")
-cluster.connection.agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 startup = cluster.connection.run_dir.profile / "startup" / "00-die.py"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import PurePath
-from typing import Any
+
+from axon_nb.records.protocol.agent import ControllerExit, Exit
 
 __all__ = ["describe_death", "last_line", "place_of_crash"]
 
@@ -19,19 +20,18 @@ Frames = list[tuple[str, int, str]]
 _MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 
 
-def describe_death(event: dict[str, Any]) -> str:
+def describe_death(event: Exit | ControllerExit) -> str:
     """What became of a rank or the controller; reads after its name.
 
     Args:
-        event: The host agent's: `code` (exit code, or minus the signal's number), `words` (what it wrote at last),
-            `crash` (Python's stacks at a crash), `out_of_memory` (whether Linux ended it for that; None: unknown).
+        event: The host agent's.
     """
-    code, words, crash = int(event["code"]), str(event.get("last_output", "")), str(event.get("crash", ""))
+    code, words, crash = event.code, event.last_output, event.crash
     if code >= 0:
         text = f"exited with code {code}"
     else:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        text = f"was killed by {name}" + (_MEMORY[event.get("out_of_memory")] if name == "SIGKILL" else "")
+        text = f"was killed by {name}" + (_MEMORY[event.out_of_memory] if name == "SIGKILL" else "")
     text += place_of_crash(crash or words)
     line = last_line(words)
     return f"{text}; last line: {line}" if line else text

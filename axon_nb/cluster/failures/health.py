@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR, RankError
 from axon_nb.errors import ClusterLostError
+from axon_nb.records.protocol.agent import AgentEvent, ControllerExit, Exit
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["UNPROVEN_ON_NCCL", "ActiveCell", "Health"]
@@ -79,15 +80,15 @@ class Health:
             self._hinted.add(kind)
             print(text)
 
-    def on_event(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: AgentEvent) -> None:
         """Take in one event of the host agent."""
         if self.gone:
             return
-        if event["event"] == "exit" and event["rank"] is not None:
-            self.die(event["rank"], describe_death(event))
-        elif event["event"] == "controller_exit":
+        if isinstance(event, Exit):
+            self.die(event.rank, describe_death(event))
+        elif isinstance(event, ControllerExit):
             self.lose(f"lost its ipyparallel controller, which {describe_death(event)},")
-        elif event["event"] == "closed":
+        else:
             self.lose("lost its host agent")
 
     def on_registration(self, event: dict[str, Any]) -> None:

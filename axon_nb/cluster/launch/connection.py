@@ -104,7 +104,7 @@ def _open_new(ip: str) -> Connection:
 def open_existing(run_dir: RunDir) -> Connection:
     """Connect to a cluster that runs already, and become its owner."""
     agent = AgentClient(run_dir, owner=owner_id())
-    return _with_client(run_dir, agent, agent.hello_reply["info"].get("ip", LOOPBACK))
+    return _with_client(run_dir, agent, agent.hello_reply.info.get("ip", LOOPBACK))
 
 
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:

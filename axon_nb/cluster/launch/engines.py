@@ -25,6 +25,7 @@ from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngi
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.protocol.agent import Exit
 
 __all__ = ["launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
 
@@ -68,9 +69,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         options |= {"environment": env}
         _precreate_logs(connection, layout.num_ranks)
     deaths: dict[int, int] = {}
-    connection.agent.on_event(
-        lambda event: deaths.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
-    )
+    connection.agent.on_event(lambda event: deaths.update({event.rank: event.code} if isinstance(event, Exit) else {}))
     end = time.monotonic() + timeout_s
     try:
         _start_engines(cluster, layout.num_ranks, options, name=engines, timeout_s=timeout_s)

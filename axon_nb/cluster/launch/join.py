@@ -18,6 +18,7 @@ from axon_nb.cluster.rpc.handshake import reach
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
+from axon_nb.records.protocol.agent import ServeStore
 from axon_nb.records.protocol.joining import Describe, Join, JoinConfig, Place
 from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import format_ranks
@@ -81,7 +82,7 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
             "they reach this host."
         )
     key = store_key(connection.client.session.key)
-    port = connection.agent.call("serve_store", ip=connection.ip, key=key.hex())["port"]
+    port = connection.agent.call(ServeStore(connection.ip, key.hex())).port
     return f"tcp:{connection.ip}:{port}"
 
 

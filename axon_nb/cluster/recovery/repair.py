@@ -22,6 +22,7 @@ from axon_nb.cluster.recovery.recovery import next_epoch
 from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.records.protocol.agent import Signal
 from axon_nb.records.protocol.cells import AbortRequest
 from axon_nb.records.protocol.joining import Join
 from axon_nb.records.protocol.messages import RankCall
@@ -210,7 +211,7 @@ def _uninterrupted() -> Iterator[None]:
 def _end(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.awaited.update(ranks)
     for rank in ranks:
-        state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
+        state.connection.agent.call(Signal(rank, int(signal.SIGKILL)))
     end = time.monotonic() + _REPAIR_S
     while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
@@ -238,7 +239,7 @@ def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> 
         raise StartError(f"The controller did not forget ranks {format_ranks(ranks)} within {_REPAIR_S:.0f} s.")
     env = rank_environment(state.layout)
     for rank in ranks:
-        connection.agent.call("fork", **fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
+        connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
     if not client.wait_registered(ranks, _REPAIR_S):
         raise StartError(
             f"Ranks {format_ranks(ranks)} did not come up within {_REPAIR_S:.0f} s: see {connection.run_dir.path}."

@@ -9,6 +9,7 @@ from axon_nb.cluster.launch.connection import owner_id
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.client import AgentClient
 from axon_nb.host.run_dir import RunDir, list_run_dirs
+from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.protocol.version import Version, read_version, refuse_attach
 
 __all__ = ["KeptCluster", "end_kept", "find", "mine", "running"]
@@ -55,7 +56,7 @@ def _attached(run_dir: RunDir) -> bool:
     with contextlib.suppress(AxonError):
         client = AgentClient(run_dir, owner="")
         try:
-            return bool(client.call("get_info")["attached"])
+            return client.call(GetInfo()).attached
         finally:
             client.close()
     return False

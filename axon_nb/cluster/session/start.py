@@ -21,6 +21,7 @@ from axon_nb.cluster.session.reattach import resume
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.protocol.agent import SetInfo
 from axon_nb.records.protocol.joining import ClusterFacts, Place
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
@@ -125,7 +126,7 @@ def _publish(
         places=tuple(places),
         owner=owner_id(),
     )
-    connection.agent.call("set_info", info=encode(facts))
+    connection.agent.call(SetInfo(encode(facts)))
     return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, places=places))
 
 
@@ -162,7 +163,7 @@ def attach(name: str | None = None) -> Cluster:
     prewarm.discard()
     connection = open_existing(entry.run_dir)
     hello_reply = connection.agent.hello_reply
-    facts: ClusterFacts = decode(ClusterFacts, hello_reply["info"])
+    facts: ClusterFacts = decode(ClusterFacts, hello_reply.info)
     layout: Layout = decode(Layout, facts.layout)
     living = _living(connection, facts.engines, layout.num_ranks)
     if not living:
@@ -174,11 +175,11 @@ def attach(name: str | None = None) -> Cluster:
         ClusterState(connection, layout, own, name=facts.name, engines=facts.engines, places=facts.places)
     )
     for rank in set(cluster.ranks) - living:
-        event = hello_reply["deaths"].get(str(rank))
+        event = hello_reply.deaths.get(rank)
         cluster.health.die(rank, "died while no notebook was connected" if event is None else describe_death(event))
     current.put(cluster)
     settings.act_again()
-    cluster.running_cell = resume(cluster.cells, left_ns=hello_reply["left_ns"])
+    cluster.running_cell = resume(cluster.cells, left_ns=hello_reply.left_ns)
     return cluster
 
 
@@ -188,7 +189,7 @@ def _living(connection: Connection, engines: str, num_ranks: int) -> set[int]:
         client.wait_registered(range(num_ranks), 2.0)
         return set(client.registered)
     # The controller takes a minute to miss an engine that died while nobody was there to tell it.
-    living = set(map(int, connection.agent.hello_reply["ranks"]))
+    living = set(connection.agent.hello_reply.ranks)
     client.wait_registered(living, _REGISTERED_S)
     return living
 
