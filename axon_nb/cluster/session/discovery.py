@@ -6,13 +6,17 @@ import contextlib
 from dataclasses import dataclass
 
 from axon_nb.cluster.launch.connection import owner_id
-from axon_nb.errors import AxonError, UsageError
-from axon_nb.host.client import AgentClient
+from axon_nb.errors import UsageError
+from axon_nb.host.query import AgentQuery
 from axon_nb.host.run_dir import RunDir, list_run_dirs
-from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.records.protocol.agent import GetInfo, Stop
 from axon_nb.records.protocol.version import Version, read_version, refuse_attach
 
 __all__ = ["KeptCluster", "end_kept", "find", "mine", "running"]
+
+_REPLY_S = 60.0
+"""A busy machine keeps an agent from answering for a while."""
+_END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,8 @@ def running() -> list[KeptCluster]:
 
 
 def _attached(run_dir: RunDir) -> bool:
-    with contextlib.suppress(AxonError):
-        client = AgentClient(run_dir, owner="")
-        try:
-            return client.call(GetInfo()).attached
-        finally:
-            client.close()
+    with contextlib.suppress(OSError, ValueError), AgentQuery(run_dir, timeout_s=_REPLY_S) as agent:
+        return bool(agent.request(GetInfo()).get("attached"))
     return False
 
 
@@ -72,8 +72,9 @@ def end_kept() -> list[str]:
     """End what this notebook's former kernel left behind; one line for each."""
     lines = []
     for entry in mine():
-        with contextlib.suppress(AxonError):
-            AgentClient(entry.run_dir, owner=owner_id()).stop()
+        with contextlib.suppress(OSError, ValueError), AgentQuery(entry.run_dir, timeout_s=_REPLY_S) as agent:
+            agent.request(Stop())  # which an agent of any version knows
+            agent.wait_closed(_END_S)
             lines.append(
                 f"Ended the cluster {entry.name!r} ({entry.num_ranks} ranks) that this notebook had left running."
             )
