@@ -123,7 +123,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch keeps the C++ half alone; without the Python half every call on it fails as "not implemented".
-    session.extras["store"] = store
+    session.store = store
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
         install_cleanup()
@@ -156,7 +156,7 @@ def _install(session: RankSession) -> None:
     kernel = session.kernel
     steps = OptimizerSteps()
     steps.install()
-    session.extras["steps"] = steps
+    session.steps = steps
     install_frameworks(session)
     install_rounds()
     set_cell_source(lambda: session.cell)
@@ -177,4 +177,4 @@ def _install(session: RankSession) -> None:
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, Assistant(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.describe})
-    session.extras["runner"] = runner
+    session.runner = runner

@@ -38,7 +38,7 @@ def install_frameworks(session: RankSession) -> None:
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
-        abort.count_as_step(deepspeed.wrap_step(module, session.extras["steps"].end_of_step))
+        abort.count_as_step(deepspeed.wrap_step(module, session.steps.end_of_step))
         wrapper_reset.follow_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)

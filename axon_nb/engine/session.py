@@ -21,7 +21,18 @@ class RankSession:
     device: torch.device
     cell: int | None = None
     """Number of the notebook cell that runs; None when idle."""
-    extras: dict[str, Any] = field(default_factory=dict)
+    store: Any = None
+    """The rendezvous store, kept here because torch keeps only its C++ half."""
+    steps: Any = None
+    """`OptimizerSteps`: the optimizer steps of this rank."""
+    runner: Any = None
+    """`CellRunner`: runs cells, and keeps their values until the notebook fetches them."""
+    subgroup: Any = None
+    """The process group that `subgroup` was bound to last."""
+    packed: bytearray = field(default_factory=bytearray)
+    """Variables on their way to a replaced rank."""
+    offer: bytes | bytearray = b""
+    """A value on its way to a notebook that shares no memory with this rank."""
 
 
 _session: list[RankSession] = []

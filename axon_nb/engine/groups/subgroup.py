@@ -33,14 +33,14 @@ def bind(session: RankSession, ranks: Sequence[int], *, wanted: bool) -> None:
         Aborted: the cell was ended while its ranks met.
     """
     space = session.kernel.shell.user_ns
-    mine = session.extras.get(NAME)
+    mine = session.subgroup
     if (NAME in space and space[NAME] is not mine) or not (wanted or NAME in space):
         return
     group = of(session, ranks, make=wanted)
     if group is None:
         space.pop(NAME, None)  # rather than the group of other ranks
         return
-    session.extras[NAME] = space[NAME] = group
+    session.subgroup = space[NAME] = group
 
 
 def of(session: RankSession, ranks: Sequence[int], *, make: bool = True) -> Any:

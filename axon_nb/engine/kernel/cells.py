@@ -68,7 +68,7 @@ class CellRunner:
         if not facts.is_debugger:
             post_mortem.forget()
         activity.begin_cell()
-        session.extras["steps"].begin_cell()
+        session.steps.begin_cell()
         self._budget.begin(facts.output_limit)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
@@ -82,7 +82,7 @@ class CellRunner:
         finally:
             membership.leave()
             self._interrupts.end_cell()
-            session.extras["steps"].end_cell()
+            session.steps.end_cell()
             end = time.monotonic_ns()
             session.cell = None
             streams.drain(wait=True)

@@ -115,7 +115,7 @@ class OptimizerSteps:
 
 def recover(epoch: int) -> RecoveryReport:
     """Form the groups anew after an ended cell; as `groups.recovery.recover`, with this rank's steps besides."""
-    return RecoveryReport(recovery.recover(epoch), current().extras["steps"].report())
+    return RecoveryReport(recovery.recover(epoch), current().steps.report())
 
 
 def _named_optimizers() -> dict[int, tuple[Optimizer, str]]:

@@ -123,7 +123,7 @@ def _carrier(tensor: torch.Tensor) -> torch.device:
 
 
 def _share_state(value: Any, source: int) -> None:
-    own, steps = current().config.rank == source, current().extras["steps"]
+    own, steps = current().config.rank == source, current().steps
     counted = isinstance(value, Optimizer)
     size, parcel = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
     if own:

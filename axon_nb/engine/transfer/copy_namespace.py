@@ -65,7 +65,7 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
         else:
             copied[name] = value
     parcel = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
-    current().extras["parcel"] = parcel
+    current().packed = parcel
     return PackedNamespace(
         copied=tuple(copied),
         skipped=skipped,
@@ -77,7 +77,8 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
 
 def give(ranks: Sequence[int]) -> None:
     """Send the parcel to each of `ranks`, which must be in `take`."""
-    parcel = torch.frombuffer(current().extras.pop("parcel"), dtype=torch.uint8)
+    session = current()
+    parcel, session.packed = torch.frombuffer(session.packed, dtype=torch.uint8), bytearray()
     for rank in ranks:
         for piece in parcel.split(_PIECE):
             dist.send(piece.to(_carrier()), rank)

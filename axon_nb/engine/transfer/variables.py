@@ -174,7 +174,7 @@ def give(
     """
     session = current()
     own = session.config.rank
-    session.extras.pop("offer", None)
+    session.offer = b""
     value = eval(expression, session.kernel.shell.user_ns)
     parts: list[Any] = []
     holders = split_over(value) if not shards else set()
@@ -193,7 +193,7 @@ def give(
     parts = pack(as_arrays(value) if arrays else value)
     address = addresses[own]
     if address is None:
-        session.extras["offer"] = join_parts(parts)
+        session.offer = join_parts(parts)
         return
     size, free = block_size(parts), free_memory()
     if free is not None and size > free:
@@ -203,7 +203,9 @@ def give(
 
 def take_offer() -> bytes:
     """What `give` has kept, once; empty when it was another rank that gave it."""
-    return bytes(current().extras.pop("offer", b""))
+    session = current()
+    kept, session.offer = bytes(session.offer), b""
+    return kept
 
 
 def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
@@ -216,7 +218,7 @@ def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, 
     Returns:
         The bytes of its parts; None: they are in the parcel; empty: it does not pickle, and there is the text alone.
     """
-    value = portable(current().extras["runner"].take_value(token))
+    value = portable(current().runner.take_value(token))
     try:
         parts = pack(value)
     except Exception:
