@@ -248,6 +248,7 @@ def _record(kind: Any) -> _Coder:
     coders = {item.name: _coder(hints[item.name]) for item in fields(kind)}
     needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
     encoders = [(name, coder.encode) for name, coder in coders.items()]
+    decoders = {name: coder.decode for name, coder in coders.items()}
 
     def encode_record(record: Any) -> dict[str, Any]:
         if type(record) is not kind:
@@ -263,16 +264,17 @@ def _record(kind: Any) -> _Coder:
     def decode_record(content: Any) -> Any:
         if not isinstance(content, Mapping):
             raise _wrong(f"the fields of a {kind.__name__}", content)
-        if not coders.keys() >= content.keys():
-            raise _Mismatch(f" has no field {', '.join(map(repr, sorted(content.keys() - coders.keys())))}.")
-        if not content.keys() >= needed:
-            raise _Mismatch(f" lacks {', '.join(map(repr, sorted(needed - content.keys())))}.")
         values, name = {}, ""
         try:
             for name, value in content.items():
-                values[name] = coders[name].decode(value)
+                values[name] = decoders[name](value)
+        except KeyError:
+            unknown = sorted(map(repr, content.keys() - decoders.keys()))
+            raise _Mismatch(f" has no field {', '.join(unknown)}.") from None
         except _Mismatch as error:
             raise error.within(f".{name}") from None
+        if len(values) < len(decoders) and not values.keys() >= needed:
+            raise _Mismatch(f" lacks {', '.join(map(repr, sorted(needed - values.keys())))}.")
         return kind(**values)
 
     return _Coder(encode_record, decode_record)

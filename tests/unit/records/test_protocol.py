@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -14,6 +15,17 @@ import pytest
 
 import axon_nb.records.protocol as room
 from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol import wire
+from axon_nb.records.protocol.agent import (
+    Closed,
+    Command,
+    ControllerExit,
+    Exit,
+    command_kind,
+    command_name,
+    decode_event,
+    encode_event,
+)
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest, DebuggerCommand, StopRequest
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
@@ -60,7 +72,22 @@ def test_each_request_has_a_name_of_its_own() -> None:
 def test_each_message_is_frozen_and_declares_its_reply(kind: Any) -> None:
     assert is_dataclass(kind)
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    reply_type(kind)
+    for declared in (kind, reply_type(kind)):
+        wire._coder(declared)  # each field has a type that can be encoded
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds(Command)), key=lambda kind: kind.__name__))
+def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
+    assert command_kind(command_name(kind)) is kind
+    assert command_kind([]) is command_kind("dance") is None
+    wire._coder(kind)
+
+
+def test_events_of_the_agent_come_back_as_they_were() -> None:
+    for event in (Exit(2, 7, -9, 5, None, "last words", "crash"), ControllerExit(7, 1, 5), Closed()):
+        assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
+    with pytest.raises(ProtocolError, match="unknown event 'party'"):
+        decode_event({"event": "party"})
 
 
 @pytest.mark.parametrize("kind", CALLS)
