@@ -5,7 +5,6 @@ AxonError
  │    └── NoClusterError  the command needs a cluster, but none is running
  ├── StartError          the cluster failed to start
  ├── ClusterLostError    the cluster is gone
- ├── ProtocolError       two processes of a cluster do not understand each other
  └── CellError           a `%%distributed` cell failed on at least one rank
       └── CellTimeoutError  a cell exceeded its `--timeout`
 
@@ -24,7 +23,6 @@ __all__ = [
     "CellTimeoutError",
     "ClusterLostError",
     "NoClusterError",
-    "ProtocolError",
     "StartError",
     "UsageError",
 ]
@@ -57,10 +55,6 @@ class StartError(AxonError, RuntimeError):
 
 class ClusterLostError(AxonError, RuntimeError):
     """The cluster is gone: its controller or host agent ended."""
-
-
-class ProtocolError(AxonError, RuntimeError):
-    """A message between processes of a cluster does not have the fields that its record declares."""
 
 
 class CellError(AxonError, RuntimeError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from axon_nb.errors import ProtocolError, StartError
+from axon_nb.errors import StartError
 from axon_nb.host.children import Children, Death
 from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
@@ -22,6 +22,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
 from axon_nb.records.protocol import agent as messages
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["Agent", "AgentOptions"]

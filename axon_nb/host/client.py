@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from axon_nb.errors import ClusterLostError, ProtocolError, StartError
+from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
@@ -33,6 +33,7 @@ from axon_nb.records.protocol.agent import (
     decode_event,
     decode_outcome,
 )
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import encode
 
 __all__ = ["AgentClient", "outcome", "spawn_agent"]

@@ -16,8 +16,8 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.errors import ProtocolError
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, execute_request
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellRun"]
@@ -98,14 +98,6 @@ class CellRun:
 
     def send(self, code: str, facts: CellFacts) -> None:
         """Send the cell; what this run knows itself is added to `facts`."""
-        content = {
-            "code": code,
-            "silent": False,
-            "store_history": False,
-            "user_expressions": {},
-            "allow_stdin": False,
-            "stop_on_error": False,
-        }
         facts = dataclasses.replace(
             facts,
             run=self.token,
@@ -116,7 +108,7 @@ class CellRun:
             subgroup=mentions(code, "subgroup"),
         )
         self._ending.run = self.token
-        self._messages = self._client.send_cells(self.ranks, content, {KEY: encode(facts)}, self)
+        self._messages = self._client.send_cells(self.ranks, execute_request(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """From the IO thread: a rank printed or displayed something."""

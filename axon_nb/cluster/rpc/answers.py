@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from axon_nb.errors import AxonError, ProtocolError
+from axon_nb.errors import AxonError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.messages import REFUSAL, REPLY, Request, decode_reply
 
 __all__ = ["Answer", "RefusedError"]

@@ -14,19 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import execute_request
 
 __all__ = ["hear", "reach"]
 
 _AGAIN_S = 0.25
 _LOOK_S = 0.02
-_NOTHING = {
-    "code": "",
-    "silent": True,
-    "store_history": False,
-    "user_expressions": {},
-    "allow_stdin": False,
-    "stop_on_error": False,
-}
+_NOTHING = execute_request("", silent=True)
 
 
 class _Heard:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from axon_nb.cluster.rpc.answers import Answer, RefusedError
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.protocol.messages import RankCall, Request, arguments_of, perform
 from axon_nb.records.waits import RankWaits

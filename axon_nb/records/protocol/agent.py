@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [

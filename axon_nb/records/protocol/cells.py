@@ -28,10 +28,23 @@ __all__ = [
     "Measurement",
     "Profile",
     "StopRequest",
+    "execute_request",
 ]
 
 KEY = "axon_nb"
 """Under this name `CellFacts` stands in the metadata of an execute request, and `CellEnd` in its reply."""
+
+
+def execute_request(code: str, *, silent: bool = False) -> dict[str, Any]:
+    """The content of Jupyter's request that runs `code`; a silent one is not a cell."""
+    return {
+        "code": code,
+        "silent": silent,
+        "store_history": False,
+        "user_expressions": {},
+        "allow_stdin": False,
+        "stop_on_error": False,
+    }
 
 
 @dataclass(frozen=True, slots=True)

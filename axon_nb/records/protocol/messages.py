@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
-from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [

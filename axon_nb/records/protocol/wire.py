@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple, Union
 
-from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.version import own_version
 
 __all__ = ["Packed", "decode", "encode"]

@@ -10,7 +10,7 @@ from ipyparallel.client.futures import MessageFuture
 
 from axon_nb.cluster.rpc.answers import Answer, RefusedError
 from axon_nb.cluster.rpc.requests import ask
-from axon_nb.errors import ProtocolError
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import MeshReply, MeshRequest
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import axon_nb.records.protocol as room
-from axon_nb.errors import ProtocolError
 from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.agent import (
     Closed,
@@ -28,6 +27,7 @@ from axon_nb.records.protocol.agent import (
 )
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest, DebuggerCommand, StopRequest
 from axon_nb.records.protocol.contents import CaptureModel
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
 from axon_nb.records.protocol.messages import (
     Event,

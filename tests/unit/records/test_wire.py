@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from axon_nb._version import __version__
-from axon_nb.errors import ProtocolError
 from axon_nb.records.protocol.cells import CellFacts, Measurement
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.version import PROTOCOL
 from axon_nb.records.protocol.wire import Packed, decode, encode
 from axon_nb.records.telemetry import Activity, RankState
