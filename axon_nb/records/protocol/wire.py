@@ -13,6 +13,7 @@ import base64
 import binascii
 import enum
 import math
+import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -94,12 +95,22 @@ def _plain(kind: type, name: str, *, but: type | None = None) -> _Coder:
     return _Coder(code, code)
 
 
+def _encode_int(value: Any) -> int:
+    if type(value) is int:
+        return value
+    number: Any = value if isinstance(value, numbers.Real) else math.nan
+    if isinstance(value, bool) or number % 1 != 0:
+        raise _wrong("a whole number", value)
+    return int(number)  # such as one of NumPy's, or a user's `total=1e3`
+
+
 _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def _encode_float(value: Any) -> float | str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if math.isfinite(value) else str(float(value))
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
     raise _wrong("a number", value)
 
 
@@ -127,7 +138,7 @@ _coders: dict[Any, _Coder] = {
     bool: _plain(bool, "True or False"),
     bytes: _Coder(_encode_bytes, _decode_bytes),
     float: _Coder(_encode_float, _decode_float),
-    int: _plain(int, "a whole number", but=bool),
+    int: _Coder(_encode_int, _plain(int, "a whole number", but=bool).decode),
     str: _plain(str, "text"),
     types.NoneType: _plain(types.NoneType, "None"),
     None: _plain(types.NoneType, "None"),

@@ -66,6 +66,16 @@ def test_numbers_that_are_not_finite_pass_through_json(number: float) -> None:
     assert math.isnan(decode(float, through_json(encode(math.nan, float))))
 
 
+def test_numbers_of_other_types_travel_as_pythons_own() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert encode(Inner(numpy.int64(3))) == {"count": 3, "name": ""}
+    assert type(encode(numpy.float32(0.5), float)) is float
+    assert type(encode(1e3, int)) is int
+    for wrong in (1.5, math.inf, math.nan, True):
+        with pytest.raises(ProtocolError, match="must be a whole number"):
+            encode(wrong, int)
+
+
 def test_defaults_may_be_left_out() -> None:
     assert decode(Inner, {"count": 1}) == Inner(1)
     assert decode(CellFacts, {}) == CellFacts(measurement=Measurement())
