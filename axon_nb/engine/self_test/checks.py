@@ -22,6 +22,8 @@ from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import swap_backend
 from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
     "backend_swap",
@@ -116,7 +118,7 @@ def _wait_forever(process: CheckProcess) -> None:
 
 
 def _recover(*, replaced: bool = False) -> None:
-    if not_reset := recovery.recover(1, replaced=replaced)["not_reset"]:
+    if not_reset := recovery.recover(1, replaced=replaced).not_reset:
         raise AssertionError(not_reset[0])
 
 
@@ -144,7 +146,7 @@ def rebuild(process: CheckProcess) -> None:
 def repair(process: CheckProcess) -> None:
     """Let rank 1 die, and a replacement take its rank in the default group and in a subgroup."""
     if process.is_replacement:
-        groups = json.loads(process.wait_for("groups", 0))
+        groups = decode(tuple[GroupRecord, ...], json.loads(process.wait_for("groups", 0)))
         _join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
         recovery.sync_group_count()
@@ -156,7 +158,7 @@ def repair(process: CheckProcess) -> None:
             process.die()
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
-        process.note("groups", json.dumps(recovery.list_groups()))
+        process.note("groups", json.dumps(encode(recovery.list_groups(), list[GroupRecord])))
         _recover(replaced=True)
     _expect_sum()
     for group in all_groups():
