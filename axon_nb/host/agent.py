@@ -151,9 +151,9 @@ class Agent:
             )
             self._broadcast(event)
             return
-        said = last_line(self.run_dir.path / "log" / "controller.log")
-        self._broadcast(messages.ControllerExit(death.pid, death.code, now, out_of_memory, said))
-        self._start_failure = describe_controller_exit(death.code, said)
+        last_output = last_line(self.run_dir.path / "log" / "controller.log")
+        self._broadcast(messages.ControllerExit(death.pid, death.code, now, out_of_memory, last_output))
+        self._start_failure = describe_controller_exit(death.code, last_output)
         if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
             self._begin_stop()
 

@@ -43,7 +43,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Command(Generic[R_co]):
-    """What a notebook asks of the host agent."""
+    """A command of a notebook to the host agent."""
 
     __slots__ = ()
 
@@ -101,19 +101,19 @@ class AgentState:
     ready: bool
     """Whether it can fork ranks."""
     idle: bool
-    """Whether it has imported everything that it wants to."""
+    """Whether it has finished its imports."""
     ranks: Mapping[int, int]
     """Pid of each live rank."""
     controller: int | None
     """Pid of the ipyparallel controller."""
     deaths: Mapping[int, Exit]
-    """By rank, of those that were not replaced."""
+    """By rank, for dead ranks that were not replaced."""
     left_ns: int
     """When the last notebook disconnected, on the host's monotonic clock; 0 if none has."""
     attached: bool
     """Whether a notebook is connected."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """What notebooks have set; the fields of `ClusterFacts` once ranks have joined."""
+    """What notebooks have stored; the fields of `ClusterFacts` once ranks have joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +121,20 @@ class Hello(Command[AgentState]):
     """The first command of a connection."""
 
     owner: str
-    """The notebook, which keeps the cluster alive while it is connected; empty for an observer."""
+    """Id of the notebook, which keeps the cluster alive while it is connected; empty for an observer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetInfo(Command[AgentState]):
-    """Ask for the state."""
+    """Request the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetInfo(Command[None]):
-    """Change what the agent knows of the cluster."""
+    """Change what the agent stores about the cluster."""
 
     info: Mapping[str, Any]
-    """Fields of `ClusterFacts`; the others stay."""
+    """Fields of `ClusterFacts`; the others are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class Fork(Command[Forked]):
-    """Fork a rank; answered when the agent is ready and has done it."""
+    """Fork a rank; the agent replies once it has."""
 
     rank: int
     env: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Cells: what is sent with one, what a rank replies at the end, and how a running one is aborted or followed."""
+"""Cells: the metadata of one, the reply at its end, and requests that abort a running one or fetch its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 KEY = "axon_nb"
-"""Under this name `CellFacts` stands in the metadata of an execute request, and `CellEnd` in its reply."""
+"""Key of `CellFacts` in the metadata of an execute request, and of `CellEnd` in its reply."""
 
 
 def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
@@ -52,29 +52,29 @@ class Measurement:
     """What to measure of a cell: `--time`, `--repeat`, `--profile`."""
 
     is_timed: bool = False
-    """Whether the cell's end waits for the device, so that its time counts."""
+    """Whether the end of the cell waits for the device, so that its time counts."""
     repeat: int = 0
-    """How often the cell runs, each time measured; 0: once."""
+    """How many timed runs; 0: the cell runs once."""
     profiled: tuple[int, ...] = ()
-    """The ranks that take a profile."""
+    """The ranks to profile."""
     folder: str = ""
-    """Where traces go."""
+    """The folder for traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
-    """What is sent with a cell. The defaults are those of code that another client of ipyparallel sends."""
+    """The notebook's metadata about a cell. The defaults apply to code that another client of ipyparallel sends."""
 
     run: str = ""
-    """Name of the cell's run, the same on all its ranks; empty for a cell of another client."""
+    """Id of the run, the same on all its ranks; empty for a cell of another client."""
     cell: int | None = None
     """Number that tracebacks use, the notebook's `In [n]`."""
     ranks: tuple[int, ...] = ()
     """The ranks that run it."""
     token: str | None = None
-    """Under what name the rank keeps the value of the last expression; None: it does not."""
+    """Key under which the rank keeps the value of the last expression; None: it does not keep it."""
     timeout: float | None = None
-    """Limit in seconds, enforced by the notebook."""
+    """Timeout in seconds, enforced by the notebook."""
     show_value: bool = False
     quiet: bool = False
     exclusive: bool = False
@@ -82,11 +82,11 @@ class CellFacts:
     subgroup: bool = False
     """Whether the code uses `subgroup`."""
     keep_failure: bool = False
-    """Whether a failure is kept for the debugger."""
+    """Whether to keep a failure for the debugger."""
     is_debugger: bool = False
-    """Whether this is a command of the debugger, which needs the failure that is kept."""
+    """Whether this is a command of the debugger, which needs the saved failure."""
     output_limit: int | None = None
-    """Bytes of text before lines are dropped and counted; None: the limit of the rank."""
+    """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
     measurement: Measurement = field(default_factory=Measurement)
 
 
@@ -96,27 +96,27 @@ class AbortLocation:
 
     line: int | None
     call: str
-    """The function of torch.distributed that it had called; empty outside one."""
+    """The torch.distributed function that it had called; empty if none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random numbers that a cell drew although copies of a model should not share them."""
+    """Random numbers that a cell drew and that replicas of a model should not share."""
 
     states: tuple[str, str]
     """Digests of the generators' states before and after."""
     dropout: str
     """Name of a model that trains with dropout; may be empty."""
     loader: str
-    """Name of a DataLoader that shuffles by the shared generator; may be empty."""
+    """Name of a DataLoader that shuffles with the global generator; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a profiler saw."""
+    """A profile of one rank."""
 
     rows: tuple[Mapping[str, Any], ...]
-    """The operations that took most time, a row of a table each."""
+    """The operations that took longest, one row of a table each."""
     trace: str
     """Path of the trace."""
 
@@ -127,14 +127,14 @@ class CellEnd:
 
     seconds: float = 0.0
     calls: int = 0
-    """Communication calls that began."""
+    """Number of communication calls that it started."""
     aborted_at: AbortLocation | None = None
     """None if the cell was not aborted."""
     has_value: bool = False
     """Whether the last expression has a value to fetch."""
     draws: Draws | None = None
     cpu_seconds: float | None = None
-    """Processor time of all threads; None if the cell failed."""
+    """CPU time of all threads; None if the cell failed."""
     repetitions: tuple[float, ...] | None = None
     """Seconds of each run, with `--repeat`."""
     profile: Profile | None = None
@@ -142,14 +142,14 @@ class CellEnd:
 
 @dataclass(frozen=True, slots=True)
 class AbortReply:
-    """How an abort reached the main thread."""
+    """What an abort found."""
 
     interrupted: bool
-    """Whether a cell runs."""
+    """Whether a cell was interrupted."""
     pending: int
     """Earlier interrupts that the main thread has not handled yet: it is in C code."""
     line: int | None
-    """Line of the cell, if there are any."""
+    """Line of the cell, if there are pending interrupts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +157,19 @@ class AbortRequest(Request[AbortReply]):
     """Abort the cell, and every wait in a group, until the groups are rebuilt."""
 
     run: str | None = None
-    """The cell's run: a rank that has not begun it refuses it. None: whatever runs."""
+    """The cell's run: a rank that has not started it rejects it. None: any cell."""
     again: bool = False
-    """Whether the groups are poisoned already: only wake what waits."""
+    """Whether the groups were closed by an earlier abort: only wake waiting threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest(Request[None]):
-    """Stop before a collective, on all ranks before the same one: a consistent cut."""
+    """Stop before a certain collective, the same on all ranks: a consistent cut."""
 
     group: str
     """Name of the group; empty: count the collectives of all groups."""
     at: int
-    """Number of the last collective that still begins."""
+    """Number of the last collective that may start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +184,17 @@ class Omitted:
 
 @dataclass(frozen=True, slots=True)
 class CellReport:
-    """One cell as a rank kept it."""
+    """One cell, as saved by a rank."""
 
     run: str
     facts: CellFacts | None
-    """What came with it; None if the notebook has it already."""
+    """Its metadata; None if the notebook already has it."""
     elapsed_ns: int
-    """How long it has run, or ran."""
+    """How long it has been running, or ran."""
     messages: Packed
     """Rows of message type and content, in order."""
     last: int
-    """Number of the last message; the first has 1."""
+    """Number of the last message; the first is 1."""
     omitted: Omitted
     """Output omitted before them."""
     outcome: Mapping[str, Any] | None
@@ -203,7 +203,7 @@ class CellReport:
 
 @dataclass(frozen=True, slots=True)
 class CellsReply:
-    """The cells that a rank keeps, and whether its groups can be used."""
+    """The cells that a rank has saved, and whether its groups are usable."""
 
     cells: tuple[CellReport, ...]
     """Oldest first."""
@@ -219,10 +219,10 @@ class CellsReply:
 
 @dataclass(frozen=True, slots=True)
 class CellsRequest(Request[CellsReply]):
-    """Fetch what a rank keeps of its last cells: a notebook that attached asks ten times per second."""
+    """Fetch output and outcome of a rank's last cells; a notebook that reattached sends this ten times per second."""
 
     run: str | None = None
-    """Which cell; None: all that have not ended before `after_ns`."""
+    """Which cell; None: all that had not finished before `after_ns`."""
     since: int = 0
     """Number of the last message that the notebook has."""
     after_ns: int = 0
@@ -231,7 +231,7 @@ class CellsRequest(Request[CellsReply]):
 
 @dataclass(frozen=True, slots=True)
 class FailureReply:
-    """The failure that a rank keeps for the debugger."""
+    """The failure that a rank has saved for the debugger."""
 
     failure: str
     """The error in one line; empty if there is none."""
@@ -244,14 +244,14 @@ class FailureRequest(Request[FailureReply]):
 
 @dataclass(frozen=True, slots=True)
 class DebuggerStart(RankCall[str]):
-    """Open the debugger on the failure that is kept; returns where that is."""
+    """Open the debugger on the saved failure; returns its location."""
 
     target = "axon_nb.engine.kernel.post_mortem:start"
 
 
 @dataclass(frozen=True, slots=True)
 class DebuggerCommand(RankCall[tuple[str, bool]]):
-    """Run one command of the debugger; returns what it shows, and whether it was the last."""
+    """Run one command of the debugger; returns its output, and whether the session is over."""
 
     target = "axon_nb.engine.kernel.post_mortem:command"
     line: str

@@ -1,4 +1,4 @@
-"""What a front end asks while somebody types; a rank refuses a question that takes it more than a moment."""
+"""Requests of a front end while the user types; a rank refuses one that takes too long."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CompleteReply:
     """Completions at one place."""
 
     fragment: str
-    """The text before the cursor that is replaced."""
+    """The text before the cursor to replace."""
     matches: tuple[str, ...]
-    """By what."""
+    """The candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +55,34 @@ class InspectRequest(Request[InspectReply]):
     detail: int
     """0 or 1, as for IPython."""
     omit: tuple[str, ...] = ()
-    """Sections that are left out."""
+    """Sections to leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownName:
-    """What can be completed after one variable without asking again."""
+    """What can be completed after one variable without another request."""
 
     type: str = ""
-    """Its type, with the module; empty if there was no time to look."""
+    """Its type, with the module; empty if there was no time for it."""
     own: tuple[str, ...] = ()
-    """Attributes that its type does not have."""
+    """Attributes that its type lacks."""
     keys: tuple[str, ...] = ()
     """Keys or columns, as Python source."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamesReply:
-    """The names of a rank, small enough to be kept in the notebook."""
+    """The names of a rank, small enough to be stored in the notebook."""
 
     names: Mapping[str, KnownName]
     """By variable."""
     types: Mapping[str, tuple[str, ...]]
-    """Attributes by type, of those that the notebook does not know."""
+    """Attributes by type, for types that the notebook does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamesRequest(Request[NamesReply]):
-    """Ask for the names after a cell, for completions while the rank does not answer."""
+    """Request the names after a cell, for completion while the rank does not reply."""
 
     known: tuple[str, ...] = ()
     """Types whose attributes the notebook has."""

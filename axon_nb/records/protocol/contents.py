@@ -1,4 +1,4 @@
-"""What the variables of a rank hold: parts of tensors, memory, and what a planner needs to know of a model."""
+"""What the variables of a rank hold: shards of tensors, memory, and what a planner needs to know about a model."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LayoutsReply:
-    """The parts of tensors on a rank."""
+    """The shards of tensors on a rank."""
 
     key: str
-    """Changes with the parts."""
+    """A key that changes with the shards."""
     shards: tuple[Shard, ...] | None
-    """None if they are those of the key that the notebook knows."""
+    """None if they are the same as for the key that the notebook sent."""
     spent_s: float = 0.0
-    """Processor time that the answer cost the rank, in seconds."""
+    """CPU seconds that the reply cost the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutsRequest(Request[LayoutsReply]):
-    """Ask for parts of tensors; refused if there is no such variable, or no tensor in it."""
+    """Request shards; refused if a variable does not exist or holds no tensor."""
 
     names: tuple[str, ...]
     """Variables: modules, optimizers, tensors, collections of tensors."""
     gradients: bool = False
     known: str = ""
-    """Key of the last answer to the same question."""
+    """Key of the last reply to the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class MemoryReply:
     estimated: MemoryUse | None
     """None without a formula."""
     notes: tuple[str, ...]
-    """Sentences: what is not known."""
+    """Sentences about what is unknown."""
     is_pending: bool
-    """Whether the formula is still being loaded."""
+    """Whether the formula is still being imported."""
     model: str
-    """Changes when the one model that was named is another, or is called in another way; empty without one."""
+    """A key that changes if the one named model is replaced or called differently; empty without one."""
     spent_s: float = 0.0
-    """Processor time that the answer cost the rank, in seconds."""
+    """CPU seconds that the reply cost the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest(Request[MemoryReply]):
-    """Ask what memory holds; refused if there is no such module or optimizer."""
+    """Request what memory holds; refused if there is no such module or optimizer."""
 
     names: tuple[str, ...] = ()
     """Modules and optimizers; empty: all variables."""
@@ -74,68 +74,68 @@ class MemoryRequest(Request[MemoryReply]):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """How a model is trained, for a planner."""
+    """How a model is trained, for the planner."""
 
     setup: MemorySetup
     is_trained_so: bool
-    """Whether `setup` is how it is trained; False: nothing shows that, and it is a proposal."""
+    """Whether `setup` is how the model is trained; False: it cannot be inferred, and `setup` is a proposal."""
     optimizer_options: Mapping[str, Any]
     units: tuple[str, ...] | None
-    """Classes that FSDP gathers as units, without the model; None: it has no units."""
+    """Classes that FSDP gathers as units, except the model's own; None without units."""
     blocks: tuple[str, ...]
-    """Classes that are recomputed in backward."""
+    """Classes that use activation checkpointing."""
     inputs: list[Any] | None
-    """What the model is called with: shape and dtype of a tensor, other values as they are. None: not seen yet."""
+    """Inputs of the model: shape and dtype of a tensor, other values as they are. None: no call was recorded."""
     loss: str
-    """``tokens``: the next token's cross-entropy; ``mean``: unknown, the mean of the output stands for it."""
+    """``tokens``: next-token cross-entropy; ``mean``: unknown, the mean of the output stands for it."""
     notes: tuple[str, ...]
     schedule: str = "1F1B"
     """Name of a pipeline's schedule."""
     tp_plan: Any = "auto"
-    """How layers are split: styles by patterns of names."""
+    """How layers are sharded, if they are: styles by name pattern."""
     device: str = "cpu"
     """Type of the rank's device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReply:
-    """What a planner needs; which fields there are depends on the model."""
+    """What a planner needs; which fields are set depends on the model."""
 
     is_pending: bool = False
-    """Whether the planner is still being loaded; nothing else is there then."""
+    """Whether the planner is still being imported; no other field is set then."""
     refused: str = ""
-    """Why there is no plan; `facts` are there if another question can have one."""
+    """Why there is no plan; `facts` is set if another what-if scenario may have one."""
     facts: ModelFacts | None = None
     key: str = ""
-    """Changes with the model."""
+    """A key that changes with the model and its inputs."""
     setup: MemorySetup | None = None
     """What is planned for."""
     states: Mapping[str, int] | None = None
-    """Bytes by role on the rank that has most of them, by formula."""
+    """Bytes by role, by formula, on the rank that holds most."""
     host: int = 0
-    """Those in the host's memory."""
+    """Bytes of them in host memory."""
     model: bytes | None = None
-    """The model without its data, pickled; None if the notebook has it."""
+    """The model skeleton, pickled; None if the notebook has it."""
     first_rank: int | None = None
     """For a pipeline: the rank with its first stage, to ask instead of this one."""
     ranks: Mapping[int, int] | None = None
-    """Of a pipeline: the rank of each stage, instead of a model and its states."""
+    """For a pipeline: the rank of each stage, instead of a model and its states."""
     stages: Mapping[int, bytes] | None = None
-    """This rank's stages without their data, pickled, if they were asked for."""
+    """The skeletons of this rank's stages, pickled, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest(Request[PlanReply]):
-    """Ask about one model."""
+    """Request what a planner needs about one model."""
 
     names: tuple[str, ...]
     """The model, and its optimizers if they are named."""
     what_if: Mapping[str, Any] | None = None
     """Fields of `MemorySetup` to change; None: the current setup."""
     known: str = ""
-    """Key of the model that the notebook has."""
+    """Key of the model that the notebook already has."""
     stages: bool = False
-    """Whether only this rank's stages of a pipeline are wanted."""
+    """For a pipeline: request only this rank's stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class CaptureModel(RankCall[Packed]):
     look: Expression
     """A function without arguments that returns the model."""
     name: str
-    """What messages call it."""
+    """Its name in messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a process of a cluster raises when it does not understand another one."""
+"""The error of a message that does not follow the protocol."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["ProtocolError"]
 
 
 class ProtocolError(AxonError, RuntimeError):
-    """A message does not have the fields that its record declares, or the other side could not make it."""
+    """A message lacks a field of its record or has an invalid one, or the other side failed to answer."""

@@ -1,4 +1,4 @@
-"""What a rank does now: its state, its stack, what it waits for, its job, its spans."""
+"""What a rank is doing: its state, its stack, what it waits for, its job, its spans."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class StatusRequest(Request[RankState]):
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest(Request[None]):
-    """Send samples for a while; a new request replaces the last one."""
+    """Send samples for some time; a new request replaces the last one."""
 
     hz: float
     """Samples per second."""
     seconds: float
-    """For how long; 0 ends it."""
+    """For how long; 0 stops it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryEvent(Event):
-    """The samples of a beat."""
+    """The samples of one tick."""
 
     rank: int
     states: tuple[RankState, ...]
@@ -63,26 +63,26 @@ class WaitsReply:
 
     waits: RankWaits
     collectives: int
-    """Collectives begun in this cell, in all groups together."""
+    """Collectives that the cell started, over all groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitsRequest(Request[WaitsReply]):
-    """Ask which communication calls are in progress."""
+    """Request the communication calls in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class StacksReply:
-    """Where a rank is."""
+    """The location of a rank."""
 
     state: RankState
     frames: tuple[StackFrame, ...]
-    """Outermost first; empty when no cell runs."""
+    """Outermost first; empty if no cell runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StacksRequest(Request[StacksReply]):
-    """Ask for the Python stack of the cell."""
+    """Request the Python stack of the cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class SpansReply:
     next: int
     """Number of the next span."""
     lost: int
-    """Spans that were dropped before they were read."""
+    """Spans that were overwritten before they were read."""
     groups: Mapping[str, tuple[int, ...]]
-    """Global ranks of the groups in them, by name."""
+    """Global ranks of their groups, by name."""
     now_ns: int
     """The rank's clock, nanoseconds."""
     process: int
-    """The rank's pid: another process counts from 0."""
+    """The rank's pid: a new process restarts the numbering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class SpansRequest(Request[SpansReply]):
     """Fetch spans."""
 
     since: int
-    """Number of the first span wanted; 0: the oldest one that is kept."""
+    """Number of the first span wanted; 0: the oldest available."""
     watch: float
-    """For how many seconds to record forwards, backwards and optimizer steps as well; 0: no change."""
+    """For how many more seconds to record forwards, backwards and optimizer steps; 0: unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +120,34 @@ class JobReply:
     report: JobReport
     waits: RankWaits
     spent_s: float = 0.0
-    """Processor time that the answer cost the rank, in seconds."""
+    """CPU seconds that the reply cost the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest(Request[JobReply]):
-    """Ask about the job, from where the last report ended."""
+    """Request a report on the job, from where the last one ended."""
 
     pid: int = 0
-    """The process that the other numbers are from; of another one they start at 0."""
+    """The process that the positions refer to; another process starts reading at the beginning."""
     position: int = 0
     """Where to continue reading metrics."""
     span_position: int = 0
     """Where to continue reading spans."""
     since_ns: int = 0
-    """When this watcher asked last, on the rank's clock; 0: never."""
+    """Time of this watcher's last request, on the rank's clock; 0: this is the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshReply:
-    """The device mesh among a rank's variables; None if there is none."""
+    """The device mesh among a rank's variables."""
 
     mesh: MeshInfo | None
+    """None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshRequest(Request[MeshReply]):
-    """Ask for the device mesh."""
+    """Request the device mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,31 +164,31 @@ class VariableFacts:
     bytes: int = 0
     """On this rank."""
     digest: str = ""
-    """Equal where values are; empty if it is sharded or cannot be compared."""
+    """Equal if the values are; empty if it is sharded or cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class DescribeVariables(RankCall[list[VariableFacts]]):
-    """Describe each variable of the user's."""
+    """Describe each of the user's variables."""
 
     target = "axon_nb.engine.inspection.variables:variable_facts"
 
 
 @dataclass(frozen=True, slots=True)
 class VariableParts:
-    """A variable as something that can be compared without torch."""
+    """A variable in a form that can be compared without torch."""
 
     parts: Mapping[str, Packed]
     """NumPy arrays by name."""
     text: str | None = None
-    """Instead of arrays: what it prints."""
+    """Instead of arrays: its text form."""
     refused: str = ""
     """Instead of both: why it cannot be compared; reads after its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetVariableParts(RankCall[VariableParts]):
-    """Take one variable apart for a comparison."""
+    """Return the parts of one variable, for a comparison."""
 
     target = "axon_nb.engine.inspection.variables:variable_parts"
     name: str

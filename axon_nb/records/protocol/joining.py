@@ -1,4 +1,4 @@
-"""How an engine becomes a rank: what it says of itself, and how it joins the world."""
+"""How an engine becomes a rank: what it reports, and how it joins the world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axon_nb.records.protocol.wire import Packed
 __all__ = ["ENGINE_ENTRY", "ClusterFacts", "Describe", "EngineInfo", "Join", "JoinConfig"]
 
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
-"""What a forked rank runs, as ``module:function``."""
+"""Entry point of a forked rank, as ``module:function``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class EngineInfo:
     gpus: int
     """GPUs that the process sees."""
     version: Version
-    """What it runs."""
+    """The version that it runs."""
     self_test: Verdict
-    """What does not work there with the installed versions."""
+    """What does not work with the versions installed there."""
     device: str = ""
     """torch device; empty before it has joined."""
     seed: int | None = None
@@ -41,7 +41,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What the host agent keeps of a cluster, for a notebook that attaches."""
+    """What the host agent stores about a cluster, for a notebook that attaches."""
 
     name: str
     engines: str
@@ -50,7 +50,7 @@ class ClusterFacts:
     """The address on which the cluster listens."""
     world_size: int
     version: Version
-    """What the notebook and the ranks ran when they started."""
+    """The version of the notebook and the ranks when they started."""
     keep_alive_s: float
     """How long ranks stay without a notebook, in seconds."""
     settings: Mapping[str, Any]
@@ -65,7 +65,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """How a rank joins its world; made in the notebook."""
+    """How a rank joins its world; created in the notebook."""
 
     rank: int
     world_size: int
@@ -82,33 +82,33 @@ class JoinConfig:
     device: str
     """``cpu`` or ``cuda:<index>``."""
     threads: int
-    """Number of intra-op threads of torch."""
+    """Number of torch's intra-op threads."""
     timeout_s: float
-    """Limit of every collective, in seconds."""
+    """Timeout of every collective, in seconds."""
     recoverable: bool
-    """Whether groups can be rebuilt after a failure, as the self-test found."""
+    """Whether groups can be rebuilt after a failure, according to the self-test."""
     output_limit: int
-    """Bytes of text that one cell may print on this rank before lines are dropped and counted; a cell may set it."""
+    """Bytes of text that a cell may print on this rank; excess lines are dropped and counted. Cells can override it."""
     master_addr: str = "127.0.0.1"
-    """What scripts read from MASTER_ADDR; nothing listens there."""
+    """The MASTER_ADDR that scripts see; nothing listens there."""
     master_port: int = 29500
-    """What scripts read from MASTER_PORT; nothing listens there."""
+    """The MASTER_PORT that scripts see; nothing listens there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Describe(RankCall[EngineInfo]):
-    """Ask an engine, before it joins, for its place."""
+    """Have an engine describe itself, before it joins."""
 
     target = "axon_nb.engine.bootstrap:describe"
 
 
 @dataclass(frozen=True, slots=True)
 class Join(RankCall[EngineInfo]):
-    """Join the world; collective over all ranks. Returns the place, with device and seed."""
+    """Join the world; collective over all ranks. Returns the description, with device and seed."""
 
     target = "axon_nb.engine.bootstrap:join"
     config: JoinConfig
     epoch: int = 0
-    """Number of the last rebuild of the groups; above 0 this rank replaces a dead one."""
+    """Number of the last rebuild of the groups; above 0, this rank replaces one that died."""
     groups: tuple[GroupRecord, ...] = ()
-    """The groups besides the default one that the rank it replaces was in."""
+    """Groups besides the default one that the replaced rank was in."""

@@ -1,4 +1,4 @@
-"""The kinds of messages: requests that ranks answer while they are busy, events that they send, calls when idle.
+"""The kinds of messages: requests, which busy ranks answer, too; events that ranks send; calls, for idle ranks.
 
 A request is a frozen dataclass that names its reply: ``class StatusRequest(Request[RankState])``. The notebook sends it
 with `RankClient.request` and gets an `Answer[RankState]`; the rank looks the handler up by the class. A call names a
@@ -38,19 +38,19 @@ R_co = TypeVar("R_co", covariant=True)
 REPLY = "axon_reply"
 """Message type of a reply that holds the record."""
 REFUSAL = "axon_refusal"
-"""Message type of a reply without one, with the reason: the rank cannot answer this, and says why."""
+"""Message type of a reply that refuses the request; holds the reason."""
 FAILURE = "axon_failed"
-"""Message type of a reply to a request whose handler raised, with the exception."""
+"""Message type of a reply to a request whose handler raised; holds the exception."""
 
 
 class Request(Generic[R_co]):
-    """A question to a rank on its control channel, which answers while the main thread is busy or stuck."""
+    """A request on a rank's control channel, which replies even if the main thread is busy or stuck."""
 
     __slots__ = ()
 
 
 class Event:
-    """What a rank sends without being asked."""
+    """A message that a rank sends unasked."""
 
     __slots__ = ()
 
@@ -77,11 +77,11 @@ def message_type(kind: type[Request[Any] | Event]) -> str:
 
 
 def reply_type(kind: type[Request[Any] | RankCall[Any]]) -> Any:
-    """What `kind` declares as its reply; `NoneType` if there is nothing to say."""
+    """The reply that `kind` declares; `NoneType` if it has no content."""
     for base in getattr(kind, "__orig_bases__", ()):
         if typing.get_origin(base) in (Request, RankCall):
             return typing.get_args(base)[0]
-    raise TypeError(f"{kind.__name__} does not say what is replied: derive it from Request[…] or RankCall[…]")
+    raise TypeError(f"{kind.__name__} does not declare its reply: derive it from Request[…] or RankCall[…]")
 
 
 def encode_reply(kind: type[Request[Any]], reply: Any) -> dict[str, Any]:

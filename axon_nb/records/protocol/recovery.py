@@ -1,4 +1,4 @@
-"""Rebuilding groups after a failure, and what is lost with a rank."""
+"""Rebuild groups after a failure, and find what is lost with a rank."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
-    """How far one optimizer of a rank is."""
+    """How many steps one optimizer of a rank has made."""
 
     number: int
-    """In the order of the first steps; -1 before the first one."""
+    """In the order of the first steps; -1: no step yet."""
     name: str
     """Its variable; may be empty."""
     before: int
@@ -45,7 +45,7 @@ class OptimizerReport:
     steps: int
     """Steps now."""
     shapes: str
-    """A digest, equal where the same model is trained."""
+    """A digest, equal if the same model is trained."""
     not_replicated: str
     """Why it is not a replica of other ranks' optimizer; reads after a name. Empty if it may be one."""
     communicated: bool
@@ -63,12 +63,12 @@ class RebuildReport:
     abandoned: int
     """Aborted groups that this process still holds, with their threads."""
     not_reset: tuple[str, ...]
-    """Sentences: the wrappers that could not be reset."""
+    """A sentence for each kind of wrapper that could not be reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """A rebuild after a cell, and how far each optimizer is."""
+    """A rebuild after a cell, and the steps of each optimizer."""
 
     rebuilt: RebuildReport
     steps: tuple[OptimizerReport, ...]
@@ -85,7 +85,7 @@ class Recover(RankCall[RecoveryReport]):
 
 @dataclass(frozen=True, slots=True)
 class RecoverAfterRepair(RankCall[RebuildReport]):
-    """Rebuild all groups with the ranks that were replaced, which are in `Join`."""
+    """Rebuild all groups together with the replacement ranks, which are in `Join`."""
 
     target = "axon_nb.engine.groups.recovery:recover"
     epoch: int
@@ -95,7 +95,7 @@ class RecoverAfterRepair(RankCall[RebuildReport]):
 
 @dataclass(frozen=True, slots=True)
 class DisableGroups(RankCall[None]):
-    """The groups cannot be rebuilt: cells may run, but communication is refused."""
+    """Refuse communication, because the groups cannot be rebuilt; cells still run."""
 
     target = "axon_nb.engine.groups.recovery:disable_groups"
     reason: str
@@ -111,22 +111,22 @@ class ListGroups(RankCall[list[GroupRecord]]):
 
 @dataclass(frozen=True, slots=True)
 class LostShards:
-    """A variable whose part on some ranks no other rank holds."""
+    """A variable of which certain ranks hold shards that no other rank has."""
 
     name: str
     kind: str
     """``module``, ``optimizer``, ``tensor`` or ``stage``."""
     parts: int | tuple[int, ...]
-    """How many of its tensors are split so; for a stage the indices of the lost ones."""
+    """How many of its tensors are affected; for a stage, the indices of the lost stages."""
     of: int
-    """Of how many in total."""
+    """How many it has in all."""
     bytes: int
-    """Size of those parts."""
+    """Size of the lost shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindLostShards(RankCall[list[LostShards]]):
-    """Find what would be lost with some ranks."""
+    """Find the shards that only these ranks hold."""
 
     target = "axon_nb.engine.sharding.sharded:only_on_ranks"
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Values on their way: between the notebook and ranks, and from rank to rank."""
+"""Transfers of values: between the notebook and ranks, and from rank to rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Address = tuple[tuple[str, int], tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class ReceiveValues(RankCall[None]):
-    """In a cell: set the variables that stand in the notebook's shared-memory blocks."""
+    """In a cell: set the variables that the notebook's shared-memory blocks hold."""
 
     target = "axon_nb.engine.transfer.variables:receive_block"
     addresses: Mapping[int, Address]
@@ -47,13 +47,13 @@ class SendValue(RankCall[None]):
     target = "axon_nb.engine.transfer.variables:send_value"
     expression: str
     addresses: Mapping[int, Address | None]
-    """The ranks that were asked, each with its block; None: it keeps the bytes."""
+    """The ranks whose value is requested, each with its block; None: the rank keeps the bytes."""
     ranks: tuple[int, ...]
     """The ranks that run this."""
     shards: bool = False
-    """Whether each rank gives its own part of a distributed tensor; else one of them gives the full one."""
+    """Whether each rank sends its own shard of a distributed tensor; else one of them sends the full tensor."""
     arrays: bool = False
-    """Whether tensors become NumPy arrays."""
+    """Whether to convert tensors to NumPy arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class SetVariables(RankCall[None]):
 
 @dataclass(frozen=True, slots=True)
 class TakePendingValue(RankCall[Packed]):
-    """Fetch the bytes that `SendValue` kept, once; empty if another rank gave the value."""
+    """Fetch the bytes that `SendValue` kept, once; empty if another rank sent the value."""
 
     target = "axon_nb.engine.transfer.variables:take_pending_value"
 
 
 @dataclass(frozen=True, slots=True)
 class LastValue(RankCall[tuple[Packed, str]]):
-    """Fetch the value of a cell's last expression: its bytes, and its text for where it cannot be loaded.
+    """Fetch the value of a cell's last expression: its bytes, and its text in case it cannot be loaded.
 
     The bytes are None if they are in the shared-memory block, and empty if the value does not pickle.
     """
@@ -83,19 +83,19 @@ class LastValue(RankCall[tuple[Packed, str]]):
     token: str
     """The cell's."""
     address: Address | None
-    """A block for a large value; None: there is none."""
+    """A block for a large value; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListGroupVariables(RankCall[dict[str, str]]):
-    """List the variables that are process groups: by variable the name of the group."""
+    """List the variables that are process groups, with the names of the groups."""
 
     target = "axon_nb.engine.transfer.copy_namespace:group_variables"
 
 
 @dataclass(frozen=True, slots=True)
 class ImportContext:
-    """What a copied namespace needs around it."""
+    """The import path, working directory and modules that a copied namespace needs."""
 
     path: tuple[str, ...]
     """`sys.path`."""
@@ -107,16 +107,16 @@ class ImportContext:
 
 @dataclass(frozen=True, slots=True)
 class PackedNamespace:
-    """Variables of a rank, packed there."""
+    """The packed variables of a rank, without the payload."""
 
     copied: tuple[str, ...]
     """Names."""
     skipped: Mapping[str, str]
-    """By name why it cannot be copied; reads after the name."""
+    """By name, why it cannot be copied; reads after the name."""
     size: int
     """Bytes."""
     digest: str
-    """SHA-256: Gloo's connections prove nobody's identity."""
+    """SHA-256, because Gloo's connections are not authenticated."""
     import_context: ImportContext
 
 
@@ -131,7 +131,7 @@ class PackNamespace(RankCall[PackedNamespace]):
 
 @dataclass(frozen=True, slots=True)
 class SendNamespace(RankCall[None]):
-    """Send what was packed to ranks that are in `ReceiveNamespace`."""
+    """Send the payload of `PackNamespace` to ranks that are in `ReceiveNamespace`."""
 
     target = "axon_nb.engine.transfer.copy_namespace:send"
     ranks: tuple[int, ...]
@@ -139,7 +139,7 @@ class SendNamespace(RankCall[None]):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveNamespace(RankCall[None]):
-    """Receive packed variables from a rank that is in `SendNamespace`."""
+    """Receive the payload from a rank that is in `SendNamespace`."""
 
     target = "axon_nb.engine.transfer.copy_namespace:receive"
     source: int
@@ -147,7 +147,7 @@ class ReceiveNamespace(RankCall[None]):
     digest: str
     import_context: ImportContext
     groups: Mapping[str, str]
-    """Variables that are process groups, with the groups' names."""
+    """Variables that are process groups, with the names of the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,10 @@ class SyncRecord:
     kind: str
     """``module``, ``optimizer`` or ``scheduler``; empty for another variable that was named."""
     digest: str = ""
-    """Of its tensors' shapes; equal where a copy fits."""
+    """Of its tensors' shapes; equal if a copy fits."""
     bytes: int = 0
     obstacle: str = ""
-    """Why it cannot be copied; reads after its name. Empty if it can."""
+    """Why it cannot be copied; reads after its name. Empty if it can be."""
     contained_in: str = ""
     """A variable that holds the same tensors; empty if there is none."""
 
@@ -176,7 +176,7 @@ class DescribeModels(RankCall[dict[str, SyncRecord]]):
 
 @dataclass(frozen=True, slots=True)
 class BroadcastModels(RankCall[None]):
-    """In a cell: make variables what they are on one rank; collective over all ranks."""
+    """In a cell: copy variables of one rank to all others; collective over all ranks."""
 
     target = "axon_nb.engine.transfer.broadcast_models:broadcast"
     source: int

@@ -1,8 +1,8 @@
-"""The protocol's version, and what a notebook says when it meets ranks of another one.
+"""The protocol's version, and the error if notebook and ranks have different ones.
 
 Raise `PROTOCOL` with every change of a record in this room: a field that is added, removed or means something else.
 Records carry no version of their own. The two sides compare it once, when ranks join and when a notebook attaches, and
-refuse each other with a sentence if it differs.
+refuse each other if it differs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROTOCOL = 1
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What one side runs."""
+    """The versions of one side."""
 
     package: str
     """Version of axon_nb; empty if unknown."""
@@ -34,7 +34,7 @@ class Version:
 
 
 def own_version() -> Version:
-    """What this process runs."""
+    """Return the versions of this process."""
     return Version(__version__, PROTOCOL)
 
 

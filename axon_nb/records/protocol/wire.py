@@ -26,7 +26,7 @@ from axon_nb.records.protocol.version import own_version
 __all__ = ["Packed", "decode", "encode"]
 
 Packed = Any
-"""Bulk data in a form of its own, such as rows of spans: passed on unseen."""
+"""Bulk data in a form of its own, such as rows of spans: passed on unchecked."""
 
 
 def encode(value: Any, kind: Any = None) -> Any:
