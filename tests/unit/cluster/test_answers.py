@@ -9,7 +9,7 @@ import pytest
 from ipyparallel.client.futures import MessageFuture
 
 from axon_nb.cluster.rpc.answers import Answer, RefusedError
-from axon_nb.cluster.rpc.requests import ask
+from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import MeshReply, MeshRequest
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request
@@ -46,7 +46,7 @@ def test_a_reply_is_the_record_that_the_request_declares() -> None:
     assert told.done()
     assert told.result() == told.reply() == MeshReply(None)
     seen: list[Answer[MeshReply]] = []
-    told.when_done(seen.append)
+    told.add_done_callback(seen.append)
     assert seen == [told]
 
 
@@ -75,6 +75,6 @@ def test_no_answer_is_no_reply() -> None:
 
 def test_who_refuses_is_told_apart_from_who_fails_or_is_silent() -> None:
     ranks: Any = Ranks()
-    answers = ask(ranks, [*ANSWERS, 99], MeshRequest(), limit_s=0.01)
+    answers = request_all(ranks, [*ANSWERS, 99], MeshRequest(), timeout_s=0.01)
     assert answers == {0: MeshReply(None)}
     assert answers.refused == {1: "there is no such variable"}

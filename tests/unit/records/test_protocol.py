@@ -42,8 +42,8 @@ from axon_nb.records.protocol.messages import (
     perform,
     reply_type,
 )
-from axon_nb.records.protocol.recovery import StandDown
-from axon_nb.records.protocol.transfer import GiveValue, Seed
+from axon_nb.records.protocol.recovery import DisableGroups
+from axon_nb.records.protocol.transfer import Seed, SendValue
 from axon_nb.records.protocol.version import PROTOCOL, Version, own_version, read_version, refuse_attach, refuse_join
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.telemetry import Activity, RankState
@@ -103,7 +103,7 @@ def test_each_call_has_a_function_with_these_arguments(kind: Any) -> None:
 
 
 def test_a_reply_is_checked_on_both_sides() -> None:
-    reply = AbortReply(interrupted=True, unheard=2, line=None)
+    reply = AbortReply(interrupted=True, pending=2, line=None)
     assert decode_reply(AbortRequest, encode_reply(AbortRequest, reply)) == reply
     assert encode_reply(StopRequest, None) == {}
     assert decode_reply(StopRequest, {}) is None
@@ -117,19 +117,19 @@ def test_a_reply_is_checked_on_both_sides() -> None:
 
 def test_a_call_checks_its_arguments_before_it_leaves() -> None:
     wrong: Any = 7
-    assert arguments_of(StandDown("rank 1 is dead")) == {"reason": "rank 1 is dead"}
-    with pytest.raises(ProtocolError, match=r"StandDown\.reason: must be text; got 7"):
-        arguments_of(StandDown(wrong))
+    assert arguments_of(DisableGroups("rank 1 is dead")) == {"reason": "rank 1 is dead"}
+    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason: must be text; got 7"):
+        arguments_of(DisableGroups(wrong))
 
 
 def test_a_rank_checks_what_it_was_sent_and_what_it_returns() -> None:
     class Length(RankCall[str]):
         target = "builtins:len"
 
-    with pytest.raises(ProtocolError, match=r"StandDown\.reason"):
-        perform(StandDown, {"reason": None})
+    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason"):
+        perform(DisableGroups, {"reason": None})
     with pytest.raises(TypeError, match="reasons"):
-        perform(StandDown, {"reasons": "x"})
+        perform(DisableGroups, {"reasons": "x"})
     assert reply_type(Length) is str
 
 
@@ -146,7 +146,7 @@ def evaluated(source: str) -> tuple[str, dict[str, Any]]:
 
 def test_a_cell_of_a_call_has_its_arguments_as_literals() -> None:
     address = (("/memfd:a b", 3), ("/x", 0))
-    call = GiveValue("x['\"\\n']", {0: address, 2: None}, (0, 2), shards=True)
+    call = SendValue("x['\"\\n']", {0: address, 2: None}, (0, 2), shards=True)
     function, given = evaluated(cell_source(call))
     assert function == "__import__('axon_nb.engine.transfer.variables', fromlist=['give']).give"
     assert given == arguments_of(call)
