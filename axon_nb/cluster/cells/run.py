@@ -93,10 +93,7 @@ class CellRun:
         self._finished = False
 
     def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
-        """Take over the run of a cell that was sent `seconds` ago, instead of `send`.
-
-        `fetch` is called at each step, with the time, and passes on what the ranks have sent.
-        """
+        """Take over a cell that was sent `seconds` ago; each step calls `fetch` with the time, to get new messages."""
         self.token, self._fetch = run, fetch
         self._started_at = time.monotonic() - seconds
 
@@ -112,8 +109,7 @@ class CellRun:
             subgroup=mentions(code, "subgroup"),
         )
         self._abort.run = self.token
-        metadata = {KEY: encode(facts)}
-        self._messages = self._client.send_cells(self.ranks, execute_content(code), metadata, self)
+        self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Process something that a rank printed or displayed; called from the IO thread."""

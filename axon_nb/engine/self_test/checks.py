@@ -72,11 +72,7 @@ def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
 
 @contextlib.contextmanager
 def _aborted_when_waiting() -> Iterator[None]:
-    """Abort this rank as soon as it waits in a group; the abort must end the wait.
-
-    Raises:
-        AssertionError: the body completed.
-    """
+    """Abort this rank as soon as it waits in a group; if the body completes, raise AssertionError."""
     finished = threading.Event()
 
     def abort() -> None:

@@ -39,7 +39,7 @@ def message(reply: Any) -> dict[str, Any]:
     return {"header": {"msg_type": REPLY}, "content": encode(reply)}
 
 
-NOTICED = message(AbortReply(interrupted=True, unheard=0, line=None))
+NOTICED = message(AbortReply(interrupted=True, pending=0, line=None))
 
 
 def waits(rank: int) -> WaitsReply:
